@@ -1,0 +1,161 @@
+"""What the journal says happened to every sample: admitted, put, committed, compared with each other.
+
+Owns reading journals after the fact, and nothing that runs; shares no code with the index, so that a fault there shows here.
+Events are taken at their word only where they are somebody's act (admitted, put, settled, committed); outcomes are derived:
+the first P survivors of a committed step, in admission order, must have been trained, each sample once, after it was put.
+
+    audit(run_dir / "journal", samples_per_group=8, groups_per_step=32)
+        -> Audit(num_admitted=9600, num_trained=9600, num_lost=0, num_trained_twice=0, ...)
+
+A later attempt begins with the snapshot of a checkpoint: what happened beyond it was rolled back and counts no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rondo.comm.journal import Event, files, read
+
+OUTCOMES = ("trained", "filtered", "surplus", "failed", "quarantined")
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """All counts are of samples, but `num_leases_lost`, which is of prompt groups.
+
+    lost: had to be trained by a committed step and was not; unexpected: trained without having been put.
+    """
+
+    num_admitted: int
+    num_put: int
+    num_trained: int
+    num_lost: int
+    num_trained_twice: int
+    num_unexpected: int
+    num_leases_lost: int
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+def audit(
+    folder: Path, samples_per_group: int, groups_per_step: int, *, max_data_failures: int = 2, max_infra_failures: int = 5
+) -> Audit:
+    """Read all journal files of a run. CorruptData for a file that was changed after it was written."""
+    ledger = _Ledger(samples_per_group, groups_per_step, max_data_failures, max_infra_failures)
+    return count((event for path in files(folder) for event in read(path)), ledger)
+
+
+def count(events: Iterable[Event], ledger: _Ledger) -> Audit:
+    snapshot: Event | None = None
+    for event in events:
+        if event["event"] == "attempt" and snapshot is not None:
+            ledger.roll_back(snapshot["state"])
+        snapshot = event if event["event"] == "snapshot" else None
+        act = getattr(ledger, "on_" + event["event"], None)
+        if act is not None:
+            act(event)
+    return ledger.totals()
+
+
+class _Ledger:
+    def __init__(self, n: int, groups_per_step: int, max_data_failures: int, max_infra_failures: int) -> None:
+        self.n, self.groups_per_step = n, groups_per_step
+        self.limits = {"data": max_data_failures, "infra": max_infra_failures}
+        self.steps: dict[int, list[int]] = {}  # step -> groups in admission order
+        self.put: dict[int, set[int]] = {}  # group -> samples that were on the bus
+        self.trained: Counter[tuple[int, int]] = Counter()
+        self.ended: dict[int, str] = {}  # group -> outcome, or "lost"
+        self.failures: Counter[tuple[int, str]] = Counter()
+        self.holder: dict[int, tuple[str, int]] = {}  # running group -> (member, epoch)
+        self.num_lost = self.num_unexpected = self.num_leases_lost = 0
+        self.num_committed_steps = 0
+
+    def on_admit(self, event: Event) -> None:
+        self.steps.setdefault(event["step"], []).append(event["group"])
+
+    def on_grant(self, event: Event) -> None:
+        self.holder[event["group"]] = (event["member"], event["epoch"])
+
+    def on_put(self, event: Event) -> None:
+        if "info" not in event:
+            return
+        for group, sample in event["rows"]:
+            if group in self.holder and self.holder[group][1] == event["epoch"] and sample >= 0:
+                self.put.setdefault(group, set()).add(sample)
+        for group in {group for group, _ in event["rows"]}:
+            if len(self.put.get(group, ())) == self.n:
+                self.holder.pop(group, None)
+
+    def on_lose(self, event: Event) -> None:
+        self._fail(event["group"], event["epoch"], "infra")
+
+    def on_error(self, event: Event) -> None:
+        self._fail(event["group"], event["epoch"], "data")
+
+    def on_dead(self, event: Event) -> None:
+        for group, (member, epoch) in list(self.holder.items()):
+            if member == event["member"]:
+                self._fail(group, epoch, "infra")
+
+    def on_settle(self, event: Event) -> None:
+        self.ended.setdefault(event["group"], event["outcome"])
+        self.holder.pop(event["group"], None)
+
+    def on_commit(self, event: Event) -> None:
+        step = event["version"] - 1
+        rows = [(group, sample) for group, sample in event["rows"]]
+        self.trained.update(rows)
+        self.num_unexpected += sum(sample not in self.put.get(group, ()) for group, sample in rows)
+        survivors = [group for group in self.steps.get(step, ()) if group not in self.ended]
+        for place, group in enumerate(survivors):
+            missing = sum((group, sample) not in self.trained for sample in range(self.n))
+            if place >= self.groups_per_step and missing == self.n:
+                self.ended[group] = "surplus"
+            else:
+                self.num_lost += missing
+                self.ended[group] = "trained"
+        self.num_committed_steps = max(self.num_committed_steps, event["version"])
+
+    def _fail(self, group: int, epoch: int, kind: str) -> None:
+        if self.holder.get(group, ("", -1))[1] != epoch:
+            return
+        del self.holder[group]
+        self.failures[group, kind] += 1
+        self.num_leases_lost += 1
+        if self.failures[group, kind] > self.limits[kind]:
+            self.ended[group] = "quarantined"
+
+    def roll_back(self, state: dict[str, Any]) -> None:
+        """Forget what a checkpoint does not know: groups admitted after it, and what became of those it left open."""
+        version = state["version"] if state["version"] is not None else 0
+        waiting = {group["id"]: group for group in state["groups"] if group["state"] in ("waiting", "running", "ready")}
+        self.steps = {
+            step: [group for group in groups if group < state["next_group"]] for step, groups in self.steps.items()
+        }
+        known = {group for groups in self.steps.values() for group in groups} - waiting.keys()
+        self.put = {group: samples for group, samples in self.put.items() if group in known}
+        self.trained = Counter({row: times for row, times in self.trained.items() if row[0] in known})
+        self.ended = {group: outcome for group, outcome in self.ended.items() if group in known}
+        self.holder.clear()
+        self.failures.clear()
+        for group, fields in waiting.items():
+            self.failures[group, "data"] = fields["data_failures"]
+            self.failures[group, "infra"] = fields["infra_failures"]
+        self.num_committed_steps = version
+
+    def totals(self) -> Audit:
+        trained = sum(1 for _ in self.trained)
+        outcomes = {name: self.n * sum(outcome == name for outcome in self.ended.values()) for name in OUTCOMES}
+        return Audit(
+            num_admitted=self.n * sum(len(groups) for groups in self.steps.values()),
+            num_put=sum(len(samples) for samples in self.put.values()),
+            num_trained=trained,
+            num_lost=self.num_lost,
+            num_trained_twice=sum(times - 1 for times in self.trained.values()),
+            num_unexpected=self.num_unexpected,
+            num_leases_lost=self.num_leases_lost,
+            outcomes=outcomes | {"trained": trained},
+        )

@@ -1,0 +1,181 @@
+"""The bus as a role sees it: put rows, stream rounds, hold weights. One `Bus` per worker process.
+
+Owns this process's side of the rings (one writer, cached read-only maps) and the calls to the coordinator. Decides nothing:
+which rows exist and who may read them is the coordinator's word alone.
+
+    async for round in bus.stream("reference", tokens=4096):       # waits have names and deadlines
+        log_probs = score([row.array("tokens") for row in round.rows])
+        bus.put_columns(round, {"ref_log_probs": log_probs})       # one copy in; never waits (room was reserved)
+        await bus.ack(round)                                       # checks generations, then gives the memory back
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rondo.comm.records import Column
+from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
+from rondo.runtime.actor import ActorRef
+from rondo.runtime.errors import CorruptData
+from rondo.runtime.segments import SegmentClient
+
+POLL_S = 3600.0  # longest time one call waits at the coordinator before it is asked again
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Who speaks: one rank of one incarnation of a role group."""
+
+    group: str
+    incarnation: int
+    rank: int
+    world_size: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample of a round. `array` gives a read-only view into the ring, valid until the round is acknowledged."""
+
+    group: int
+    sample: int
+    step: int
+    length: int  # tokens, prompt and response
+    response: int  # tokens of the response
+    reward: float
+    places: Mapping[str, Sequence[Any]]  # column -> (ring, position, sequence, row in the record)
+    _records: Mapping[tuple[str, int, int], Record]
+
+    def array(self, column: str) -> np.ndarray:
+        ring, pos, seq, i = self.places[column]
+        return self._records[ring, pos, seq].column(column, i)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """This rank's part of one micro-batch. No rows means: run a dummy, so that all ranks run the same collectives."""
+
+    key: str
+    index: int
+    step: int
+    last: bool
+    rows: tuple[Row, ...]
+    ring: str | None
+    records: Mapping[tuple[str, int, int], Record]
+
+    def ids(self) -> list[list[int]]:
+        return [[row.group, row.sample] for row in self.rows]
+
+
+class Bus:
+    def __init__(self, member: Member, coordinator: ActorRef, segments: SegmentClient) -> None:
+        self.member = member
+        self._coordinator = coordinator
+        self._segments = segments
+        self._writers: dict[str, RingWriter] = {}
+        self._views: dict[str, RingView] = {}
+
+    async def open(self) -> None:
+        """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head."""
+        self._own = (await self.call("open_ring", self.member.rank))["ring"]
+        self._writer(self._own)
+
+    async def call(self, method: str, *args: Any, deadline_s: float = 60.0, **kwargs: Any) -> Any:
+        """An idempotent request as this member, repeated over coordinator restarts until the deadline."""
+        who = (self.member.group, self.member.incarnation)
+        return await self._coordinator.call(method, *who, *args, deadline_s=deadline_s, retry=True, **kwargs)
+
+    # ---- producing --------------------------------------------------------------------------------------------------
+
+    def put_samples(
+        self,
+        ring: str,
+        group: int,
+        epoch: int,
+        samples: Sequence[int],
+        columns: Sequence[Column],
+        info: Sequence[Sequence[float]],
+    ) -> RecordRef:
+        """Samples of a leased group. info: [length, response tokens, reward, oldest version, newest version] each."""
+        meta = {"reservation": f"group.{group}.{epoch}", "info": [list(values) for values in info]}
+        rows = [[group, sample] for sample in samples]
+        return self._put(ring, rows, columns, epoch, meta)
+
+    def put_columns(self, made: Round, columns: Mapping[str, Sequence[np.ndarray]]) -> RecordRef | None:
+        """Derived columns for the rows of a round, one array a row, in the round's order."""
+        if not made.rows or made.ring is None:
+            return None
+        meta = {"reservation": f"{made.key}.{self.member.rank}"}
+        fields = [Column(name, arrays[0].dtype.name, list(arrays)) for name, arrays in columns.items()]
+        return self._put(made.ring, made.ids(), fields, 0, meta)
+
+    def _put(
+        self, ring: str, rows: list[list[int]], columns: Sequence[Column], epoch: int, meta: dict[str, Any]
+    ) -> RecordRef:
+        writer = self._writer(ring)
+        ref = writer.put(rows, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
+        if ring != self._own:  # an overflow ring serves one grant; the coordinator takes it away when it is empty
+            self._retire(ring)
+        return ref
+
+    def _writer(self, ring: str) -> RingWriter:
+        if ring not in self._writers:
+            segment = self._segments.segment(ring, 0)
+            self._writers[ring] = RingWriter(segment, self._segments.doorbell(ring), ring)
+        return self._writers[ring]
+
+    def _retire(self, ring: str) -> None:
+        """Keep the newest few overflow writers; older ones are finished with (their grants had at most n puts)."""
+        others = [name for name in self._writers if name not in (self._own, ring)]
+        for name in others[:-16]:
+            del self._writers[name]
+
+    # ---- consuming --------------------------------------------------------------------------------------------------
+
+    async def join(self, stream: str, tokens: int) -> None:
+        await self.call("join", stream, self.member.world_size, tokens)
+
+    async def stream(self, stream: str, *, tokens: int, step: int | None = None) -> AsyncIterator[Round]:
+        """Rounds of a stream in order, until the run ends; of one step, until its last, when `step` is given."""
+        await self.join(stream, tokens)
+        index = 0
+        while True:
+            answer = await self.call("next_round", stream, self.member.rank, index, step, deadline_s=POLL_S)
+            if "round" not in answer:
+                return
+            made = self._round(answer["round"])
+            yield made
+            if step is not None and made.last:
+                return
+            index += 1
+
+    def _round(self, fields: dict[str, Any]) -> Round:
+        named = {(place[0], place[1], place[2]) for row in fields["rows"] for place in row["places"].values()}
+        rings = {ring for ring, _, _ in named}
+        for ring in [name for name in self._views if name.startswith("overflow/") and name not in rings]:
+            del self._views[ring]
+        records = {(ring, pos, seq): self.view(ring).read(pos, seq) for ring, pos, seq in named}
+        rows = tuple(Row(**row, _records=records) for row in fields["rows"])
+        return Round(fields["key"], fields["index"], fields["step"], fields["last"], rows, fields["ring"], records)
+
+    def view(self, ring: str) -> RingView:
+        if ring not in self._views:
+            self._views[ring] = RingView(self._segments.segment(ring, 0), ring)
+        return self._views[ring]
+
+    def check(self, made: Round) -> None:
+        """Raise CorruptData when memory of this round was overwritten while it was read: the work is discarded."""
+        for (ring, pos, seq), record in made.records.items():
+            if not record.valid():
+                raise CorruptData(
+                    f"record {seq} at {pos} of {ring} must stay until it is acknowledged, got another one there. "
+                    "This is a fault in rondo: the round is discarded and its role group restarts."
+                )
+
+    async def ack(self, made: Round) -> None:
+        self.check(made)
+        await self.call("ack", made.key, self.member.rank)

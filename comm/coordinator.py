@@ -1,0 +1,604 @@
+"""The coordinator: the one process that decides what happens to prompt groups.
+
+Owns the journal (its only writer), the tails of all rings (their only releaser) and everything that waits for work. It is the
+shell around `index.py`: it reads doorbells and calls, turns them into events, appends the events to the journal, applies them,
+and only then lets their effects leave the process (answers, tails). It computes nothing on tensors and imports no torch.
+
+    doorbell or call -> events -> journal.append -> index.apply -> tails move, waiters wake, answer
+
+Everything that changes state is idempotent by its own key (group and epoch, round key and rank, version, label), so a caller
+that lost the connection asks again and gets the same answer. After a restart the journal is replayed, each ring is read on
+from its journalled head, and deaths that happened meanwhile are fetched from the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rondo.comm.index import Index, Rules
+from rondo.comm.journal import Event, Journal
+from rondo.comm.ring import RecordRef, RingTail
+from rondo.comm.records import Descriptor, worst_case_bytes
+from rondo.comm.rounds import Stream
+from rondo.comm.words import drain
+from rondo.runtime.actor import Actor, ActorRef, endpoint
+from rondo.runtime.errors import Refused
+from rondo.runtime.segments import SegmentClient
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """What `launch` decides and the coordinator holds to. Written as JSON into the run directory."""
+
+    rules: Rules
+    publisher: str  # the group that publishes weights
+    rollout_ring_bytes: int
+    column_ring_bytes: int
+    rollout_groups: tuple[str, ...]
+    ranks: dict[str, int]  # group name -> processes
+    lease_deadline_s: float
+    straggler_deadline_s: float | None = None
+    evaluate_start: bool = True
+    evaluate_end: bool = True
+
+    @classmethod
+    def load(cls, path: Path) -> CoordinatorConfig:
+        fields = orjson.loads(path.read_bytes())
+        rules = fields["rules"]
+        rules["streams"] = tuple(
+            Stream(**{**s, "inputs": tuple(s["inputs"]), "outputs": tuple(s["outputs"])}) for s in rules["streams"]
+        )
+        rules["base_columns"] = tuple(rules["base_columns"])
+        fields["rollout_groups"] = tuple(fields["rollout_groups"])
+        return cls(**{**fields, "rules": Rules(**rules)})
+
+
+@dataclass(slots=True)
+class _Ring:
+    tail: RingTail
+    doorbell: int
+    segment: Any
+
+
+class Coordinator(Actor):
+    """Endpoints of the bus. `start()` opens what the journal says exists; `tick()` looks at deadlines."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        journal: Journal,
+        index: Index,
+        segments: SegmentClient,
+        supervisor: ActorRef,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.index = index
+        self._journal = journal
+        self._segments = segments
+        self._supervisor = supervisor
+        self._clock = clock
+        self._rings: dict[str, _Ring] = {}
+        self._waiters: list[asyncio.Future[None]] = []
+        self._renewed: dict[int, float] = {}  # running group -> when progress was last seen
+        self._granted: dict[int, float] = {}
+        self._evaluators: dict[str, tuple[str, int]] = {}
+        self._draining = False
+        self._next_overflow = 0
+        self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open every ring that the index knows, and fold in what happened while no coordinator ran."""
+        for name in list(self.index.space.rings):
+            self._open(name)
+        roster = await self._supervisor.call("roster", deadline_s=30, retry=True)
+        for member, incarnation in roster["dead"]:
+            if self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]:
+                self._emit(self._death(member, incarnation))
+        for member, life in roster["groups"].items():
+            if life["alive"] and self.index.members.get(member, [None])[0] != life["incarnation"]:
+                self._emit(self._birth(member, life["incarnation"]))
+        now = self._clock()
+        self._renewed = {group.id: now for group in self.index.groups.values() if group.state == "running"}
+        self._granted = dict(self._renewed)
+
+    def tick(self) -> None:
+        """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
+        now, events = self._clock(), []
+        for group in list(self.index.groups.values()):
+            if group.state != "running":
+                continue
+            if now - self._renewed.setdefault(group.id, now) > self.config.lease_deadline_s:
+                why = f"no progress for {self.config.lease_deadline_s:g} s at {group.holder}"
+                events.append({"event": "lose", "group": group.id, "epoch": group.epoch, "why": why})
+            limit = self.config.straggler_deadline_s
+            if limit is not None and now - self._granted.setdefault(group.id, now) > limit:
+                why = f"straggler: not finished within {limit:g} s"
+                events.append(self._settle(group.id, group.epoch, "failed", why))
+        if events:
+            self._emit(*events)
+        fatal = self.index.imbalance() or self.index.starving()
+        if fatal:
+            self._report("fatal", {"cause": fatal})
+
+    async def reporting(self) -> None:
+        """Forward reports to the supervisor, one by one; a restarted supervisor does not exist, so no retry is kept."""
+        while True:
+            kind, data = await self._reports.get()
+            await self._supervisor.call("report", "coordinator", kind, data, deadline_s=30, retry=True)
+
+    # ---- members ----------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def member_started(self, group: str, incarnation: int, num_ranks: int) -> None:
+        if self.index.members.get(group, [-1])[0] < incarnation:
+            self._emit({"event": "started", "member": group, "incarnation": incarnation, "ranks": num_ranks})
+
+    @endpoint
+    async def member_dead(self, group: str, incarnation: int) -> None:
+        """Every process of this incarnation is gone: its puts are read once more, then its leases move on."""
+        if self.index.members.get(group, [None, 0, 0])[::2] == [incarnation, 1]:
+            self._poll(group)
+            self._emit(self._death(group, incarnation))
+
+    def _birth(self, member: str, incarnation: int) -> Event:
+        ranks = self.config.ranks[member]
+        return {"event": "started", "member": member, "incarnation": incarnation, "ranks": ranks}
+
+    def _death(self, member: str, incarnation: int) -> Event:
+        publisher = member == self.config.publisher
+        return {"event": "dead", "member": member, "incarnation": incarnation, "publisher": publisher}
+
+    def _fence(self, member: str, incarnation: int) -> None:
+        """Calls of an incarnation that is not the living one are refused; its puts before this call are seen first."""
+        if self.index.members.get(member, [None, 0, 0])[::2] != [incarnation, 1]:
+            raise Refused(
+                f"caller must be the living incarnation of {member}, got {incarnation}. "
+                "The supervisor has replaced this process; it ends."
+            )
+        self._poll(member)
+
+    # ---- rings ------------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def open_ring(self, member: str, incarnation: int, rank: int) -> dict[str, Any]:
+        """The ring of one producer; made at the first call, taken over at its head by every later incarnation."""
+        self._fence(member, incarnation)
+        name = f"ring/{member}/{rank}"
+        rollout = member in self.config.rollout_groups
+        num_bytes = self.config.rollout_ring_bytes if rollout else self.config.column_ring_bytes
+        if name not in self._rings:
+            self._make_ring(name, num_bytes, member)
+        return {"ring": name, "bytes": num_bytes}
+
+    def _make_ring(self, name: str, num_bytes: int, member: str, *, overflow: bool = False) -> None:
+        self._open(name, num_bytes)
+        capacity = self._rings[name].tail.capacity
+        self._emit({"event": "ring", "ring": name, "bytes": capacity, "member": member, "overflow": overflow})
+
+    def _open(self, name: str, num_bytes: int = 0) -> None:
+        known = self.index.space.rings.get(name)
+        segment = self._segments.segment(name, num_bytes)
+        tail = RingTail(segment, name, cursor=known.head if known else None)
+        if known is not None:
+            tail.release(known.tail)
+        ring = _Ring(tail, self._segments.doorbell(name), segment)
+        self._rings[name] = ring
+        asyncio.get_running_loop().add_reader(ring.doorbell, self._rung, name)
+        if known is not None:
+            self._rung(name)
+
+    def _rung(self, name: str) -> None:
+        events = self._read(name)
+        if events:
+            self._emit(*events)
+
+    def _poll(self, member: str) -> None:
+        events = [
+            event
+            for name, ring in self.index.space.rings.items()
+            if ring.owner == member
+            for event in self._read(name)
+        ]
+        if events:
+            self._emit(*events)
+
+    def _read(self, name: str) -> list[Event]:
+        """Put events of a ring's new records. The doorbell is drained before the head is loaded, never after."""
+        ring = self._rings[name]
+        drain(ring.doorbell)
+        return [_put_event(name, ref, descriptor) for ref, descriptor in ring.tail.poll()]
+
+    def _drop_idle_overflow(self) -> None:
+        for name, space in list(self.index.space.rings.items()):
+            if space.overflow and space.idle:
+                self._journal_and_apply([{"event": "ring_dropped", "ring": name}])
+                ring = self._rings.pop(name)
+                asyncio.get_running_loop().remove_reader(ring.doorbell)
+                ring.segment.close()
+                self._segments.drop(name)
+
+    # ---- leases -----------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def lease(self, member: str, incarnation: int, max_groups: int) -> dict[str, Any]:
+        """Work for a rollout replica; waits until there is some. One of:
+
+        {"grants": [{group, epoch, step, position, ring, have: [[sample, reward, response], ...]}, ...]}
+        {"evaluate": {"label", "version"}}: sample the held-out prompts with exactly this version;
+        {"end": True}: the run needs nothing more.
+        """
+        return await self._until(member, incarnation, lambda: self._work(member, incarnation, max_groups))
+
+    def _work(self, member: str, incarnation: int, max_groups: int) -> dict[str, Any] | None:
+        label = self._due_evaluation()
+        if self.index.done and label is None:
+            return {"end": True}
+        version = self.index.versions.proved.get(f"{member}/rollout")
+        if version is None or self._draining:
+            return None
+        if label is not None:
+            target = 0 if label == "start" else self.config.rules.num_steps
+            holder = self._evaluators.get(label)
+            busy = holder is not None and self.index.members.get(holder[0], [None, 0, 0])[::2] == [holder[1], 1]
+            if version != target or (busy and holder != (member, incarnation)):
+                return None
+            self._evaluators[label] = (member, incarnation)
+            return {"evaluate": {"label": label, "version": target}}
+        grants = self._grants(member, incarnation, version, max_groups)
+        return {"grants": grants} if grants else None
+
+    def _due_evaluation(self) -> str | None:
+        if self.config.evaluate_start and self.index.version == 0 and "start" not in self.index.evaluations:
+            return "start"
+        if self.config.evaluate_end and self.index.done and "end" not in self.index.evaluations:
+            return "end"
+        return None
+
+    def _grants(self, member: str, incarnation: int, version: int, max_groups: int) -> list[dict[str, Any]]:
+        grants: list[dict[str, Any]] = []
+        for step in self.index.open_steps(version):
+            admissions = self.index.plan_admissions(step)
+            if admissions:
+                self._journal_and_apply(admissions)
+            for group_id in self.index.survivors(step):
+                group = self.index.groups[group_id]
+                if group.state != "waiting":
+                    continue
+                if len(grants) == max_groups:
+                    return grants
+                entries = self.index.entries(group)
+                ring = self._room(f"ring/{member}/0", member, entries, oldest=step == self.index.step)
+                if ring is None:
+                    return grants
+                event = {
+                    "event": "grant", "group": group.id, "epoch": group.epoch, "member": member,
+                    "incarnation": incarnation, "version": version, "ring": ring, "entries": entries,
+                }  # fmt: skip
+                self._journal_and_apply([event])
+                self._renewed[group.id] = self._granted[group.id] = self._clock()
+                have = [[sample, row.reward, row.response] for sample, row in sorted(group.rows.items())]
+                grants.append(
+                    {"group": group.id, "epoch": group.epoch, "step": step, "position": group.position}
+                    | {"ring": ring, "have": have}
+                )
+        return grants
+
+    def _room(self, name: str, member: str, entries: list[int], *, oldest: bool) -> str | None:
+        """A ring that can promise these records; the oldest uncommitted step gets an overflow ring when none can."""
+        if name in self.index.space.rings and self.index.space.has_room(name, entries):
+            return name
+        if not oldest:
+            return None
+        overflow = f"overflow/{member}/{self.index.attempt}.{self._next_overflow}"
+        self._next_overflow += 1
+        self._make_ring(overflow, 2 * sum(entries) + (1 << 16), member, overflow=True)
+        return overflow
+
+    @endpoint
+    async def renew(self, member: str, incarnation: int, groups: list[list[int]]) -> dict[str, Any]:
+        """Progress was seen on these [group, epoch]; the answer names those whose lease is lost."""
+        self._fence(member, incarnation)
+        lost = []
+        for group_id, epoch in groups:
+            group = self.index.groups.get(group_id)
+            if group is not None and group.state == "running" and group.epoch == epoch and group.holder == member:
+                self._renewed[group_id] = self._clock()
+            else:
+                lost.append([group_id, epoch])
+        return {"lost": lost}
+
+    @endpoint
+    async def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:
+        """A group ends before it is ready: `filtered`, or `error` when its data failed (retried, then quarantined)."""
+        self._fence(member, incarnation)
+        if group not in self.index.groups:
+            return
+        if outcome == "error":
+            self._emit({"event": "error", "group": group, "epoch": epoch, "why": why})
+            left = self.index.groups.get(group)
+            state = left.state if left is not None else "quarantined"
+            self._report("group_error", {"group": group, "epoch": epoch, "why": why, "state": state})
+        else:
+            self._emit(self._settle(group, epoch, outcome, why))
+
+    @endpoint
+    async def abandon(self, member: str, incarnation: int, group: int, epoch: int) -> None:
+        """The holder of a lost lease stopped working on it: its reservation returns."""
+        self._fence(member, incarnation)
+        self._emit({"event": "abandon", "group": group, "epoch": epoch})
+
+    def _settle(self, group: int, epoch: int, outcome: str, why: str) -> Event:
+        return {"event": "settle", "group": group, "epoch": epoch, "outcome": outcome, "why": why}
+
+    # ---- rounds -----------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def join(self, stream: str, member: str, incarnation: int, num_ranks: int, tokens: int) -> None:
+        """A role group registers its layout for a stream: data-parallel ranks, and tokens a micro-batch."""
+        self._fence(member, incarnation)
+        if self.index.rounds.lanes[stream].layouts.get(member) != [num_ranks, tokens]:
+            self._emit({"event": "join", "stream": stream, "member": member, "ranks": num_ranks, "tokens": tokens})
+
+    @endpoint
+    async def next_round(
+        self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None = None
+    ) -> dict[str, Any]:
+        """Round `index` for one rank: {"round": {...}} or {"end": True}. Train streams name the step; waits."""
+        return await self._until(
+            member, incarnation, lambda: self._round(stream, member, incarnation, rank, index, step)
+        )
+
+    def _round(
+        self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None
+    ) -> dict[str, Any] | None:
+        rounds = self.index.rounds
+        scope = f"{member}.{incarnation}" if step is None else rounds.train_scope(stream, step)
+        found = rounds.find(stream, scope, index)
+        if found is None and self.index.done:
+            return {"end": True}
+        if found is None and not self._draining:
+            planned = self._plan(stream, member, incarnation, step)
+            if planned:
+                self._emit({"event": "rounds", "rounds": planned})
+            found = rounds.find(stream, scope, index)
+        if found is None:
+            return None
+        inputs = rounds.lanes[stream].spec.inputs
+        rows = [self._row(group, sample, inputs) for group, sample in found.rows[rank]]
+        reserve = found.reserve[rank]
+        return {
+            "round": {
+                "key": found.key, "index": index, "step": found.step, "last": found.last, "rows": rows,
+                "ring": reserve[0] if reserve else None,
+            }
+        }  # fmt: skip
+
+    def _plan(self, stream: str, member: str, incarnation: int, step: int | None) -> list[Event]:
+        rounds, index = self.index.rounds, self.index
+        lengths = {
+            g: [row.length for _, row in sorted(index.groups[g].rows.items())] for g in rounds.ready_groups(stream)
+        }
+        if not lengths:
+            return []
+        if step is not None:
+            certain, needed = index.membership(step), self.config.rules.groups_per_step
+            return rounds.plan_train(stream, member, step, certain, needed, lengths)
+        planned = rounds.plan_forward(stream, member, incarnation, lengths)
+        return planned if self._reserve_outputs(planned, rounds.lanes[stream].spec, member) else []
+
+    def _reserve_outputs(self, planned: list[Event], spec: Stream, member: str) -> bool:
+        """Name the ring, per rank, that has room for every column these rounds will put; False when one has not."""
+        if not planned or not spec.outputs:
+            return True
+        oldest = min(event["step"] for event in planned) <= self.index.step
+        for rank in range(len(planned[0]["rows"])):
+            sizes = [self._output_bytes(event["rows"][rank], spec) for event in planned]
+            ring = self._room(f"ring/{member}/{rank}", member, [size for size in sizes if size], oldest=oldest)
+            if ring is None:
+                return False
+            for event, size in zip(planned, sizes, strict=True):
+                event["reserve"][rank] = [ring, [size] if size else []]
+        return True
+
+    def _output_bytes(self, rows: list[list[int]], spec: Stream) -> int:
+        if not rows:
+            return 0
+        tokens = max(self.index.groups[g].rows[s].response for g, s in rows)
+        return worst_case_bytes(len(rows), [(name, spec.output_bytes_per_token, tokens) for name in spec.outputs])
+
+    def _row(self, group_id: int, sample: int, columns: tuple[str, ...]) -> dict[str, Any]:
+        group = self.index.groups[group_id]
+        row = group.rows[sample]
+        places = {name: row.places[name] for name in columns}
+        return {
+            "group": group_id, "sample": sample, "step": group.step, "length": row.length, "response": row.response,
+            "reward": row.reward, "places": {**group.media, **places},
+        }  # fmt: skip
+
+    @endpoint
+    async def ack(self, member: str, incarnation: int, key: str, rank: int) -> None:
+        """This rank read its rows of a round and put its columns; it holds no view of them any more."""
+        self._fence(member, incarnation)
+        if self.index.rounds.get(key) is not None:
+            self._emit({"event": "ack", "key": key, "rank": rank})
+
+    # ---- versions ---------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def committed(self) -> dict[str, Any]:
+        """The newest committed version and its checksum; version None before the first commit of a run."""
+        return {"version": self.index.version, "checksum": self.index.checksum, "attempt": self.index.attempt}
+
+    @endpoint
+    async def await_version(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
+        """Waits until `version` or a newer one is committed."""
+        return await self._until(
+            member,
+            incarnation,
+            lambda: {"version": self.index.version} if (self.index.version or 0) >= version and self.index.version is not None else None,
+        )
+
+    @endpoint
+    async def commit(
+        self, member: str, incarnation: int, attempt: int, version: int, checksum: int, rows: list[list[int]]
+    ) -> dict[str, Any]:
+        """Every rank holds version `version`, trained on exactly `rows` ([group, sample]). At most once a version."""
+        self._fence(member, incarnation)
+        if attempt != self.index.attempt:
+            raise Refused(f"commit must come from attempt {self.index.attempt}, got {attempt}. This process is late.")
+        if version != self.index.version:
+            self._check_commit(version, rows)
+            self._emit(
+                {"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "rows": rows}
+            )
+            self._report("committed", self.status())
+            unbalanced = self.index.imbalance()
+            if unbalanced:
+                self._report("fatal", {"cause": unbalanced})
+        return {"version": self.index.version}
+
+    def _check_commit(self, version: int, rows: list[list[int]]) -> None:
+        expected = 0 if self.index.version is None else self.index.version + 1
+        if version != expected:
+            raise Refused(f"commit must make version {expected}, got {version}. Restore the committed version first.")
+        members = self.index.membership(version - 1) if version > 0 else []
+        wanted = sorted([g, s] for g in members for s in range(self.config.rules.samples_per_group))
+        if version > 0 and (len(members) != self.config.rules.groups_per_step or sorted(rows) != wanted):
+            raise Refused(
+                f"commit of version {version} must train every sample of its step once, "
+                f"got {len(rows)} rows for {len(wanted)} in {len(members)} certain groups."
+            )
+
+    @endpoint
+    async def begin_publish(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
+        """A slot of the slab that nobody holds; waits while every one is held."""
+
+        def slot() -> dict[str, Any] | None:
+            writable = self.index.versions.writable()
+            if writable is None:
+                return None
+            self._emit({"event": "publishing", "slot": writable, "version": version})
+            return {"slot": writable}
+
+        return await self._until(member, incarnation, slot)
+
+    @endpoint
+    async def end_publish(self, member: str, incarnation: int, slot: int, version: int, checksum: int) -> None:
+        self._fence(member, incarnation)
+        self._emit({"event": "published", "slot": slot, "version": version, "checksum": checksum})
+
+    @endpoint
+    async def weights(self, member: str, incarnation: int, role: str, newer_than: int) -> dict[str, Any]:
+        """The newest published version above `newer_than`, held for this role until it proves it; waits."""
+
+        def newest() -> dict[str, Any] | None:
+            slot = self.index.versions.newest
+            if slot is None or self.index.versions.slots[slot].version <= newer_than:
+                return {"end": True} if self._closed() else None
+            ready = self.index.versions.slots[slot]
+            self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{role}"})
+            return {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": self.index.attempt}
+
+        return await self._until(member, incarnation, newest)
+
+    @endpoint
+    async def proved(self, member: str, incarnation: int, role: str, version: int) -> None:
+        """This role verified the checksum of `version` and serves it from now on."""
+        self._fence(member, incarnation)
+        self._emit({"event": "proved", "reader": f"{member}/{role}", "version": version})
+
+    @endpoint
+    async def evaluated(self, label: str, result: dict[str, Any]) -> None:
+        if label not in self.index.evaluations:
+            self._emit({"event": "evaluated", "label": label, "result": result})
+            self._report("metrics", {"evaluation": {"label": label, **result}})
+
+    @endpoint
+    async def checkpoint(self, version: int) -> dict[str, Any]:
+        """The whole index at `version` for a checkpoint; the journal goes on in a new file that begins with it."""
+        if version != self.index.version:
+            raise Refused(f"checkpoint must be of the committed version {self.index.version}, got {version}.")
+        state = self.index.dump()
+        self._journal.rotate({"event": "snapshot", "state": state})
+        return {"state": state}
+
+    @endpoint
+    async def drain(self) -> None:
+        """Hand out nothing more: the run is being stopped. What is in flight may still be put and acknowledged."""
+        self._draining = True
+
+    @endpoint
+    async def stats(self) -> dict[str, Any]:
+        return self.status()
+
+    def status(self) -> dict[str, Any]:
+        """Counters for metrics, the status view and the admin endpoint; O(rings), never a scan of groups."""
+        index = self.index
+        rings = {
+            name: {"bytes": ring.capacity, "used": ring.head - ring.tail, "reserved": ring.reserved_bytes}
+            for name, ring in index.space.rings.items()
+        }
+        return {
+            "attempt": index.attempt, "version": index.version, "groups": dict(index.counts),
+            "refused_rows": index.refused_rows, "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
+            "rings": rings, "proved": dict(index.versions.proved), "evaluations": dict(index.evaluations),
+            "journal_events": self._journal.num_events, "waiters": len(self._waiters),
+        }  # fmt: skip
+
+    def _closed(self) -> bool:
+        return self.index.done and self._due_evaluation() is None
+
+    # ---- events and waiting -----------------------------------------------------------------------------------------
+
+    def _journal_and_apply(self, events: list[Event]) -> None:
+        self._journal.append(events)
+        for event in events:
+            self.index.apply(event)
+        for name, tail in self.index.freed():
+            if name in self._rings:
+                self._rings[name].tail.release(tail)
+
+    def _emit(self, *events: Event) -> None:
+        self._journal_and_apply(list(events))
+        self._drop_idle_overflow()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _report(self, kind: str, data: dict[str, Any]) -> None:
+        self._reports.put_nowait((kind, data))
+
+    async def _until(
+        self, member: str, incarnation: int, answer: Callable[[], dict[str, Any] | None]
+    ) -> dict[str, Any]:
+        """Ask again after every change until there is an answer; the caller's deadline cancels this."""
+        while True:
+            self._fence(member, incarnation)
+            result = answer()
+            if result is not None:
+                return result
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+
+def _put_event(ring: str, ref: RecordRef, descriptor: Descriptor) -> Event:
+    meta = descriptor.meta
+    event = {
+        "event": "put", "ring": ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes, "rows": descriptor.rows,
+        "columns": [column.name for column in descriptor.columns], "epoch": descriptor.epoch,
+        "attempt": descriptor.attempt, "reservation": meta["reservation"], "entries": len(descriptor.rows),
+    }  # fmt: skip
+    return event | ({"info": meta["info"]} if "info" in meta else {})

@@ -1,0 +1,468 @@
+"""The index of the bus: what every prompt group is, where its rows lie, and what may happen to it next.
+
+Owns admission, leases, rows, outcomes and the accounting (promise B1). Pure: state changes only in `apply(event)`, a fold over
+the journal; `plan_*` methods look at the state and propose events without changing it. No clock, no memory, no sockets: those
+are the coordinator's. `rounds.py` holds the part that consumers see, `space.py` the room in rings, `versions.py` the weights.
+
+    waiting --grant--> running --all n rows visible--> ready --commit--> trained
+       ^                 |  |                            `--commit, beyond the first P--> surplus
+       `--lose, error----'  `--settle--> filtered | failed        too many errors --> quarantined
+
+Invariants: a group trains at the step it was admitted for and at no other; a step is its first P survivors in admission order;
+the first visible put of a (group, sample, column) wins; at every moment
+admitted = trained + filtered + surplus + failed + quarantined + waiting + running + ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondo.comm.journal import Event
+from rondo.comm.rounds import Rounds, Stream
+from rondo.comm.space import Space
+from rondo.comm.versions import Versions
+
+LIVE = ("waiting", "running", "ready")
+SETTLED = ("trained", "filtered", "surplus", "failed", "quarantined")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the index must hold to; fixed for a run."""
+
+    num_steps: int
+    groups_per_step: int  # P, in prompt groups
+    samples_per_group: int  # n
+    max_staleness: int  # in policy versions
+    base_columns: tuple[str, ...]  # written by rollout
+    streams: tuple[Stream, ...]
+    row_bytes: int  # worst case of one sample's record in a rollout ring
+    num_slots: int = 2
+    spare_groups: int = 0
+    max_consecutive_filtered: int = 1000
+    max_data_failures: int = 2
+    max_infra_failures: int = 5
+    num_positions: int | None = None  # data-set rows times passes; None is endless
+
+
+@dataclass(slots=True)
+class Row:
+    """One sample: lengths in tokens, reward, the policy versions of its tokens, and where its columns lie."""
+
+    length: int
+    response: int
+    reward: float
+    oldest: int
+    newest: int
+    places: dict[str, list[Any]] = field(default_factory=dict)  # column -> [ring, position, sequence, row in record]
+
+
+@dataclass(slots=True)
+class Group:
+    """One admitted prompt group. `position` is the data cursor's; (position, sample) seeds every draw."""
+
+    id: int
+    step: int
+    position: int
+    state: str = "waiting"
+    epoch: int = 0
+    holder: str | None = None
+    rows: dict[int, Row] = field(default_factory=dict)
+    media: dict[str, list[Any]] = field(default_factory=dict)  # group-level columns, named like row places
+    visible: dict[str, int] = field(default_factory=dict)  # column -> rows that have it
+    records: list[list[Any]] = field(default_factory=list)  # [ring, position] of every record with accepted rows
+    data_failures: int = 0
+    infra_failures: int = 0
+    error: str = ""
+
+    def reservation(self) -> str:
+        return f"group.{self.id}.{self.epoch}"
+
+
+class Index:
+    """The fold. `apply` is total and deterministic: equal events give equal `dump()`."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.attempt = 0
+        self.version: int | None = None  # newest committed policy version; None before the first commit
+        self.checksum = 0
+        self.next_group = 0
+        self.next_position = 0
+        self.groups: dict[int, Group] = {}
+        self.steps: dict[int, list[int]] = {}  # uncommitted step -> its groups in admission order
+        self.counts: dict[str, int] = {"admitted": 0, **{state: 0 for state in (*LIVE, *SETTLED)}}
+        self.refused_rows = 0
+        self.consecutive_filtered = 0
+        self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
+        self.members: dict[str, list[int]] = {}  # group name -> [incarnation, ranks, 1 if alive]
+        self.evaluations: dict[str, Event] = {}
+        self.space = Space()
+        self.versions = Versions(rules.num_slots)
+        self.rounds = Rounds(rules.streams, rules.samples_per_group)
+        self._freed: list[tuple[str, int]] = []
+
+    # ---- the fold -------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        handler: Callable[[Event], None] = getattr(self, "_on_" + event["event"])
+        handler(event)
+
+    def freed(self) -> list[tuple[str, int]]:
+        """Rings whose tail moved since the last call, with the new tail: the effect left to the coordinator."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def _on_snapshot(self, event: Event) -> None:
+        self.__dict__.update(Index.load(self.rules, event["state"]).__dict__)
+
+    def _on_attempt(self, event: Event) -> None:
+        """A new life of the whole run: rings, leases, rows and published weights of the old one are gone."""
+        self.attempt = event["attempt"]
+        self.members.clear()
+        self.space, self.versions = Space(), Versions(self.rules.num_slots)
+        self.rounds = Rounds(self.rules.streams, self.rules.samples_per_group)
+        for group in self._outstanding():
+            self._move(group, "waiting")
+            group.epoch, group.holder = group.epoch + 1, None
+            group.rows, group.media, group.visible, group.records = {}, {}, {}, []
+
+    def _on_ring(self, event: Event) -> None:
+        self.space.add(event["ring"], event["bytes"], event["member"], overflow=event.get("overflow", False))
+
+    def _on_ring_dropped(self, event: Event) -> None:
+        self.space.remove(event["ring"])
+
+    def _on_started(self, event: Event) -> None:
+        self.members[event["member"]] = [event["incarnation"], event["ranks"], 1]
+
+    def _on_dead(self, event: Event) -> None:
+        """A whole incarnation is proved dead: nobody reads or writes for it any more."""
+        name = event["member"]
+        if self.members.get(name, [None])[0] != event["incarnation"]:
+            return
+        self.members[name][2] = 0
+        for group in self._outstanding():
+            if group.state == "running" and group.holder == name:
+                self._lose(group, f"{name} died", infra=True)
+        for ring in self.space.rings.values():
+            if ring.owner == name:
+                for reservation in list(ring.reserved):
+                    self.space.release(reservation)
+        self.versions.forget(name)
+        if event.get("publisher"):
+            self.versions.abort_writes()
+        for unpinned in self.rounds.forget(name):
+            if unpinned in self.groups:
+                self._free_if_done(self.groups[unpinned])
+        for group in self._outstanding():
+            self._offer(group)
+
+    def _on_join(self, event: Event) -> None:
+        self.rounds.join(event["stream"], event["member"], event["ranks"], event["tokens"])
+
+    def _on_admit(self, event: Event) -> None:
+        group = Group(event["group"], event["step"], event["position"])
+        self.groups[group.id] = group
+        self.steps.setdefault(group.step, []).append(group.id)
+        self.next_group, self.next_position = group.id + 1, event["position"] + 1
+        self.counts["admitted"] += 1
+        self.counts["waiting"] += 1
+
+    def _on_grant(self, event: Event) -> None:
+        group = self.groups[event["group"]]
+        group.epoch, group.holder = event["epoch"], event["member"]
+        self._move(group, "running")
+        self.space.reserve(group.reservation(), event["ring"], event["entries"])
+
+    def _on_put(self, event: Event) -> None:
+        """A record became visible. Its rows are accepted one by one; whoever comes second is refused and counted."""
+        ring, pos, seq = event["ring"], event["pos"], event["seq"]
+        touched: dict[int, Group] = {}
+        for i, (group_id, sample) in enumerate(event["rows"]):
+            group = self.groups.get(group_id)
+            accepted = group is not None and event["attempt"] == self.attempt
+            if group is not None and accepted:
+                if "info" in event:
+                    accepted = self._accept_sample(group, sample, event, i, [ring, pos, seq, i])
+                else:
+                    accepted = self._accept_columns(group, sample, event["columns"], [ring, pos, seq, i])
+            if group is not None and accepted:
+                touched[group_id] = group
+            else:
+                self.refused_rows += 1
+        uses = len(touched)
+        self.space.record(ring, pos, event["bytes"], uses, event["reservation"], event["entries"])
+        for group in touched.values():
+            group.records.append([ring, pos])
+            if group.state == "running" and len(group.rows) == self.rules.samples_per_group:
+                self.space.release(group.reservation())
+                group.holder = None
+                self.consecutive_filtered = 0
+                self._move(group, "ready")
+            self._offer(group)
+        if uses == 0:
+            self._trim(ring)
+
+    def _accept_sample(self, group: Group, sample: int, event: Event, i: int, place: list[Any]) -> bool:
+        if group.state != "running" or event["epoch"] != group.epoch:
+            return False
+        if sample < 0:
+            group.media.update({name: place for name in event["columns"]})
+            return True
+        if sample in group.rows:
+            return False
+        row = Row(*event["info"][i])
+        row.places = {name: place for name in event["columns"]}
+        group.rows[sample] = row
+        for name in event["columns"]:
+            group.visible[name] = group.visible.get(name, 0) + 1
+        return True
+
+    def _accept_columns(self, group: Group, sample: int, columns: list[str], place: list[Any]) -> bool:
+        row = group.rows.get(sample)
+        fresh = [name for name in columns if row is not None and name not in row.places]
+        if row is None or group.state not in LIVE or not fresh:
+            return False
+        for name in fresh:
+            row.places[name] = place
+            group.visible[name] = group.visible.get(name, 0) + 1
+        return True
+
+    def _on_lose(self, event: Event) -> None:
+        """A lease ended without progress. The memory stays reserved until its holder abandons it or is proved dead."""
+        group = self.groups[event["group"]]
+        if group.state == "running" and group.epoch == event["epoch"]:
+            self._lose(group, event["why"], infra=True)
+
+    def _on_error(self, event: Event) -> None:
+        """The holder reports that this group's data failed (a reward that raised, a prompt that does not fit)."""
+        group = self.groups[event["group"]]
+        if group.state == "running" and group.epoch == event["epoch"]:
+            self.space.release(group.reservation())
+            self._lose(group, event["why"], infra=False)
+
+    def _on_abandon(self, event: Event) -> None:
+        self.space.release(f"group.{event['group']}.{event['epoch']}")
+
+    def _on_settle(self, event: Event) -> None:
+        """The holder, or a deadline, decided a group's outcome before it was ready: filtered or failed."""
+        group = self.groups[event["group"]]
+        if group.state not in ("waiting", "running") or group.epoch != event["epoch"]:
+            return
+        self.space.release(group.reservation())
+        if event["outcome"] == "filtered":
+            self.consecutive_filtered += 1
+        group.error = event["why"]
+        self._end(group, event["outcome"])
+
+    def _on_rounds(self, event: Event) -> None:
+        """Rounds that were planned together; one event, since half of a plan would lose the rows of the other half."""
+        for made in event["rounds"]:
+            self.rounds.add(made)
+            for rank, reserve in enumerate(made["reserve"]):
+                if reserve is not None and reserve[1]:
+                    self.space.reserve(f"{made['key']}.{rank}", reserve[0], reserve[1])
+
+    def _on_ack(self, event: Event) -> None:
+        self.space.release(f"{event['key']}.{event['rank']}")
+        for unpinned in self.rounds.acknowledge(event["key"], event["rank"]):
+            if unpinned in self.groups:
+                self._free_if_done(self.groups[unpinned])
+
+    def _on_commit(self, event: Event) -> None:
+        """Version `version` exists on every rank. Version v > 0 trained step v - 1 on exactly the named rows."""
+        self.version, self.checksum = event["version"], event["checksum"]
+        step = self.version - 1
+        trained = {group_id for group_id, _ in event["rows"]}
+        for group_id in self.steps.pop(step, []):
+            group = self.groups.get(group_id)
+            if group is None or group.state not in LIVE:
+                continue
+            if group_id in trained:
+                for row in group.rows.values():
+                    age = step - row.oldest
+                    self.staleness[age] = self.staleness.get(age, 0) + 1
+                self._end(group, "trained")
+            else:
+                self.space.release(group.reservation())
+                self._end(group, "surplus")
+        self.rounds.close(step)
+
+    def _on_publishing(self, event: Event) -> None:
+        self.versions.begin(event["slot"], event["version"])
+
+    def _on_published(self, event: Event) -> None:
+        self.versions.publish(event["slot"], event["version"], event["checksum"])
+
+    def _on_hold(self, event: Event) -> None:
+        self.versions.hold(event["slot"], event["reader"])
+
+    def _on_proved(self, event: Event) -> None:
+        self.versions.prove(event["reader"], event["version"])
+
+    def _on_evaluated(self, event: Event) -> None:
+        self.evaluations[event["label"]] = event["result"]
+
+    # ---- state changes shared by handlers ---------------------------------------------------------------------------
+
+    def _move(self, group: Group, state: str) -> None:
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        group.state = state
+
+    def _lose(self, group: Group, why: str, *, infra: bool) -> None:
+        group.error, group.holder = why, None
+        group.infra_failures += infra
+        group.data_failures += not infra
+        beyond = (
+            group.infra_failures > self.rules.max_infra_failures or group.data_failures > self.rules.max_data_failures
+        )
+        if beyond:
+            self._end(group, "quarantined")
+        else:
+            group.epoch += 1
+            self._move(group, "waiting")
+
+    def _end(self, group: Group, outcome: str) -> None:
+        group.holder = None
+        self._move(group, outcome)
+        self.rounds.withdraw(group.id, group.step)
+        self._free_if_done(group)
+
+    def _offer(self, group: Group) -> None:
+        if group.state == "ready":
+            self.rounds.offer(group.id, group.step, group.visible)
+
+    def _free_if_done(self, group: Group) -> None:
+        """A settled group that nobody reads gives its memory back and is forgotten."""
+        if group.state in SETTLED and not self.rounds.pinned(group.id):
+            for ring, pos in group.records:
+                tail = self.space.unuse(ring, pos)
+                if tail is not None:
+                    self._freed.append((ring, tail))
+            del self.groups[group.id]
+
+    def _trim(self, ring: str) -> None:
+        tail = self.space.trim(ring) if ring in self.space.rings else None
+        if tail is not None:
+            self._freed.append((ring, tail))
+
+    def _outstanding(self) -> Iterator[Group]:
+        return (group for group in list(self.groups.values()) if group.state in LIVE)
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The oldest uncommitted step: the version it trains on has the same number."""
+        return self.version if self.version is not None else 0
+
+    @property
+    def done(self) -> bool:
+        return self.version is not None and self.version >= self.rules.num_steps
+
+    def imbalance(self) -> str:
+        """Empty while promise B1 holds; else the sentence that stops the run."""
+        counts = self.counts
+        total = sum(counts[state] for state in (*LIVE, *SETTLED))
+        live = {state: sum(group.state == state for group in self.groups.values()) for state in LIVE}
+        if counts["admitted"] == total and all(counts[state] == live[state] for state in LIVE):
+            return ""
+        return f"prompt groups must balance, got {counts} against {live} outstanding"
+
+    def survivors(self, step: int) -> list[int]:
+        """Groups of a step that have not been settled, in admission order."""
+        return [g for g in self.steps.get(step, ()) if g in self.groups and self.groups[g].state in LIVE]
+
+    def membership(self, step: int) -> list[int]:
+        """The ready groups whose place among the step's first P survivors is certain, in admission order."""
+        first = self.survivors(step)[: self.rules.groups_per_step]
+        return [g for g in first if self.groups[g].state == "ready"]
+
+    def plan_admissions(self, step: int) -> list[Event]:
+        """Admissions that bring a step to P + spare groups; fewer when the data end."""
+        missing = self.rules.groups_per_step + self.rules.spare_groups - len(self.survivors(step))
+        if self.rules.num_positions is not None:
+            missing = min(missing, self.rules.num_positions - self.next_position)
+        return [
+            {"event": "admit", "group": self.next_group + i, "step": step, "position": self.next_position + i}
+            for i in range(missing)
+        ]
+
+    def open_steps(self, engine_version: int) -> range:
+        """Steps that an engine with this proved version may work for: k - e <= max_staleness."""
+        return range(self.step, min(engine_version + self.rules.max_staleness + 1, self.rules.num_steps))
+
+    def entries(self, group: Group) -> list[int]:
+        """Room (bytes a record) to reserve for what is still missing of a group; one more for group-level media."""
+        return [self.rules.row_bytes] * (self.rules.samples_per_group - len(group.rows) + 1)
+
+    def starving(self) -> str:
+        """Why the oldest step can never fill, or empty while it can."""
+        if self.consecutive_filtered > self.rules.max_consecutive_filtered:
+            return (
+                f"consecutive filtered prompt groups must stay at most {self.rules.max_consecutive_filtered}, "
+                f"got {self.consecutive_filtered}. Every prompt gives equal rewards: check the reward function or the filter."
+            )
+        ended = self.rules.num_positions is not None and self.next_position >= self.rules.num_positions
+        alive = len(self.survivors(self.step))
+        if ended and not self.done and alive < self.rules.groups_per_step:
+            return (
+                f"step {self.step} must have {self.rules.groups_per_step} prompt groups, got {alive} and no data left. "
+                "Give more rows, more passes (data.num_passes) or fewer steps (num_steps)."
+            )
+        return ""
+
+    # ---- persistence ------------------------------------------------------------------------------------------------
+
+    _PLAIN = (
+        "attempt",
+        "version",
+        "checksum",
+        "next_group",
+        "next_position",
+        "counts",
+        "refused_rows",
+        "consecutive_filtered",
+        "members",
+        "evaluations",
+    )
+
+    def dump(self) -> dict[str, Any]:
+        """The whole state as plain JSON; `load(rules, dump())` is an equal index."""
+        return {
+            **{name: getattr(self, name) for name in self._PLAIN},
+            "staleness": [[age, count] for age, count in sorted(self.staleness.items())],
+            "steps": [[step, list(groups)] for step, groups in self.steps.items()],
+            "groups": [_dump_group(group) for group in self.groups.values()],
+            "space": self.space.dump(),
+            "versions": self.versions.dump(),
+            "rounds": self.rounds.dump(),
+        }
+
+    @classmethod
+    def load(cls, rules: Rules, state: dict[str, Any]) -> Index:
+        index = cls(rules)
+        for name in cls._PLAIN:
+            setattr(index, name, state[name])
+        index.staleness = dict(state["staleness"])
+        index.steps = {step: list(groups) for step, groups in state["steps"]}
+        index.groups = {group["id"]: _load_group(group) for group in state["groups"]}
+        index.space = Space.load(state["space"])
+        index.versions = Versions.load(state["versions"])
+        index.rounds = Rounds.load(rules.streams, rules.samples_per_group, state["rounds"])
+        return index
+
+
+def _dump_group(group: Group) -> dict[str, Any]:
+    fields = {name: getattr(group, name) for name in Group.__slots__ if name != "rows"}
+    rows = [[sample, *(getattr(row, name) for name in Row.__slots__)] for sample, row in group.rows.items()]
+    return {**fields, "rows": rows}
+
+
+def _load_group(fields: dict[str, Any]) -> Group:
+    rows = {sample: Row(*values) for sample, *values in fields["rows"]}
+    return Group(**{**fields, "rows": rows})

@@ -1,0 +1,270 @@
+"""How a record lies in memory: header, descriptor, one extent a column.
+
+Owns the layout, its sizes and its checks; not where records go (`ring.py`) and not what columns mean (`bus.py`).
+
+    | header 64 B | descriptor, JSON | 0..63 B | extent of column 0 | 0..63 B | extent of column 1 | ...
+                                               ^ payload, 64-byte aligned; the rows of a column lie end to end
+
+Rows are jagged: a column has one array a row, of any shape; empty and 0-d arrays are fine. The descriptor names the
+rows, and for every column its dtype, its offset from the payload and the shape of each row. Sizes come from the shapes
+alone, and `num_bytes` counts the whole record as it lies in the ring, a multiple of 64.
+
+Invariant: nothing is read out of a record before its magic, its position and the CRC-32 over header and descriptor
+agree. Payload bytes carry no checksum here: shared memory does not lose bits, and generations catch what is
+overwritten.
+
+    columns = [Column("tokens", "int32", [np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)])]
+    record_bytes([(7, 0), (7, 1)], columns)  # two rows: samples 0 and 1 of group 7
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any, cast
+
+import numpy as np
+import orjson
+
+from rondo.runtime.errors import CorruptData
+
+ALIGN_BYTES = 64
+HEADER_BYTES = 64
+GROUP_BLOB = -1
+"""Sample number of a row that belongs to a whole prompt group (its media)."""
+
+RECORD, PAD = 1, 2
+_MAGIC = b"RREC"
+_HEADER = struct.Struct("<4sIQQQIqqI")  # magic, kind, pos, seq, bytes, descriptor bytes, epoch, attempt, crc
+_CRC_AT = _HEADER.size - 4
+_JSON = orjson.OPT_SERIALIZE_NUMPY
+
+# Up to which mean length of a row, and up to which length of a record, gathering pays.
+_SHORT_ROW_BYTES = 64 * 1024
+_GATHER_BYTES = 8 * 1024 * 1024
+
+# Upper bounds of JSON text, in bytes. A shape of 4 dimensions below 10**10 has at most 46 with its comma.
+_SHAPE_BYTES = 48
+_ROW_ID_BYTES = 44
+_NUMBER_BYTES = 20
+_DTYPE_BYTES = 16
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_NATIVE = ("bool", *_INTEGERS, "float16", "float32", "float64")
+_STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+STORAGE = {name: np.dtype(name) for name in _NATIVE} | {name: np.dtype(raw) for name, raw in _STORED_AS.items()}
+"""Every dtype a column can have -> the numpy dtype its arrays have (numpy knows no bfloat16: its bits travel as
+uint16)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a record: `arrays[i]` belongs to row `i` and has the numpy dtype `STORAGE[dtype]`."""
+
+    name: str
+    dtype: str
+    arrays: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLayout:
+    """Where a column lies: `offset` bytes from the payload, rows end to end in the order of `shapes`."""
+
+    name: str
+    dtype: str
+    offset: int
+    shapes: list[list[int]]
+
+    def bounds(self) -> list[int]:
+        """Element offsets of the rows in the extent: row `i` is `[bounds[i]:bounds[i + 1]]`."""
+        sizes = [shape[0] if len(shape) == 1 else prod(shape) for shape in self.shapes]
+        return list(accumulate(sizes, initial=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What a record says about itself. `rows` are [group, sample] pairs; `payload` is its offset in the record, in
+    bytes."""
+
+    rows: list[list[int]]
+    epoch: int
+    attempt: int
+    seq: int
+    columns: list[ColumnLayout]
+    meta: dict[str, Any]
+    payload: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first 64 bytes. `pos` is the log offset it was written for, `seq` the generation."""
+
+    kind: int
+    pos: int
+    seq: int
+    num_bytes: int
+    descriptor_bytes: int
+    epoch: int
+    attempt: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A record before it is written: its descriptor and, for every column, (offset, bytes) in the payload."""
+
+    descriptor: bytes
+    extents: list[tuple[int, int]]
+    num_bytes: int
+
+    @property
+    def payload(self) -> int:
+        return align(HEADER_BYTES + len(self.descriptor))
+
+
+def align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def plan(rows: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None) -> Plan:
+    """Lay out a record. Raises ValueError for what no record can hold."""
+    if not rows:
+        raise ValueError("a record must have at least one row, got none.")
+    layouts: list[dict[str, Any]] = []
+    extents: list[tuple[int, int]] = []
+    offset = 0
+    for column in columns:
+        arrays = column.arrays
+        num_bytes = sum([array.nbytes for array in arrays])
+        if len(arrays) != len(rows) or {array.dtype for array in arrays} != {STORAGE.get(column.dtype)}:
+            raise ValueError(_column_fault(column, len(rows)))
+        shapes = [array.shape for array in arrays]
+        layouts.append({"name": column.name, "dtype": column.dtype, "offset": offset, "shapes": shapes})
+        extents.append((offset, num_bytes))
+        offset = align(offset + num_bytes)
+    encoded_meta = orjson.dumps(meta or {}, option=_JSON)
+    fields = {"rows": rows, "columns": layouts, "meta": orjson.Fragment(encoded_meta)}
+    descriptor = orjson.dumps(fields)
+    names = [column.name for column in columns]
+    limit = _descriptor_limit(len(rows), names, len(encoded_meta))
+    if len(set(names)) != len(names) or len(descriptor) > limit:
+        raise ValueError(_record_fault(names, len(descriptor), limit))
+    return Plan(descriptor, extents, align(HEADER_BYTES + len(descriptor)) + offset)
+
+
+def record_bytes(
+    rows: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None
+) -> int:
+    """Exactly what a put of these takes in a ring, in bytes, without the pad that may stand before it."""
+    return plan(rows, columns, meta).num_bytes
+
+
+def worst_case_bytes(num_rows: int, columns: Iterable[tuple[str, int, int]], meta_bytes: int = 1024) -> int:
+    """An upper bound of `record_bytes` for records not made yet.
+
+    `columns` are (name, itemsize in bytes, most elements a row); a record may leave columns out. `meta_bytes` bounds
+    `len(orjson.dumps(meta))`. Bounds add up: one record of `n` rows is never larger than the bound of `n` records of
+    one row.
+    """
+    columns = list(columns)
+    extents = sum(align(num_rows * itemsize * max_elements) for _, itemsize, max_elements in columns)
+    descriptor = _descriptor_limit(num_rows, [name for name, _, _ in columns], meta_bytes)
+    return align(HEADER_BYTES + descriptor) + extents
+
+
+def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray, gathered: io.BytesIO) -> None:
+    """Copy every column into its extent of `payload` (uint8).
+
+    Small rows are gathered in `gathered`, which the caller keeps, and moved with one copy: it stays in cache, and a
+    copy of megabytes goes around the cache, which together costs less than many short copies into cold memory. Long
+    rows and long records are copied straight in.
+    """
+    if payload.nbytes > _GATHER_BYTES or payload.nbytes > _SHORT_ROW_BYTES * sum([len(c.arrays) for c in columns]):
+        for column, (start, _) in zip(columns, record.extents, strict=True):
+            for array in column.arrays:
+                end = start + array.nbytes
+                payload[start:end].view(array.dtype)[:] = array.reshape(-1)
+                start = end
+        return
+    end = 0
+    for column, (start, num_bytes) in zip(columns, record.extents, strict=True):
+        if num_bytes:
+            gathered.seek(start)
+            end = start + num_bytes
+            try:
+                gathered.writelines(cast(Sequence[memoryview], column.arrays))
+            except (BufferError, ValueError):  # an array that is not contiguous offers no plain buffer
+                gathered.seek(start)
+                gathered.writelines([np.ascontiguousarray(array).data for array in column.arrays])
+    if end:
+        with gathered.getbuffer() as buffer:
+            payload[:end] = np.frombuffer(buffer, np.uint8, end)
+
+
+def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = b"") -> None:
+    """Write descriptor and header at byte `at` of `view`; `header.crc` is computed here."""
+    view[at + HEADER_BYTES : at + HEADER_BYTES + len(descriptor)] = descriptor
+    fields = (header.kind, header.pos, header.seq, header.num_bytes, len(descriptor), header.epoch, header.attempt)
+    packed = _HEADER.pack(_MAGIC, *fields, 0)[:_CRC_AT]
+    crc = zlib.crc32(descriptor, zlib.crc32(packed))
+    view[at : at + _HEADER.size] = packed + crc.to_bytes(4, "little")
+
+
+def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header, memoryview]:
+    """The checked header of the record for log offset `pos` at byte `at`, and its descriptor's bytes.
+
+    `limit` is how many bytes there are up to the end of the ring. Raises CorruptData when anything disagrees.
+    """
+    magic, *fields = _HEADER.unpack_from(view, at)
+    header = Header(*fields)
+    if magic != _MAGIC or header.pos != pos:
+        found = f"one for {header.pos}" if magic == _MAGIC else f"the bytes {magic.hex()}"
+        raise CorruptData(f"a record must stand at log offset {pos}, got {found}. It was overwritten or never written.")
+    if not HEADER_BYTES + header.descriptor_bytes <= header.num_bytes <= limit:
+        raise CorruptData(
+            f"the record at {pos} must have between {HEADER_BYTES} and {limit} bytes, got {header.num_bytes} "
+            f"with a descriptor of {header.descriptor_bytes}."
+        )
+    descriptor = view[at + HEADER_BYTES : at + HEADER_BYTES + header.descriptor_bytes]
+    crc = zlib.crc32(descriptor, zlib.crc32(view[at : at + _CRC_AT]))
+    if crc != header.crc:
+        raise CorruptData(f"the record at {pos} must match its checksum {header.crc:08x}, got {crc:08x}.")
+    return header, descriptor
+
+
+def read_descriptor(header: Header, descriptor: memoryview) -> Descriptor:
+    """Decode what `read_header` checked. Nothing in it points into the ring any more."""
+    fields = orjson.loads(descriptor)
+    columns = [ColumnLayout(**column) for column in fields["columns"]]
+    payload = align(HEADER_BYTES + header.descriptor_bytes)
+    return Descriptor(fields["rows"], header.epoch, header.attempt, header.seq, columns, fields["meta"], payload)
+
+
+def _descriptor_limit(num_rows: int, names: Sequence[str], meta_bytes: int) -> int:
+    fixed = len(b'{"rows":[],"columns":[],"meta":}') + meta_bytes + num_rows * _ROW_ID_BYTES
+    one = len(b'{"name":,"dtype":"","offset":,"shapes":[]},') + _DTYPE_BYTES + _NUMBER_BYTES + num_rows * _SHAPE_BYTES
+    return fixed + sum(one + len(orjson.dumps(name)) for name in names)
+
+
+def _column_fault(column: Column, num_rows: int) -> str:
+    if column.dtype not in STORAGE:
+        return f"the dtype of column {column.name} must be one of {', '.join(STORAGE)}, got {column.dtype}."
+    if len(column.arrays) != num_rows:
+        return f"column {column.name} must have one array a row, got {len(column.arrays)} for {num_rows} rows."
+    wanted = STORAGE[column.dtype]
+    row, found = next((row, array.dtype) for row, array in enumerate(column.arrays) if array.dtype != wanted)
+    return f"arrays of column {column.name} ({column.dtype}) must have dtype {wanted}, got {found} in row {row}."
+
+
+def _record_fault(names: Sequence[str], num_bytes: int, limit: int) -> str:
+    if len(set(names)) != len(names):
+        return f"the columns of a record must have different names, got {', '.join(names)}."
+    return (
+        f"the descriptor of a record must take at most {limit} bytes, got {num_bytes}. "
+        "Use shapes of at most 4 dimensions and 64-bit row ids."
+    )

@@ -1,0 +1,309 @@
+"""Work for consumers, planned once for all ranks of a role group.
+
+Owns which rows are ready for which stream, the rounds made of them, and who still reads them (pins). A part of the index's
+fold: pure, and the same for whoever asks again. Does not own rows, room in rings, or sockets.
+
+A *stream* is one kind of work on rows: `forward` streams add columns (actor_fwd, reference, advantages) and can have replicas
+that share the groups between them; a `train` stream (actor) reads every group of a step. A *round* is one micro-batch for every
+data-parallel rank; a rank without rows runs a dummy, so that all ranks run the same collectives in the same order.
+
+    offer(group) -> ready -> plan(...) -> round r of a scope -> acknowledge(key, rank) by every rank -> unpinned
+
+Invariants: every rank of a scope sees the same rounds in the same order; a group is in at most one live round of a stream;
+a train round names only groups whose membership in the step is certain; readiness is a list, never a scan.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from typing import Any
+
+from rondo.comm.journal import Event
+
+RowId = list[int]  # [group, sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What a role reads and writes, by column name."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    kind: str = "forward"  # forward | train
+    whole_groups: bool = False  # keep the samples of a prompt group in one micro-batch (group statistics)
+    whole_step: bool = False  # train only when every group of the step is ready (needs_full_step algorithms)
+    output_bytes_per_token: int = 4
+
+
+@dataclass(slots=True)
+class Round:
+    """Micro-batch `index` of a scope: `rows[rank]` are that rank's rows. `pending` ranks have not acknowledged."""
+
+    key: str
+    stream: str
+    scope: str
+    index: int
+    step: int
+    last: bool
+    rows: list[list[RowId]]
+    reserve: list[list[Any] | None]
+    pending: set[int] = field(default_factory=set)
+
+    def groups(self) -> set[int]:
+        return {group for rank in self.rows for group, _ in rank}
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The state of one stream."""
+
+    spec: Stream
+    layouts: dict[str, list[int]] = field(default_factory=dict)  # member -> [ranks, tokens a micro-batch]
+    ready: list[tuple[int, int]] = field(default_factory=list)  # (step, group), sorted
+    taken: set[int] = field(default_factory=set)  # groups that are ready, in a round, or finished here
+    rounds: dict[str, dict[int, Round]] = field(default_factory=dict)  # scope -> index -> round
+    planned: dict[str, int] = field(default_factory=dict)  # scope -> rounds planned so far
+
+
+class Rounds:
+    def __init__(self, streams: Sequence[Stream], samples_per_group: int) -> None:
+        self.samples_per_group = samples_per_group
+        self.lanes = {spec.name: _Lane(spec) for spec in streams}
+        self._by_key: dict[str, Round] = {}
+        self._pins: dict[int, set[str]] = {}
+
+    # ---- readiness --------------------------------------------------------------------------------------------------
+
+    def offer(self, group: int, step: int, visible: dict[str, int]) -> None:
+        """Tell every stream what is visible of a group; those whose inputs are complete list it as ready. Idempotent."""
+        for lane in self.lanes.values():
+            if group in lane.taken or not self._complete(lane.spec.inputs, visible):
+                continue
+            lane.taken.add(group)
+            if not lane.spec.outputs or not self._complete(lane.spec.outputs, visible):
+                bisect.insort(lane.ready, (step, group))
+
+    def withdraw(self, group: int, step: int) -> None:
+        """A settled group is offered to nobody; rounds that hold it keep it until they are acknowledged."""
+        for lane in self.lanes.values():
+            lane.taken.discard(group)
+            at = bisect.bisect_left(lane.ready, (step, group))
+            if at < len(lane.ready) and lane.ready[at] == (step, group):
+                del lane.ready[at]
+
+    def _complete(self, columns: Iterable[str], visible: dict[str, int]) -> bool:
+        return all(visible.get(column, 0) == self.samples_per_group for column in columns)
+
+    # ---- planning (changes nothing) ---------------------------------------------------------------------------------
+
+    def plan_forward(self, stream: str, member: str, incarnation: int, lengths: dict[int, list[int]]) -> list[Event]:
+        """The next rounds for one replica of a forward stream, or [] when nothing is ready.
+
+        lengths: group -> tokens of each of its samples, for every ready group (`ready_groups` names them).
+        """
+        lane = self.lanes[stream]
+        ranks, tokens = lane.layouts[member]
+        chosen = _up_to([group for _, group in lane.ready], lengths, ranks * tokens)
+        step = min((step for step, group in lane.ready if group in chosen), default=0)
+        scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
+        batches = _balance(chosen, lengths, ranks, tokens, whole_groups=lane.spec.whole_groups)
+        return [_event(lane.spec, scope, first + i, step, member, rows, False) for i, rows in enumerate(batches)]
+
+    def plan_train(
+        self, stream: str, member: str, step: int, certain: Sequence[int], needed: int, lengths: dict[int, list[int]]
+    ) -> list[Event]:
+        """The next rounds of a step for the training group, or [] when no further group is ready and certain.
+
+        certain: ready groups of the step's first survivors in admission order; needed: groups of a whole step.
+        """
+        lane = self.lanes[stream]
+        ranks, tokens = lane.layouts[member]
+        scope = self.train_scope(stream, step)
+        ready = {group for at, group in lane.ready if at == step}
+        fresh = [group for group in certain if group in ready]
+        done = len({g for r in lane.rounds.get(scope, {}).values() for g in r.groups()})
+        if not fresh or (lane.spec.whole_step and len(fresh) + done < needed):
+            return []
+        chosen = _up_to(fresh, lengths, ranks * tokens)
+        first, last = lane.planned.get(scope, 0), done + len(chosen) == needed
+        batches = _balance(chosen, lengths, ranks, tokens, whole_groups=lane.spec.whole_groups)
+        return [
+            _event(lane.spec, scope, first + i, step, member, rows, last and i == len(batches) - 1)
+            for i, rows in enumerate(batches)
+        ]
+
+    def ready_groups(self, stream: str) -> list[int]:
+        return [group for _, group in self.lanes[stream].ready]
+
+    def train_scope(self, stream: str, step: int) -> str:
+        return f"step{step}"
+
+    def find(self, stream: str, scope: str, index: int) -> Round | None:
+        return self.lanes[stream].rounds.get(scope, {}).get(index)
+
+    def get(self, key: str) -> Round | None:
+        return self._by_key.get(key)
+
+    # ---- the fold ---------------------------------------------------------------------------------------------------
+
+    def join(self, stream: str, member: str, ranks: int, tokens: int) -> None:
+        """A role group registers its layout. Another layout than before has its uncommitted steps planned anew."""
+        lane = self.lanes[stream]
+        before, lane.layouts[member] = lane.layouts.get(member), [ranks, tokens]
+        if lane.spec.kind == "train" and before not in (None, [ranks, tokens]):
+            for rounds in lane.rounds.values():
+                for made in rounds.values():
+                    self._by_key.pop(made.key)
+                    for group in made.groups():
+                        if (made.step, group) not in lane.ready:
+                            bisect.insort(lane.ready, (made.step, group))
+            lane.rounds.clear()
+            lane.planned.clear()
+
+    def add(self, event: Event) -> None:
+        lane = self.lanes[event["stream"]]
+        fields = {name: event[name] for name in ("key", "stream", "scope", "index", "step", "last", "rows", "reserve")}
+        made = Round(**fields, pending=set(range(len(event["rows"]))))
+        lane.rounds.setdefault(made.scope, {})[made.index] = made
+        lane.planned[made.scope] = max(lane.planned.get(made.scope, 0), made.index + 1)
+        self._by_key[made.key] = made
+        groups = made.groups()
+        lane.ready = [entry for entry in lane.ready if entry[1] not in groups]
+        if lane.spec.kind == "forward":
+            for group in groups:
+                self._pins.setdefault(group, set()).add(made.key)
+
+    def acknowledge(self, key: str, rank: int) -> list[int]:
+        """A rank has read its rows and put its columns. Groups that nobody pins any more."""
+        made = self._by_key.get(key)
+        if made is None:
+            return []
+        made.pending.discard(rank)
+        if made.pending or self.lanes[made.stream].spec.kind == "train":
+            return []
+        return self._drop(made)
+
+    def forget(self, member: str) -> list[int]:
+        """A member is proved dead: its unacknowledged forward rounds are undone. Groups that nobody pins any more."""
+        unpinned: list[int] = []
+        for lane in self.lanes.values():
+            if lane.spec.kind == "forward":
+                for scope in [scope for scope in lane.rounds if scope.rsplit(".", 1)[0] == member]:
+                    for made in lane.rounds.pop(scope).values():
+                        lane.taken -= made.groups()
+                        unpinned += self._drop(made)
+        return unpinned
+
+    def close(self, step: int) -> None:
+        """A step is committed: its training rounds are history."""
+        for lane in self.lanes.values():
+            if lane.spec.kind == "train":
+                for made in lane.rounds.pop(self.train_scope(lane.spec.name, step), {}).values():
+                    self._by_key.pop(made.key)
+                lane.planned.pop(self.train_scope(lane.spec.name, step), None)
+
+    def pinned(self, group: int) -> bool:
+        return bool(self._pins.get(group))
+
+    def _drop(self, made: Round) -> list[int]:
+        self._by_key.pop(made.key, None)
+        self.lanes[made.stream].rounds.get(made.scope, {}).pop(made.index, None)
+        unpinned = []
+        for group in made.groups():
+            pins = self._pins.get(group, set())
+            pins.discard(made.key)
+            if not pins:
+                self._pins.pop(group, None)
+                unpinned.append(group)
+        return unpinned
+
+    # ---- persistence ------------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "lanes": {
+                name: {
+                    "layouts": lane.layouts,
+                    "ready": [list(entry) for entry in lane.ready],
+                    "taken": sorted(lane.taken),
+                    "planned": lane.planned,
+                    "rounds": [_dump(made) for rounds in lane.rounds.values() for made in rounds.values()],
+                }
+                for name, lane in self.lanes.items()
+            },
+            "pins": [[group, sorted(keys)] for group, keys in self._pins.items() if keys],
+        }
+
+    @classmethod
+    def load(cls, streams: Sequence[Stream], samples_per_group: int, state: dict[str, Any]) -> Rounds:
+        rounds = cls(streams, samples_per_group)
+        for name, fields in state["lanes"].items():
+            lane = rounds.lanes[name]
+            lane.layouts, lane.planned = dict(fields["layouts"]), dict(fields["planned"])
+            lane.ready, lane.taken = [(step, group) for step, group in fields["ready"]], set(fields["taken"])
+            for made in fields["rounds"]:
+                entry = Round(**{**made, "pending": set(made["pending"])})
+                lane.rounds.setdefault(entry.scope, {})[entry.index] = entry
+                rounds._by_key[entry.key] = entry
+        rounds._pins = {group: set(keys) for group, keys in state["pins"]}
+        return rounds
+
+
+def _dump(made: Round) -> dict[str, Any]:
+    return {name: getattr(made, name) for name in Round.__slots__} | {"pending": sorted(made.pending)}
+
+
+def _event(
+    spec: Stream, scope: str, index: int, step: int, member: str, rows: list[list[RowId]], last: bool
+) -> Event:
+    key = f"{spec.name}/{scope}/{index}"
+    return {
+        "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step,
+        "member": member, "rows": rows, "last": last, "reserve": [None] * len(rows),
+    }  # fmt: skip
+
+
+def _up_to(groups: Sequence[int], lengths: dict[int, list[int]], budget: int) -> list[int]:
+    """The first groups whose tokens fill the budget; at least one when there is one."""
+    chosen: list[int] = []
+    total = 0
+    for group in groups:
+        tokens = sum(lengths[group])
+        if chosen and total + tokens > budget:
+            break
+        chosen.append(group)
+        total += tokens
+    return chosen
+
+
+def _balance(
+    groups: Sequence[int], lengths: dict[int, list[int]], ranks: int, tokens: int, *, whole_groups: bool
+) -> list[list[list[RowId]]]:
+    """Micro-batches [round][rank] -> rows: longest first to the rank with least work, then cut at the token budget."""
+    if whole_groups:
+        units = [([[g, s] for s in range(len(lengths[g]))], sum(lengths[g])) for g in groups]
+    else:
+        units = [([[g, s]], length) for g in groups for s, length in enumerate(lengths[g])]
+    loads, shares = [0] * ranks, [[] for _ in range(ranks)]  # type: list[int], list[list[tuple[list[RowId], int]]]
+    for unit in sorted(units, key=lambda unit: -unit[1]):
+        rank = loads.index(min(loads))
+        loads[rank] += unit[1]
+        shares[rank].append(unit)
+    cut = [_cut(sorted(share, key=lambda unit: unit[0][0]), tokens) for share in shares]
+    return [list(batch) for batch in zip_longest(*cut, fillvalue=[])]
+
+
+def _cut(units: list[tuple[list[RowId], int]], tokens: int) -> list[list[RowId]]:
+    batches: list[list[tuple[list[RowId], int]]] = []
+    total = 0
+    for unit in units:
+        if not batches or total + unit[1] > tokens:
+            batches.append([])
+            total = 0
+        batches[-1].append(unit)
+        total += unit[1]
+    return [list(chain.from_iterable(rows for rows, _ in batch)) for batch in batches]

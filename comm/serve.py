@@ -1,0 +1,87 @@
+"""The coordinator's process: `python -m rondo.comm.serve`, started by the supervisor, restarted when it dies.
+
+Owns the choice of the state to begin with: the journal of this attempt where there is one; else, in a new attempt, the index
+that the newest whole checkpoint carries; else nothing. Then serves `Coordinator` until it is told to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import orjson
+import uvloop
+
+from rondo.comm.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.index import Index
+from rondo.comm.journal import Journal
+from rondo.runtime.actor import ActorRef, serve
+from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.process import die_with_parent
+from rondo.runtime.segments import SegmentClient
+from rondo.runtime.waits import set_waiter
+
+CONFIG = "coordinator.json"
+TICK_S = 0.5
+
+
+def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attempt: int) -> Index:
+    """The state this process begins with; in a new attempt the journal goes on in a file that begins with it."""
+    index = Index(config.rules)
+    for event in journal.replay():
+        index.apply(event)
+    index.freed()  # effects of a past life: tails are set anew from the state
+    if not journal.empty and index.attempt == attempt:
+        return index
+    checkpoint = newest_complete(run_dir / "checkpoints")
+    if checkpoint is not None:
+        state = orjson.loads((checkpoint / "index.json").read_bytes())["index"]
+    else:
+        state = Index(config.rules).dump()
+    index = Index.load(config.rules, state)
+    if journal.empty:
+        journal.append([{"event": "snapshot", "state": state}])
+    else:
+        journal.rotate({"event": "snapshot", "state": state})
+    begin = {"event": "attempt", "attempt": attempt}
+    journal.append([begin])
+    index.apply(begin)
+    return index
+
+
+async def run() -> None:
+    rt_dir, run_dir = Path(os.environ["RONDO_RT_DIR"]), Path(os.environ["RONDO_RUN_DIR"])
+    attempt = int(os.environ["RONDO_ATTEMPT"])
+    token = (rt_dir / "token").read_text().strip()
+    set_waiter("coordinator")
+    config = CoordinatorConfig.load(run_dir / CONFIG)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    supervisor = ActorRef(f"unix:{rt_dir}/supervisor.sock", token=token, peer="supervisor")
+    with Journal(run_dir / "journal") as journal:
+        index = open_index(config, journal, run_dir, attempt)
+        segments = SegmentClient(f"{rt_dir}/handover.sock", token)
+        coordinator = Coordinator(config, journal, index, segments, supervisor)
+        await coordinator.start()
+        server = await serve(coordinator, f"unix:{rt_dir}/coordinator.sock", token=token, name="coordinator")
+        group, incarnation = os.environ["RONDO_GROUP"], int(os.environ["RONDO_INCARNATION"])
+        await supervisor.call("ready", group, incarnation, 0, deadline_s=30, retry=True)
+        reporting = asyncio.create_task(coordinator.reporting())
+        while not ended.is_set():
+            coordinator.tick()
+            done, _ = await asyncio.wait([asyncio.ensure_future(ended.wait()), reporting], timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            if reporting in done:
+                reporting.result()
+        reporting.cancel()
+        await server.close()
+
+
+def main() -> None:
+    die_with_parent()
+    uvloop.run(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Who holds which published weights: the slots of the slab, as a pure fold.
+
+Owns slot states, holders and proved versions; not the bytes (`slab.py`) and not the lease rule (`index.py`).
+
+Invariant: the publisher writes only a slot that nobody holds and that is not the newest complete one; a dead holder's hold
+ends with its proved death; a member serves only a version that it has proved by checksum.
+
+    free -> writing(version) -> ready(version, checksum) -> free again when a newer one is ready and nobody holds it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Slot:
+    state: str = "free"  # free | writing | ready
+    version: int = -1
+    checksum: int = 0
+    holders: set[str] = field(default_factory=set)  # readers, "group/role"; one incarnation of a group lives at a time
+
+
+class Versions:
+    """The slab's ledger. `newest` is the newest slot that is ready, or None before the first publication."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = [Slot() for _ in range(num_slots)]
+        self.proved: dict[str, int] = {}  # reader -> version
+
+    @property
+    def newest(self) -> int | None:
+        ready = [i for i, slot in enumerate(self.slots) if slot.state == "ready"]
+        return max(ready, key=lambda i: self.slots[i].version, default=None)
+
+    def writable(self) -> int | None:
+        """A slot that may be written now, or None while every other one is held."""
+        newest = self.newest
+        candidates = [i for i, slot in enumerate(self.slots) if not slot.holders and i != newest]
+        return min(candidates, key=lambda i: (self.slots[i].state != "free", self.slots[i].version), default=None)
+
+    def begin(self, slot: int, version: int) -> None:
+        self.slots[slot] = Slot("writing", version)
+
+    def publish(self, slot: int, version: int, checksum: int) -> None:
+        self.slots[slot] = Slot("ready", version, checksum)
+
+    def hold(self, slot: int, reader: str) -> None:
+        self.slots[slot].holders.add(reader)
+
+    def prove(self, reader: str, version: int) -> None:
+        """`reader` verified and installed `version`; its hold on any slot ends."""
+        self.proved[reader] = version
+        for slot in self.slots:
+            slot.holders.discard(reader)
+
+    def forget(self, member: str) -> None:
+        """Every role of `member` is proved dead: what they held is free again."""
+        self.proved = {reader: version for reader, version in self.proved.items() if not _of(reader, member)}
+        for slot in self.slots:
+            slot.holders = {reader for reader in slot.holders if not _of(reader, member)}
+
+    def abort_writes(self) -> None:
+        """The publisher is proved dead: what it was writing was never ready."""
+        for i, slot in enumerate(self.slots):
+            if slot.state == "writing":
+                self.slots[i] = Slot()
+
+    def dump(self) -> dict[str, Any]:
+        slots = [[slot.state, slot.version, slot.checksum, sorted(slot.holders)] for slot in self.slots]
+        return {"slots": slots, "proved": dict(self.proved)}
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> Versions:
+        versions = cls(len(state["slots"]))
+        versions.slots = [Slot(kind, version, checksum, set(held)) for kind, version, checksum, held in state["slots"]]
+        versions.proved = dict(state["proved"])
+        return versions
+
+
+def _of(reader: str, member: str) -> bool:
+    return reader.partition("/")[0] == member

@@ -1,0 +1,87 @@
+"""Control words and doorbells: the only code that touches memory which two processes use at the same time.
+
+Owns the two primitives under the ring, the slab and the snapshot: an aligned uint64 in a cache line of its own, and an
+eventfd that says "look again". It does not own what a word means, nor the memory (`runtime/segments.py`).
+
+Invariant: a word has one writer. A load gives a value that was stored whole, never half of one: CPython's memoryview
+copies an aligned native `Q` with one 8-byte `memcpy`, which compilers turn into a single move (`litmus.py` checks it).
+
+The protocol, and why there is no "the reader sleeps" flag: a processor may let a load pass an earlier store, so
+store-head-then-load-flag loses wake-ups, from Python too. A system call on both sides does not:
+
+    producer                              consumer
+    payload, descriptor                   wait until the doorbell is readable
+    words.store(HEAD, ...)                drain(doorbell)            first
+    ring_doorbell(fd)        always       words.load(HEAD), read     after
+
+A doorbell that rings between `drain` and `load` costs one look in vain; none is ever lost. A producer that dies between
+its store and its doorbell has put the record all the same: whoever learns of the death looks at the head once more.
+
+Order of memory: x86-64 keeps stores in order and loads in order, so there (`PEEK_IS_SAFE`) a reader may look at a head
+without draining first and finds the payload complete. Elsewhere only the eventfd's lock orders the producer's stores
+before the consumer's loads: look only after a `drain` that returned more than 0.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import numpy as np
+
+LINE_BYTES = 64
+"""Size of a cache line: the distance between two words."""
+
+PEEK_IS_SAFE = platform.machine() in ("x86_64", "AMD64")
+"""Whether a head may be looked at without draining its doorbell first."""
+
+
+class Words:
+    """`count` uint64 words at `offset` bytes of `view`, one a cache line.
+
+    Memory that nobody has written reads as 0. Raises ValueError when the words do not lie whole and aligned inside the
+    view.
+    """
+
+    __slots__ = ("_words", "count")
+
+    def __init__(self, view: memoryview, offset: int, count: int) -> None:
+        end = offset + count * LINE_BYTES
+        if offset < 0 or count < 1 or end > view.nbytes:
+            raise ValueError(f"words must lie inside their segment, got bytes {offset} to {end} of {view.nbytes}.")
+        if (np.frombuffer(view, np.uint8).ctypes.data + offset) % LINE_BYTES:
+            raise ValueError(f"words must start at a multiple of {LINE_BYTES} bytes, got offset {offset}.")
+        self.count = count
+        self._words = view[offset:end].cast("Q")
+
+    def load(self, index: int) -> int:
+        return self._words[index << 3]
+
+    def store(self, index: int, value: int) -> None:
+        """Raises TypeError on a read-only view, ValueError when `value` is outside 0 to 2**64 - 1."""
+        self._words[index << 3] = value
+
+
+def new_doorbell() -> int:
+    """A doorbell as every user of one expects it: an eventfd that never blocks and is closed in children."""
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+
+def ring_doorbell(fd: int) -> None:
+    """Wake whoever waits on the doorbell. To be called after every store of a head, without exception."""
+    try:
+        os.eventfd_write(fd, 1)
+    except BlockingIOError:
+        return  # the counter is at its maximum: the doorbell is ringing already
+
+
+def drain(fd: int) -> int:
+    """Silence the doorbell and return how often it rang since the last drain (0 when it did not).
+
+    To be called before the head is loaded, never after: a ring that is drained after the load is a lost wake-up. `fd`
+    must be non-blocking (`new_doorbell`), else a quiet doorbell blocks the caller.
+    """
+    try:
+        return os.eventfd_read(fd)
+    except BlockingIOError:
+        return 0

@@ -1,0 +1,250 @@
+"""Check: everything that would stop a run, found before it starts. Starts nothing and writes nothing.
+
+Owns the rules that need more than the settings: this machine, the model's files, the data, the user's functions. Rules
+between settings are the settings' own. What needs torch, transformers or user code runs in a child process
+(`check_child.py`), so that the supervisor stays light and code that crashes takes only the child with it.
+
+    inspect(config) -> findings          `rondo check` prints them all
+    require(config)                      `rondo train` raises ConfigError with every error, a line each
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from rondo.comm.litmus import litmus
+from rondo.launch.config import RunConfig, resolve
+from rondo.launch.machine import folder_problem, mebibytes, memory_limit_bytes, num_cores, port_problem
+from rondo.launch.rundir import owner
+from rondo.runtime.admin_token import read_token_file
+from rondo.runtime.errors import ConfigError
+
+_CHILD_S = 600.0
+_SNAPSHOT_BYTES = 12
+"""A parameter in a hot snapshot: float32 weight and two moments of Adam."""
+_SNAPSHOTS = 2
+_RECORD_BYTES = 2048
+"""Header, descriptor and alignment of one record, at most."""
+_WRITERS = frozenset({"actor_fwd", "reference", "advantages", "critic", "teacher"})
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. An "error" stops a run; a "note" is for the reader's judgement."""
+
+    level: Literal["ok", "note", "error"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the child saw. None where an error kept it from looking."""
+
+    num_parameters: int | None = None
+    num_tensors: int | None = None
+    max_positions: int | None = None
+    num_devices: int | None = None
+    num_rows: int | None = None
+    num_held_out: int | None = None
+
+
+def require(config: RunConfig) -> list[Finding]:
+    """Checks all; ConfigError with every error, a line each. Returns the rest of the findings."""
+    findings = inspect(config)
+    errors = [finding.text for finding in findings if finding.level == "error"]
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return findings
+
+
+def inspect(config: RunConfig) -> list[Finding]:
+    """Looks at everything; never raises for what it finds."""
+    light = [*_batch(config), *_ring(config), *_host(config)]
+    child, facts = _in_child(config)
+    return [*light, *child, *_model(config, facts), *_devices(config, facts), *_memory(config, facts)]
+
+
+def memory_order() -> Finding:
+    """Tries what the ring stands on: two processes, shared memory, doorbells. Part of `rondo check` only, since it says
+    something about the machine and not about a run."""
+    found = litmus()
+    if found.ok:
+        return Finding("ok", f"shared memory keeps its order and loses no wake-up in {found.num_rounds} rounds")
+    return Finding(
+        "error",
+        "shared memory must keep its order and lose no wake-up, "
+        f"got {found.lost} lost, {found.torn} torn, {found.unseen} unseen in {found.num_rounds} rounds. "
+        "Do not train on this machine",
+    )
+
+
+def print_findings(findings: list[Finding]) -> None:
+    """One line a finding, errors last."""
+    for level in ("ok", "note", "error"):
+        for finding in findings:
+            if finding.level == level:
+                print(f"{level:<6} {finding.text}")
+
+
+def ring_row_bytes(config: RunConfig) -> int:
+    """The most that one sample takes in a rollout ring: tokens, loss mask, log-probs, versions, and its descriptor."""
+    prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+    return 4 * (prompt + response) + (1 + 4 + 4) * response + _RECORD_BYTES
+
+
+def segment_bytes(config: RunConfig, num_parameters: int, num_tensors: int) -> dict[str, int]:
+    """Shared memory of a run, by kind, in bytes: all of it is reserved at the start."""
+    rollout_ranks = sum(group.replicas * group.processes for group in config.groups if "rollout" in group.roles)
+    writers = [group for group in config.groups if _WRITERS & set(group.roles) and "rollout" not in group.roles]
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    found = {
+        "rollout rings": rollout_ranks * config.bus.ring_bytes,
+        "column rings": sum(group.replicas * group.processes for group in writers) * config.bus.column_ring_bytes,
+        # Every tensor starts at a multiple of 64 bytes.
+        "weight slab": config.bus.weight_slots * (num_parameters * width + num_tensors * 64),
+    }
+    if config.train.hot_snapshot:
+        found["hot snapshots"] = _SNAPSHOTS * _SNAPSHOT_BYTES * num_parameters
+    return found
+
+
+def _batch(config: RunConfig) -> Iterator[Finding]:
+    """Every rank that trains must get a sample in every step."""
+    actor, rollout = config.group_of("actor"), config.rollout
+    assert actor is not None
+    num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    if num_samples < actor.processes:
+        yield Finding(
+            "error",
+            "rollout.prompts_per_step * rollout.samples_per_prompt must be at least the processes that train, "
+            f"{actor.processes} in {actor.name!r}, got {rollout.prompts_per_step} * {rollout.samples_per_prompt} = "
+            f"{num_samples}. Raise rollout.prompts_per_step, or lower the group's processes",
+        )
+        return
+    if num_samples % actor.processes:
+        yield Finding(
+            "note", f"{num_samples} samples a step over {actor.processes} processes: some get one more than others"
+        )
+    yield Finding("ok", f"a step trains {num_samples} samples on {actor.processes} process(es)")
+
+
+def _ring(config: RunConfig) -> Iterator[Finding]:
+    """A rollout ring must hold at least one prompt group of the greatest length."""
+    samples, row = config.rollout.samples_per_prompt, ring_row_bytes(config)
+    if samples * row > config.bus.ring_bytes:
+        yield Finding(
+            "error",
+            f"bus.ring_bytes must hold one prompt group, {samples} samples of up to {row} bytes = {samples * row}, "
+            f"got {config.bus.ring_bytes}. Raise bus.ring_bytes to {samples * row} or more",
+        )
+
+
+def _host(config: RunConfig) -> Iterator[Finding]:
+    """Folder, name, port, token and cores of this machine."""
+    problem = folder_problem(config.run_dir)
+    if problem is not None:
+        yield Finding("error", f"run_dir must be a folder to write to, got {config.run_dir}: {problem}. Choose another")
+    path = config.run_dir / config.name
+    if config.name == "latest":
+        yield Finding("error", "name must not be 'latest', which is the link to the newest run, got it. Choose another")
+    elif (pid := owner(path)) is not None:
+        yield Finding(
+            "error",
+            f"the run directory {path} must have no other owner, got a live run with pid {pid}. "
+            f"Stop it with `rondo stop {path}`, or choose another name with --set name=...",
+        )
+    admin = config.admin
+    if admin.token_file is not None:
+        try:
+            read_token_file(admin.token_file)
+        except ConfigError as error:
+            yield Finding("error", str(error))
+    problem = port_problem(admin.host, admin.port)
+    if problem is not None:
+        setting = "admin.port must be free" if admin.port else "admin.host must be an address of this machine"
+        yield Finding(
+            "error",
+            f"{setting}, got {admin.host}:{admin.port} ({problem}). "
+            "Set admin.port=0 for a free port on admin.host='127.0.0.1'",
+        )
+    threads = sum(group.replicas * group.processes * group.threads for group in config.groups if not group.devices)
+    if threads > num_cores():
+        yield Finding(
+            "note",
+            f"{threads} compute threads share {num_cores()} cores. Lower processes, replicas or threads of the groups "
+            "unless some of them mostly wait",
+        )
+
+
+def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """The longest sample must fit the model's positions."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if facts.max_positions is not None and longest > facts.max_positions:
+        yield Finding(
+            "error",
+            "rollout.max_prompt_tokens + rollout.max_new_tokens must be at most the model's positions, "
+            f"{facts.max_positions}, got {config.rollout.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest}. "
+            "Lower one of them",
+        )
+    if facts.num_parameters is not None:
+        yield Finding("ok", f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
+
+
+def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """Every process that asks for a device must get one of its own."""
+    wanted = {g.name: g.replicas * g.processes * g.devices for g in config.groups if g.devices}
+    if wanted and facts.num_devices is not None and sum(wanted.values()) > facts.num_devices:
+        shown = " + ".join(f"{name} {count}" for name, count in wanted.items())
+        yield Finding(
+            "error",
+            f"groups must ask for at most the devices of this machine, {facts.num_devices}, got {shown} = "
+            f"{sum(wanted.values())}. Lower processes or replicas, or set devices=0 to compute on the CPU",
+        )
+
+
+def _memory(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """All shared memory must fit beside each other, with one step of the longest samples."""
+    if facts.num_parameters is None or facts.num_tensors is None:
+        return
+    parts = segment_bytes(config, facts.num_parameters, facts.num_tensors)
+    rollout = config.rollout
+    parts["one step of the longest samples"] = (
+        rollout.prompts_per_step * rollout.samples_per_prompt * ring_row_bytes(config)
+    )
+    limit, whose = memory_limit_bytes()
+    needed = sum(parts.values())
+    shown = ", ".join(f"{name} {mebibytes(size)}" for name, size in parts.items() if size)
+    if needed > limit:
+        yield Finding(
+            "error",
+            f"shared memory must fit into the memory of {whose}, {mebibytes(limit)}, got {mebibytes(needed)} ({shown}). "
+            "Lower bus.ring_bytes, set train.hot_snapshot=False, or use a machine with more memory",
+        )
+    else:
+        yield Finding("ok", f"shared memory takes {mebibytes(needed)} of {mebibytes(limit)} ({shown})")
+
+
+def _in_child(config: RunConfig) -> tuple[list[Finding], Facts]:
+    """Runs `check_child.py`; its crash is a finding like any other."""
+    command = [sys.executable, "-m", "rondo.launch.check_child"]
+    try:
+        done = subprocess.run(command, input=orjson.dumps(resolve(config)), capture_output=True, timeout=_CHILD_S, check=False)
+    except subprocess.TimeoutExpired:
+        text = f"looking at model, data and reward must end within {_CHILD_S:g} s, got no end. See what they wait for"
+        return [Finding("error", text)], Facts()
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-5:]
+        text = (
+            f"looking at model, data and reward must end with exit code 0, got {done.returncode}: "
+            f"{' | '.join(last) or 'no output'}. Run the functions that the settings name by themselves"
+        )
+        return [Finding("error", text)], Facts()
+    answer: dict[str, Any] = orjson.loads(done.stdout)
+    return [Finding(item["level"], item["text"]) for item in answer["findings"]], Facts(**answer["facts"])
+

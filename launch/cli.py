@@ -1,0 +1,227 @@
+"""The `rondo` command: parse, resolve, import what the verb needs, run.
+
+Owns the verbs, their options and the exit codes: 0 done, 1 failed, 2 wrong usage or settings (nothing was started),
+75 stopped and can be resumed. Whatever a user got wrong is told in one line a mistake on stderr, without a traceback.
+
+    rondo train examples/quickstart.py --set train.lr=1e-5 --kill actor@5
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_KILL_AT_STEP = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What the command line says beside the settings. `kill`: (role or service, step) pairs, for demonstrations."""
+
+    config_path: Path
+    kill: tuple[tuple[str, int], ...] = ()
+    plain: bool = False
+    """Plain lines, also on a terminal."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line, with the way to more."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{message}. Run `{self.prog} --help`", file=sys.stderr)
+        raise SystemExit(EXIT_USAGE)
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"rondo {version('rondo-rl')}")
+        parser.exit()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser, verbs = _parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in verbs:
+        print(f"VERB must be one of {', '.join(verbs)}, got {arguments[0]!r}. {_similar(arguments[0], verbs)}", file=sys.stderr)
+        return EXIT_USAGE
+    options = parser.parse_args(arguments)
+    from rondo.runtime.errors import ConfigError, RondoError
+
+    try:
+        code: int = options.verb(options)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    except RondoError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left, as `head` does. Python would complain once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code
+
+
+def train(options: argparse.Namespace) -> int:
+    from rondo.launch.check import require
+    from rondo.launch.config import load
+
+    config = load(options.config, options.set)
+    kill = tuple(_kill(text, config.num_steps) for text in options.kill)
+    roles = {role for group in config.groups for role in group.roles} | {group.name for group in config.groups}
+    _known_roles(kill, roles)
+    require(config)
+    from rondo.launch import train as program
+
+    return program.main(config, TrainOptions(options.config, kill, options.plain))
+
+
+def sft(options: argparse.Namespace) -> int:
+    from rondo.launch.check import require
+    from rondo.launch.config import load
+    from rondo.runtime.errors import ConfigError
+
+    config = load(options.config, options.set)
+    if config.sft is None:
+        raise ConfigError(f"sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to {options.config}")
+    require(config)
+    from rondo.launch import sft as program
+
+    return program.main(config, TrainOptions(options.config, (), options.plain))
+
+
+def check(options: argparse.Namespace) -> int:
+    from rondo.launch.check import inspect, memory_order, print_findings
+    from rondo.launch.config import load
+
+    findings = [*inspect(load(options.config, options.set)), memory_order()]
+    print_findings(findings)
+    return EXIT_USAGE if any(finding.level == "error" for finding in findings) else EXIT_DONE
+
+
+def show(options: argparse.Namespace) -> int:
+    import json
+
+    from rondo.launch.config import changed, load, resolve
+
+    config = load(options.config, options.set)
+    if options.changed:
+        for path, value in changed(config):
+            print(f"{path} = {value!r}")
+    else:
+        print(json.dumps(resolve(config), indent=2))
+    return EXIT_DONE
+
+
+def status(options: argparse.Namespace) -> int:
+    from rondo.launch.status import show_status
+
+    return show_status(options.run, as_json=options.json)
+
+
+def stop(options: argparse.Namespace) -> int:
+    from rondo.launch.status import ask_to_stop
+
+    return ask_to_stop(options.run, reason=options.reason, wait=not options.no_wait)
+
+
+def resume(options: argparse.Namespace) -> int:
+    from rondo.launch.rundir import existing_run
+    from rondo.launch.train import resume as go_on
+
+    code: int = go_on(existing_run(options.run))
+    return code
+
+
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser, and the names of the verbs."""
+    parser = _Parser(prog="rondo", description="Asynchronous reinforcement learning for language models.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=text, description=text)
+        made.set_defaults(verb=run)
+        return made
+
+    for name, run, text in (
+        ("train", train, "Train with reinforcement learning."),
+        ("sft", sft, "Fine-tune on demonstrations only."),
+        ("check", check, "Look for what would go wrong; starts nothing."),
+        ("show", show, "Print the settings with all defaults filled in."),
+    ):
+        made = verb(name, run, text)
+        made.add_argument("config", metavar="CONFIG.py", type=Path, help="a module that defines `config`")
+        made.add_argument(
+            "--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting: --set train.lr=1e-6"
+        )
+        if name in ("train", "sft"):
+            made.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
+        if name == "train":
+            made.add_argument(
+                "--kill",
+                action="append",
+                default=[],
+                metavar="ROLE[@STEP]",
+                help=f"SIGKILL a role once, when that step is committed (default {_KILL_AT_STEP}): see it recover",
+            )
+        if name == "show":
+            made.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    for name, run, text in (
+        ("status", status, "Show how a run is doing, or how it ended."),
+        ("stop", stop, "Ask a run to save and end; `resume` goes on."),
+        ("resume", resume, "Go on with a run from its newest checkpoint."),
+    ):
+        made = verb(name, run, text)
+        made.add_argument("run", metavar="RUN", type=Path, nargs="?", default=Path("runs/latest"), help="default: runs/latest")
+        if name == "status":
+            made.add_argument("--json", action="store_true", help="one JSON object")
+        if name == "stop":
+            made.add_argument("--reason", default="rondo stop", help="for the logs")
+            made.add_argument("--no-wait", action="store_true", help="return before the run has ended")
+    return parser, list(verbs.choices)
+
+
+def _similar(word: str, known: Sequence[str]) -> str:
+    import difflib
+
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f"Did you mean {matches[0]!r}?" if matches else "Run `rondo --help`"
+
+
+def _kill(text: str, num_steps: int) -> tuple[str, int]:
+    from rondo.runtime.errors import ConfigError
+
+    role, at, step = text.partition("@")
+    if not role or (at and not step.isdigit()) or not int(step or _KILL_AT_STEP) <= num_steps:
+        raise ConfigError(f"--kill must look like ROLE or ROLE@STEP with STEP up to {num_steps}, got {text!r}. Try actor@1")
+    return role, int(step or _KILL_AT_STEP)
+
+
+def _known_roles(kill: Sequence[tuple[str, int]], roles: set[str]) -> None:
+    from rondo.runtime.errors import ConfigError
+    from rondo.runtime.section import nearest
+
+    known = sorted(roles | {"coordinator"})
+    for role, _ in kill:
+        if role not in known:
+            raise ConfigError(f"--kill must name a role of this run, got {role!r}. {nearest(role, known)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

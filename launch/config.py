@@ -1,0 +1,264 @@
+"""RunConfig: everything a run is told, as one validated, frozen tree; and how a config module becomes one.
+
+Owns `RunConfig`, `load` and the JSON form. Does not own the sections, which live beside the code that uses them, nor
+what needs the machine or the data to be looked at: `check.py` does that.
+
+    # quickstart.py                            load("quickstart.py", ["train.lr=1e-5", "groups.0.replicas=2"])
+    config = RunConfig(name="quickstart", ...)
+
+Every mistake is one line, `<field> must <rule>, got <value>. <what to do>`, and no traceback; an error inside the module
+comes with file and line. The JSON form holds plain values only, so `unresolve(resolve(config)) == config`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from rondo.launch.groups import RoleGroup
+from rondo.roles.algorithms import old_log_probs_source
+from rondo.roles.config import JobConfig
+from rondo.runtime.config import AdminConfig, SupervisionConfig
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import load_file
+from rondo.runtime.section import Section, explain, field_section, nearest
+
+
+class RunConfig(JobConfig):
+    """A whole run: the job that the roles do, where they run, and what watches them."""
+
+    groups: tuple[RoleGroup, ...] = Field(min_length=1)
+    run_dir: Path = Path("runs")
+    """The folder that holds run directories; relative to where the run is started."""
+    supervision: SupervisionConfig = SupervisionConfig()
+    admin: AdminConfig = AdminConfig()
+
+    def group_of(self, role: str) -> RoleGroup | None:
+        """The group that holds a role, or None."""
+        return next((group for group in self.groups if role in group.roles), None)
+
+    @model_validator(mode="after")
+    def _staleness_follows_the_groups(self) -> RunConfig:
+        # Where generation and training take turns the data are on-policy unless asked otherwise. The field stays
+        # "not set", so that `override` derives it anew when the groups change.
+        if "max_staleness" not in self.model_fields_set and self.group_of("actor") is self.group_of("rollout"):
+            self.__dict__["max_staleness"] = 0
+        return self
+
+    @model_validator(mode="after")
+    def _groups_make_a_run(self) -> RunConfig:
+        names = [group.name for group in self.groups]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"groups must have different names, got {name!r} twice. Rename one of them")
+        for role in {role for group in self.groups for role in group.roles}:
+            homes = [group.name for group in self.groups if role in group.roles]
+            if len(homes) > 1:
+                raise ValueError(
+                    f"groups must hold each role once, got {role!r} in {' and '.join(homes)}. "
+                    "Use replicas for more of the same"
+                )
+        for role in ("rollout", "actor"):
+            if self.group_of(role) is None:
+                raise ValueError(
+                    f"groups must hold the role {role!r}, got {', '.join(names)} without it. "
+                    "Use one of rondo.launch.modes: colocate(), hybrid(), fully_async()"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _roles_are_used(self) -> RunConfig:
+        algorithm, reference, actor_fwd = self.algorithm, self.group_of("reference"), self.group_of("actor_fwd")
+        needed = algorithm.resolved().needs_reference
+        if needed and reference is None:
+            raise ValueError(
+                "groups must hold the role 'reference' when algorithm.kl_coef is not 0, "
+                f"got kl_coef {algorithm.kl_coef:g} without it. Add the role to the groups, or set algorithm.kl_coef=0"
+            )
+        if reference is not None and not needed:
+            raise ValueError(
+                "groups must not hold the role 'reference' when algorithm.kl_coef is 0, "
+                f"got it in {reference.name!r}. Remove the role, or set algorithm.kl_coef above 0"
+            )
+        source = old_log_probs_source(
+            algorithm, on_policy=self.max_staleness == 0, has_actor_fwd=actor_fwd is not None
+        )
+        if actor_fwd is not None and source != "actor_fwd":
+            reason = (
+                "when max_staleness is 0, where the trainer's own log-probs are the old ones"
+                if source == "self"
+                else f"when algorithm.old_log_probs is {algorithm.old_log_probs!r}"
+            )
+            raise ValueError(
+                f"groups must not hold the role 'actor_fwd' {reason}, got it in {actor_fwd.name!r}. "
+                "Remove the role, or set algorithm.old_log_probs='actor_fwd'"
+            )
+        return self
+
+
+def load(path: Path | str, sets: Sequence[str] = ()) -> RunConfig:
+    """The `config` that a module builds, with `--set` changes. ConfigError tells all that is wrong, a line each."""
+    config = load_module(path, RunConfig)
+    return override(config, sets) if sets else config
+
+
+def load_module(path: Path | str, kind: type[Section]) -> Any:
+    """The object named `config` in the module at `path`, which must be a `kind`."""
+    path = Path(path)
+    if path.is_dir() or path.suffix != ".py":
+        raise ConfigError(f"CONFIG must be a Python file, got {path}. Name a config module such as examples/quickstart.py")
+    if not path.is_file():
+        raise ConfigError(f"CONFIG must be a file that exists, got {path}. {_similar_file(path)}")
+    file = str(path.resolve())
+    try:
+        module = load_file(file)
+    except ConfigError:
+        raise
+    except ValidationError as error:
+        raise explain(error, _where(error, file, path), _place_of(error.title, kind)) from error
+    except SyntaxError as error:
+        shown = path if error.filename == file else error.filename
+        raise ConfigError(f"{shown}:{error.lineno}: {error.msg}. Correct the Python code") from error
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever user code raises, sys.exit too, is told as one line
+        raise ConfigError(
+            f"{_where(error, file, path)}: {type(error).__name__}: {error}. The config module must import without errors"
+        ) from error
+    config = getattr(module, "config", None)
+    if not isinstance(config, kind):
+        got = "no such name" if config is None else f"a {type(config).__name__}"
+        raise ConfigError(f"{path} must define `config = {kind.__name__}(...)`, got {got}. Add it at the top level")
+    return config
+
+
+def override(config: RunConfig, sets: Sequence[str]) -> RunConfig:
+    """A copy of `config` with `path=value` changes. A value is a Python literal or JSON, else text."""
+    tree = config.model_dump(exclude_unset=True)
+    for text in sets:
+        _apply(tree, type(config), text)
+    return _validated(tree, "the --set options")
+
+
+def resolve(config: RunConfig) -> dict[str, Any]:
+    """All settings as JSON-able values, defaults filled in."""
+    return config.model_dump(mode="json")
+
+
+def unresolve(tree: dict[str, Any], source: str = "config.resolved.json") -> RunConfig:
+    """The config of a JSON form. ConfigError when it does not fit this version's settings."""
+    return _validated(tree, source)
+
+
+def _validated(tree: dict[str, Any], source: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise explain(error, source) from error
+
+
+def _apply(tree: dict[str, Any], root: type[BaseModel], text: str) -> None:
+    """Writes one `path=value` into the nested settings."""
+    path, equals, raw = text.partition("=")
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"--set must look like path=value, got {text!r}. For example: --set train.lr=1e-6")
+    owner: type[BaseModel] | None = root
+    node: Any = tree
+    for index, name in enumerate(names):
+        shown, last = ".".join(names[: index + 1]), index == len(names) - 1
+        if isinstance(node, list | tuple):
+            if not name.isdigit() or int(name) >= len(node):
+                raise ConfigError(f"--set {shown} must end in an index below {len(node)}, got {name!r}. Count from 0")
+            key: Any = int(name)
+        else:
+            if owner is not None and name not in owner.model_fields:
+                hint = nearest(name, list(owner.model_fields))
+                raise ConfigError(f"{shown} must be a field of {owner.__name__}, got an unknown name. {hint}")
+            key = name
+        field = owner.model_fields.get(name) if owner is not None and isinstance(key, str) else None
+        if last:
+            node[key] = _parse(raw, field.annotation if field is not None else None)
+            return
+        below = field_section(owner, name) if owner is not None and isinstance(key, str) else owner
+        child = node[key] if isinstance(key, int) else node.get(key)
+        if isinstance(child, tuple):
+            child = list(child)
+        if child is None:
+            if below is None:
+                raise ConfigError(f"{shown} must be a section to have fields, got none in it. Set {shown} itself")
+            child = {}
+        if not isinstance(child, dict | list):
+            raise ConfigError(f"{shown} must be a section to have fields, got {child!r}. Set {shown} itself")
+        node[key] = child
+        node, owner = child, below
+
+
+def _parse(raw: str, annotation: Any) -> Any:
+    """A value of the command line: Python literal, JSON, else text; text also where the field takes only text."""
+    value: Any = raw
+    for read in (ast.literal_eval, json.loads):
+        try:
+            value = read(raw)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        break
+    takes = {getattr(part, "__name__", str(part)) for part in getattr(annotation, "__args__", (annotation,))}
+    if not isinstance(value, str) and value is not None and "str" in takes and not takes & {"int", "float", "bool"}:
+        return raw
+    return value
+
+
+def _where(error: BaseException, file: str, path: Path) -> str:
+    """`file:line` of the last step inside the config module, else of the last step at all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    last = frames[-1] if frames else None
+    if isinstance(error, ValidationError) or (last is not None and last.filename == file):
+        return f"{path}:{own[-1].lineno}" if own else str(path)
+    inside = f" (called from {path}:{own[-1].lineno})" if own else ""
+    return f"{last.filename}:{last.lineno}{inside}" if last is not None else str(path)
+
+
+def _place_of(title: str, root: type[BaseModel]) -> str:
+    """The path at which a section of that type stands in the tree: "train" for TrainConfig."""
+    pending: list[tuple[str, type[BaseModel]]] = [("", root)]
+    while pending:
+        prefix, owner = pending.pop(0)
+        if owner.__name__ == title:
+            return prefix
+        for name in owner.model_fields:
+            if (below := field_section(owner, name)) is not None:
+                pending.append((f"{prefix}.{name}" if prefix else name, below))
+    return title
+
+
+def _similar_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"There is no folder {path.parent}"
+    return nearest(path.name, [file.name for file in path.parent.glob("*.py")])
+
+
+def changed(config: RunConfig) -> list[tuple[str, Any]]:
+    """The settings that differ from their defaults, as (path, value), in the order of the tree."""
+    found: list[tuple[str, Any]] = []
+
+    def walk(section: BaseModel, prefix: str) -> None:
+        for name, field in type(section).model_fields.items():
+            value, path = getattr(section, name), f"{prefix}{name}"
+            if isinstance(value, BaseModel):
+                walk(value, f"{path}.")
+            elif isinstance(value, tuple) and value and all(isinstance(item, BaseModel) for item in value):
+                for index, item in enumerate(value):
+                    walk(item, f"{path}.{index}.")
+            elif field.is_required() or value != field.get_default(call_default_factory=True):
+                found.append((path, value))
+
+    walk(config, "")
+    return found

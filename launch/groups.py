@@ -1,0 +1,51 @@
+"""RoleGroup: which roles share processes, how many processes, and how often.
+
+Owns the description of one role group. Does not own the list as a whole: `config.py` checks that a list makes a run,
+`modes.py` makes the usual lists.
+
+    RoleGroup(name="rollout", roles=("rollout",), replicas=2)   ->   rollout-0, rollout-1
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rondo.runtime.section import Section
+
+RoleName = Literal["rollout", "actor", "actor_fwd", "reference", "advantages", "critic", "genrm", "teacher"]
+
+STATEFUL = frozenset({"actor", "critic"})
+"""Roles that train something: one replica each, more processes instead."""
+
+
+class RoleGroup(Section):
+    """The processes that one torchrun starts, `replicas` times."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=24)
+    roles: tuple[RoleName, ...] = Field(min_length=1)
+    replicas: int = Field(1, ge=1)
+    """Equal groups beside each other; only for roles that keep no state."""
+    processes: int = Field(1, ge=1)
+    """Ranks of one replica."""
+    threads: int = Field(1, ge=1)
+    """Compute threads of a process."""
+    devices: int = Field(0, ge=0, le=1)
+    """Accelerators of a process: 0 computes on the CPU."""
+
+    @model_validator(mode="after")
+    def _state_has_one_home(self) -> RoleGroup:
+        if len(set(self.roles)) < len(self.roles):
+            raise ValueError(f"groups[{self.name}].roles must name each role once, got {', '.join(self.roles)}")
+        kept = STATEFUL & set(self.roles)
+        if kept and self.replicas > 1:
+            raise ValueError(
+                f"groups[{self.name}].replicas must be 1 for a group that trains ({', '.join(sorted(kept))}), "
+                f"got {self.replicas}. Use processes={self.replicas} to train on more ranks"
+            )
+        return self
+
+    def replica_names(self) -> tuple[str, ...]:
+        """The names of the groups that run: "rollout-0", "rollout-1"."""
+        return tuple(f"{self.name}-{index}" for index in range(self.replicas))

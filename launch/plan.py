@@ -1,0 +1,80 @@
+"""From settings to what the supervisor starts and what the coordinator holds to. Pure: no process, no file.
+
+Owns the translation only; settings are `config.py`'s, processes the supervisor's, rules of the bus the index's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rondo.comm.coordinator import CoordinatorConfig
+from rondo.comm.index import Rules
+from rondo.launch.config import RunConfig
+from rondo.roles.streams import BASE_COLUMNS, row_bytes, streams_of
+from rondo.runtime.launcher import GroupSpec
+
+ROLE_CLASSES: Mapping[str, str] = {
+    "rollout": "rondo.roles.rollout.role:RolloutRole",
+    "actor": "rondo.roles.actor:ActorRole",
+    "actor_fwd": "rondo.roles.forward:ActorForwardRole",
+    "reference": "rondo.roles.forward:ReferenceRole",
+    "advantages": "rondo.roles.advantages:AdvantagesRole",
+}
+
+
+def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
+    """One torchrun for each replica of each role group."""
+    return tuple(
+        GroupSpec(
+            name=name,
+            role=group.name,
+            num_processes=group.processes,
+            roles=tuple(ROLE_CLASSES[role] for role in group.roles),
+            threads=group.threads,
+            env={},
+        )
+        for group in config.groups
+        for name in group.replica_names()
+    )
+
+
+def coordinator_config(config: RunConfig, num_rows: int) -> CoordinatorConfig:
+    """The rules of this run; num_rows: rows to train on, which `num_passes` turns into the end of the data."""
+    roles = {role for group in config.groups for role in group.roles}
+    rollout, passes, evaluation = config.rollout, config.data.num_passes, config.evaluation
+    actor, source = config.group_of("actor"), config.group_of("rollout")
+    assert actor is not None and source is not None
+    rules = Rules(
+        num_steps=config.num_steps,
+        groups_per_step=rollout.prompts_per_step,
+        samples_per_group=rollout.samples_per_prompt,
+        max_staleness=config.max_staleness,
+        base_columns=BASE_COLUMNS,
+        streams=streams_of(config, roles),
+        row_bytes=row_bytes(rollout),
+        num_slots=config.bus.weight_slots,
+        spare_groups=rollout.spare_groups,
+        max_consecutive_filtered=rollout.max_consecutive_filtered,
+        max_data_failures=config.reward.max_failures,
+        max_infra_failures=config.bus.max_infra_failures,
+        num_positions=None if passes is None else passes * num_rows,
+    )
+    return CoordinatorConfig(
+        rules=rules,
+        publisher=actor.replica_names()[0],
+        rollout_ring_bytes=config.bus.ring_bytes,
+        column_ring_bytes=config.bus.column_ring_bytes,
+        rollout_groups=source.replica_names(),
+        ranks={name: group.processes for group in config.groups for name in group.replica_names()},
+        lease_deadline_s=rollout.lease_deadline_s,
+        straggler_deadline_s=rollout.straggler_deadline_s,
+        evaluate_start=evaluation is not None and evaluation.at_start,
+        evaluate_end=evaluation is not None and evaluation.at_end,
+    )
+
+
+def coordinator_json(config: CoordinatorConfig) -> dict[str, Any]:
+    """What `CoordinatorConfig.load` reads back."""
+    return asdict(config)

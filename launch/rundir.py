@@ -1,0 +1,251 @@
+"""RunDir: the folder of one run, what lies where in it, and which process owns it.
+
+Owns the layout, the claim on the folder and the record of who runs in it. Does not own the files' contents: each is
+written by the piece that knows it. Invariant: at most one live process owns a run directory; the kernel drops the claim
+when that process ends, however it ends, so nothing stale is ever left to clean.
+
+    runs/latest -> quickstart
+    runs/quickstart/
+      config.py  config.resolved.json  environment.json  summary.json  supervisor.json (0600, while it runs)
+      metrics.jsonl  events.jsonl  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
+
+A name that has been used gets the next number (`runs/quickstart-2`); a name whose run is alive is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+from rondo.runtime.errors import ConfigError
+
+_FOLDERS = ("logs", "journal", "samples", "checkpoints", "dumps")
+_PACKAGES = ("rondo-rl", "torch", "transformers", "numpy", "safetensors", "pydantic", "aiohttp", "uvloop", "datasets", "pyarrow")
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorRecord:
+    """Who runs in a run directory, and how to reach it. Written with mode 0600."""
+
+    pid: int
+    rt_dir: str
+    admin_host: str
+    admin_port: int
+    token_path: str
+
+
+class RunDir:
+    """A run directory, claimed by this process. Made by `create` or `claim`; a context manager that lets go of it."""
+
+    def __init__(self, path: Path, claim_fd: int) -> None:
+        self.path = path
+        self._claim_fd: int | None = claim_fd
+
+    @classmethod
+    def create(cls, parent: Path, name: str, resolved: dict[str, Any], config_file: Path | None = None) -> RunDir:
+        """Makes and claims a new run directory under `parent`. ConfigError when a run of that name is alive."""
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            path.mkdir(exist_ok=True)
+            made = cls(path, _claim(path))
+            if not made.config_json.exists():
+                break
+            made.close()
+            number += 1
+        for folder in _FOLDERS:
+            (made.path / folder).mkdir(exist_ok=True)
+        if config_file is not None:
+            shutil.copyfile(config_file, made.path / "config.py")
+        write_json(made.path / "environment.json", environment())
+        write_json(made.config_json, resolved)
+        _point(parent / "latest", made.path.name)
+        return made
+
+    @classmethod
+    def claim(cls, path: Path) -> RunDir:
+        """Claims a run directory that exists, to go on in it. ConfigError when it is none, or its run is alive."""
+        path = existing_run(path)
+        return cls(path, _claim(path))
+
+    @property
+    def config_json(self) -> Path:
+        return self.path / "config.resolved.json"
+
+    @property
+    def summary_json(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
+
+    def logs(self, attempt: int) -> Path:
+        """The folder for an attempt's logs, made when it is missing."""
+        folder = self.path / "logs" / f"attempt_{attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def next_attempt(self) -> int:
+        """One more than the newest attempt that left logs; 0 at first."""
+        numbers = [int(folder.name.removeprefix("attempt_")) for folder in (self.path / "logs").glob("attempt_*")]
+        return max(numbers, default=-1) + 1
+
+    def write_supervisor(self, *, rt_dir: Path, admin_host: str, admin_port: int, token_path: Path) -> None:
+        """Tells `status` and `stop` how to reach this process."""
+        record = SupervisorRecord(os.getpid(), str(rt_dir), admin_host, admin_port, str(token_path))
+        write_json(self.path / "supervisor.json", asdict(record), mode=0o600)
+
+    def close(self) -> None:
+        """Lets go of the directory. Safe to call twice."""
+        if self._claim_fd is not None:
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / "supervisor.json").unlink()
+            os.close(self._claim_fd)
+            self._claim_fd = None
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def existing_run(path: Path) -> Path:
+    """The real path of a run directory. ConfigError when there is none."""
+    if not (path / "config.resolved.json").is_file():
+        parent = path.parent
+        runs = sorted(found.parent.name for found in parent.glob("*/config.resolved.json")) if parent.is_dir() else []
+        known = f"Runs in {parent}: {', '.join(runs)}" if runs else f"There are no runs in {parent}"
+        raise ConfigError(f"RUN must be a run directory, got {path}. {known}")
+    return path.resolve()
+
+
+def owner(path: Path) -> int | None:
+    """The pid of the live process that owns a run directory, or None."""
+    try:
+        fd = os.open(path / ".owner", os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_pid(fd)
+    finally:
+        os.close(fd)
+    return None
+
+
+def supervisor_record(path: Path) -> SupervisorRecord | None:
+    """How to reach the run that is alive in a run directory; None while it starts, and when none is."""
+    try:
+        fields = orjson.loads((path / "supervisor.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    record = SupervisorRecord(**fields)
+    return record if record.pid == owner(path) else None
+
+
+def write_json(path: Path, data: Any, mode: int = 0o644) -> None:
+    """Writes a whole file or none: aside first, then renamed over."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(fd, "wb") as file:
+        file.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+        file.write(b"\n")
+    aside.replace(path)
+
+
+def environment() -> dict[str, Any]:
+    """What a reader of the run needs to know about where it ran: command, versions, machine, git state."""
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "time": time.time(),
+        "command": sys.argv,
+        "cwd": str(Path.cwd()),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "packages": versions,
+        "git": _git(),
+    }
+
+
+def _claim(path: Path) -> int:
+    fd = os.open(path / ".owner", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = _read_pid(fd)
+        os.close(fd)
+        raise ConfigError(
+            f"the run directory {path} must have no other owner, got a live run with pid {pid}. "
+            f"Stop it with `rondo stop {path}`, or choose another name with --set name=..."
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    return fd
+
+
+def _read_pid(fd: int) -> int:
+    # Between its claim and its pid a process is alive but has not said which it is.
+    return int(os.pread(fd, 32, 0) or 0)
+
+
+def _point(link: Path, target: str) -> None:
+    """Makes `link` point to `target`, at once: never missing in between."""
+    aside = link.with_name(f".latest.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        aside.unlink()
+    aside.symlink_to(target)
+    aside.replace(link)
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and whether files differ from it, of the working directory; None outside a repository."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        if commit.returncode != 0:
+            return None
+        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return {"commit": commit.stdout.strip(), "changed": bool(status.stdout.strip())}

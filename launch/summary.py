@@ -1,0 +1,215 @@
+"""Summary: a finished run in one page, the same as `summary.json` and as the table at the end.
+
+Owns what goes into the summary and how it is shown. Does not count samples (`comm/audit.py` reads the journal) and does
+not judge: every figure is read from the run's files or from the supervisor's outcome.
+
+    metrics.jsonl, journal/  ->  summarize  ->  Summary  ->  summary.json, and a table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rondo.launch.records import evaluation_records, read_records, step_records
+from rondo.launch.rundir import write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One run. Samples, not prompt groups; seconds and bytes; None where it was not measured."""
+
+    name: str
+    exit_code: int
+    attempt: int
+    steps: int
+    wall_s: float
+    reward_before: float | None = None
+    """Mean reward of sampled answers to held-out prompts under the first policy version that was evaluated."""
+    reward_after: float | None = None
+    """The same under the last one; None when only one version was evaluated."""
+    samples_admitted: int | None = None
+    samples_trained: int | None = None
+    samples_lost: int | None = None
+    samples_trained_twice: int | None = None
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    recovery_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds from a death to a role group that is ready again; the slowest of each role."""
+    first_step_s: float | None = None
+    """Seconds from the start of the run to its first committed step."""
+    staleness_histogram: Mapping[str, int] = field(default_factory=dict)
+    """Samples trained at each staleness, in policy versions."""
+    waits_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Resident memory of each process, the most that was seen."""
+    cpu_share: float | None = None
+    """Processor time of all processes over wall time times cores, 0 to 1."""
+    first_cause: str | None = None
+
+
+def summarize(
+    run: Path,
+    *,
+    exit_code: int,
+    wall_s: float,
+    attempt: int = 0,
+    first_cause: str | None = None,
+    restarts: Mapping[str, int] | None = None,
+    recovery_s: Mapping[str, float] | None = None,
+    memory_bytes: Mapping[str, int] | None = None,
+    cpu_share: float | None = None,
+    started: float | None = None,
+) -> Summary:
+    """Reads a run directory. What the files do not hold comes from the supervisor's outcome; `started` is the wall-clock
+    time of its start, in seconds since the epoch."""
+    metrics = run / "metrics.jsonl"
+    steps, evaluations = step_records(metrics), evaluation_records(metrics)
+    first_time = next((r["time"] for r in read_records(metrics) if "step" in r and "reward_mean" in r), None)
+    counts = _audit(run)
+    return Summary(
+        name=run.resolve().name,
+        exit_code=exit_code,
+        attempt=attempt,
+        steps=steps[-1]["step"] + 1 if steps else 0,
+        wall_s=wall_s,
+        reward_before=evaluations[0]["reward"] if evaluations else None,
+        reward_after=evaluations[-1]["reward"] if len(evaluations) > 1 else None,
+        **counts,
+        restarts=dict(restarts or {}),
+        recovery_s=dict(recovery_s or {}),
+        first_step_s=first_time - started if first_time is not None and started is not None else None,
+        staleness_histogram=staleness_histogram(steps),
+        waits_s=waits_by_role(read_records(metrics)),
+        memory_bytes=dict(memory_bytes or {}),
+        cpu_share=cpu_share,
+        first_cause=first_cause,
+    )
+
+
+def staleness_histogram(steps: list[dict[str, Any]]) -> dict[str, int]:
+    """Samples by staleness, summed over the steps that report it ({"staleness_histogram": {"0": 12, "1": 4}})."""
+    total: dict[str, int] = {}
+    for record in steps:
+        for staleness, count in record.get("staleness_histogram", {}).items():
+            total[str(staleness)] = total.get(str(staleness), 0) + count
+    return {staleness: total[staleness] for staleness in sorted(total, key=int)}
+
+
+def waits_by_role(records: Iterator[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Seconds waited, by role and wait. A record's "waits_s" counts up from its process's start; a figure below the one
+    before it is a new process, and what the old one had waited stays counted."""
+    finished: dict[tuple[str, str], float] = {}
+    running: dict[tuple[str, str], float] = {}
+    for record in records:
+        for name, seconds in record.get("waits_s", {}).items():
+            key = (record["source"], name)
+            if seconds < running.get(key, 0.0):
+                finished[key] = finished.get(key, 0.0) + running[key]
+            running[key] = seconds
+    roles: dict[str, dict[str, float]] = {}
+    for (source, name), seconds in running.items():
+        waits = roles.setdefault(source.partition("-")[0], {})
+        waits[name] = waits.get(name, 0.0) + seconds + finished.get((source, name), 0.0)
+    return roles
+
+
+def write(run: Path, summary: Summary) -> Path:
+    """Writes summary.json and returns its path."""
+    path = run / "summary.json"
+    write_json(path, asdict(summary))
+    return path
+
+
+def read(run: Path) -> Summary | None:
+    """The summary of a finished run; None when there is none yet."""
+    try:
+        tree = orjson.loads((run / "summary.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    known = {item.name for item in fields(Summary)}
+    return Summary(**{name: value for name, value in tree.items() if name in known})
+
+
+def print_table(summary: Summary, console: Console | None = None) -> None:
+    """Prints the summary: a table on a terminal, `name  value` lines elsewhere."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = console or Console()
+    if not console.is_terminal:
+        for name, value in rows(summary):
+            console.print(f"{name:<24}{value}", markup=False, highlight=False, soft_wrap=True)
+        return
+    table = Table(title=f"run {summary.name}", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows(summary):
+        table.add_row(name, value)
+    console.print(table, highlight=False)
+
+
+def rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """The summary as pairs of text, in order of interest. What was not measured is left out."""
+    if summary.reward_before is not None:
+        yield "reward_before", f"{summary.reward_before:.3f}"
+    if summary.reward_after is not None:
+        yield "reward_after", f"{summary.reward_after:.3f}"
+    yield "steps", str(summary.steps)
+    for name in ("samples_admitted", "samples_trained", "samples_lost", "samples_trained_twice"):
+        value = getattr(summary, name)
+        if value is not None:
+            yield name, str(value)
+    yield "restarts", _pairs(summary.restarts) or "0"
+    if summary.recovery_s:
+        yield "recovery_s", _pairs(summary.recovery_s)
+    yield "wall_s", f"{summary.wall_s:.1f}"
+    if summary.first_step_s is not None:
+        yield "first_step_s", f"{summary.first_step_s:.1f}"
+    if summary.staleness_histogram:
+        yield "staleness_histogram", _pairs(summary.staleness_histogram)
+    for role, waits in sorted(summary.waits_s.items()):
+        yield f"waits_s.{role}", _pairs(dict(sorted(waits.items(), key=lambda item: -item[1])))
+    if summary.memory_bytes:
+        yield "memory_bytes", " ".join(f"{name}={value / 2**20:.0f}MiB" for name, value in summary.memory_bytes.items())
+    if summary.cpu_share is not None:
+        yield "cpu_share", f"{summary.cpu_share:.2f}"
+    if summary.attempt:
+        yield "attempt", str(summary.attempt)
+    yield "exit_code", str(summary.exit_code)
+    if summary.first_cause:
+        yield "first_cause", summary.first_cause
+
+
+def _pairs(values: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items())
+
+
+def _audit(run: Path) -> dict[str, int]:
+    """Counts of samples from the journal; empty for a run that ended before its coordinator wrote one."""
+    from rondo.comm.audit import audit
+    from rondo.comm.journal import files
+
+    journal = run / "journal"
+    if not journal.is_dir() or not files(journal):
+        return {}
+    settings = orjson.loads((run / "config.resolved.json").read_bytes())
+    found = audit(
+        journal,
+        settings["rollout"]["samples_per_prompt"],
+        settings["rollout"]["prompts_per_step"],
+        max_data_failures=settings["reward"]["max_failures"],
+        max_infra_failures=settings["bus"]["max_infra_failures"],
+    )
+    return {
+        "samples_admitted": found.num_admitted,
+        "samples_trained": found.num_trained,
+        "samples_lost": found.num_lost,
+        "samples_trained_twice": found.num_trained_twice,
+    }

@@ -1,0 +1,1 @@
+"""rondo.models"""

@@ -1,0 +1,221 @@
+"""actor: trains the policy. Runs the rounds of a step as they become ready, commits, publishes, saves.
+
+Owns the order of a commit, which is what makes a killed actor harmless:
+
+    1. every rank writes its snapshot of version k+1 into the free one of its two slots (memory the supervisor owns)
+    2. barrier
+    3. rank 0 asks the coordinator to commit (k+1, checksum, rows, attempt), which journals it and answers
+    4. the coordinator releases the rows
+    5. k+1 is published
+
+A restart restores the newest committed version, which all ranks hold by construction, publishes it again, and gets the rounds
+of the uncommitted step again. Owns no computation (`trainer.py`) and no decision about rows (the coordinator).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rondo.comm.bus import POLL_S, Round
+from rondo.comm.slab import WeightSlab, slab_bytes
+from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
+from rondo.roles.algorithms import old_log_probs_source
+from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE
+from rondo.roles.job import SLAB, Job, open_job
+from rondo.roles.trainer import Trainer, TrainRow
+from rondo.runtime.checkpoints import newest_complete, rotate
+from rondo.runtime.context import WorkerContext
+from rondo.runtime.errors import RondoError
+from rondo.runtime.waits import totals
+
+SAVE_LIMIT_S = 1800.0
+
+
+class ActorRole:
+    role = "actor"
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+
+    async def run(self) -> None:
+        ctx = self._ctx
+        self._job = job = await open_job(ctx)
+        config = job.config
+        with ctx.section("load", LOAD_LIMIT_S):
+            await ctx.compute(ctx.init_process_group, "nccl" if job.device != "cpu" else "gloo")
+            self._trainer = await ctx.compute(
+                Trainer, config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device
+            )
+            self._open_memory()
+            version = await self._restore()
+        await self._publish(version)
+        await ctx.ready()
+        for step in range(version, config.num_steps):
+            metrics = await self._train(step)
+            if metrics is None:  # the run is being stopped: leave at the committed version
+                await self._save(step, final=False)
+                return
+            every = config.train.save_every
+            if every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps:
+                await self._save(step + 1, final=False)
+        await self._save(config.num_steps, final=True)
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    async def _train(self, step: int) -> dict[str, Any] | None:
+        """Train step `step` and commit version `step + 1`; None when no more rounds will come."""
+        config, trainer, begun = self._job.config, self._trainer, time.monotonic()
+        busy, num_tokens, rewards, ages, complete = 0.0, 0, [], [], False
+        async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
+            rows, seen = await self._ctx.compute(self._read, made, step)
+            since = time.monotonic()
+            await self._ctx.compute(trainer.accumulate, rows, made.ids(), last=made.last)
+            busy += time.monotonic() - since
+            self._job.bus.check(made)
+            num_tokens += sum(row.length for row in made.rows)
+            rewards += [row.reward for row in made.rows]
+            ages += seen
+            complete = made.last
+            self._ctx.progress()
+        if not complete:
+            trainer.discard()
+            return None
+        since = time.monotonic()
+        metrics, trained = await self._ctx.compute(trainer.finish, step)
+        busy += time.monotonic() - since
+        await self._commit(step + 1, trained)
+        await self._publish(step + 1)
+        self._ctx.progress()
+        step_s = time.monotonic() - begun
+        metrics |= {
+            "step": step, "version": step + 1, "reward_mean": float(np.mean(rewards)), "tokens": num_tokens,
+            "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
+            "staleness_mean": float(np.mean(ages)), "staleness_max": int(max(ages)),
+            "staleness_histogram": {str(age): ages.count(age) for age in sorted(set(ages))}, "waits_s": totals(),
+        }  # fmt: skip
+        if self._ctx.rank == 0:
+            await self._ctx.report("metrics", metrics)
+        return metrics
+
+    def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[int]]:
+        """Views of a round's rows as the loss needs them, and how many versions old each sample's oldest token is."""
+        algorithm = self._job.config.algorithm
+        has_fwd = all("log_probs" in row.places for row in made.rows)
+        source = old_log_probs_source(
+            algorithm, on_policy=self._job.config.max_staleness == 0, has_actor_fwd=has_fwd
+        )
+        old = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[source]
+        reference = "ref_log_probs" if algorithm.resolved().needs_reference else None
+        rows = [
+            TrainRow(
+                tokens=row.array("tokens"),
+                mask=row.array("loss_mask"),
+                advantages=row.array("advantages"),
+                rollout_log_probs=row.array("rollout_log_probs"),
+                old_log_probs=row.array(old) if old else None,
+                ref_log_probs=row.array(reference) if reference else None,
+            )
+            for row in made.rows
+        ]
+        return rows, [step - int(row.array("policy_versions").min()) for row in made.rows]
+
+    # ---- versions ---------------------------------------------------------------------------------------------------
+
+    def _open_memory(self) -> None:
+        """The snapshot and the slab, sized from the model; every incarnation gets the same memory again."""
+        ctx, config = self._ctx, self._job.config
+        tensors, state = self._trainer.state()
+        self._snapshot: HotSnapshot | None = None
+        if config.train.hot_snapshot:
+            num_bytes = snapshot_bytes(tensors, state)
+            self._snapshot = HotSnapshot(ctx.segments.segment(f"snapshot/{ctx.group}/{ctx.rank}", num_bytes))
+        weights = [tensor for _, tensor in self._trainer.weights()]
+        total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+        num_slots = config.bus.weight_slots
+        self._slab: WeightSlab | None = None
+        if ctx.rank == 0:
+            segment = ctx.segments.segment(SLAB, slab_bytes(total, len(weights), num_slots))
+            self._slab = WeightSlab(segment, num_slots, bucket_bytes=config.bus.weight_bucket_bytes)
+
+    async def _restore(self) -> int:
+        """The committed version, in this process; version 0 is made (and warmed up) where there is none."""
+        committed = await self._job.bus.call("committed")
+        version = committed["version"]
+        if version is None:
+            return await self._begin()
+        if self._snapshot is not None and version in self._snapshot.versions():
+            tensors, state = self._snapshot.read(version)
+            await self._ctx.compute(self._trainer.load_state, tensors, state)
+            return int(version)
+        folder = newest_complete(self._ctx.run_dir / "checkpoints")
+        if folder is None or orjson.loads((folder / "index.json").read_bytes())["version"] != version:
+            raise RondoError(
+                f"version {version} must lie in a hot snapshot or a checkpoint, got neither. "
+                "Set train.hot_snapshot=True, or train.save_every, to survive a death of the actor."
+            )
+        await self._ctx.compute(self._trainer.load_checkpoint, folder)
+        await self._write_snapshot(int(version))
+        return int(version)
+
+    async def _begin(self) -> int:
+        if self._job.config.sft is not None:
+            with self._ctx.section("warm up", LOAD_LIMIT_S):
+                await self._ctx.compute(self._trainer.warm_up, self._warmed, self._ctx.stopping.is_set)
+        if self._job.config.algorithm.resolved().needs_reference and self._job.config.sft is not None:
+            await self._ctx.compute(self._trainer.export, self._ctx.run_dir / REFERENCE, self._job.model_path)
+        await self._commit(0, [])
+        return 0
+
+    def _warmed(self, metrics: dict[str, float]) -> None:
+        self._ctx.progress()
+
+    async def _commit(self, version: int, rows: list[list[int]]) -> None:
+        """Steps 1 to 4 of the commit order."""
+        checksum = await self._write_snapshot(version)
+        await self._ctx.compute(self._trainer.barrier)
+        if self._ctx.rank == 0:
+            await self._job.bus.call("commit", self._ctx.attempt, version, checksum, rows)
+        await self._job.bus.call("await_version", version)
+
+    async def _write_snapshot(self, version: int) -> int:
+        if self._snapshot is None:
+            return 0
+        tensors, state = self._trainer.state()
+        return await self._ctx.compute(self._snapshot.write, version, tensors, state)
+
+    async def _publish(self, version: int) -> None:
+        """Step 5. Every rank takes part in gathering; rank 0 writes the slab."""
+        slot = -1
+        if self._ctx.rank == 0:
+            slot = (await self._job.bus.call("begin_publish", version, deadline_s=POLL_S))["slot"]
+        checksum = await self._ctx.compute(self._write_slab, slot, version)
+        if self._ctx.rank == 0:
+            await self._job.bus.call("end_publish", slot, version, checksum)
+
+    def _write_slab(self, slot: int, version: int) -> int:
+        if self._slab is None:
+            for _ in self._trainer.weights():
+                pass  # this rank's part of the gathering
+            return 0
+        writer = self._slab.write(slot, attempt=self._ctx.attempt, version=version)
+        for name, tensor in self._trainer.weights():
+            writer.add(name, tensor)
+        return writer.finish()
+
+    async def _save(self, version: int, *, final: bool) -> None:
+        """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here."""
+        ctx, config = self._ctx, self._job.config
+        folder = ctx.run_dir / "checkpoints" / f"step_{version:06d}"
+        with ctx.section("save", SAVE_LIMIT_S):
+            index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 else {}
+            if final:
+                await ctx.compute(self._trainer.export, folder.with_name(f".{folder.name}.hf"), self._job.model_path)
+            await ctx.compute(self._trainer.save, folder, {"version": version, "index": index})
+        if ctx.rank == 0:
+            rotate(ctx.run_dir / "checkpoints", keep=config.train.keep_checkpoints)
+            await ctx.report("checkpoint", {"version": version, "path": str(folder)})

@@ -1,0 +1,47 @@
+"""advantages: rewards of whole prompt groups in, one advantage a response token out. CPU only, no model.
+
+Owns the loop; the formulas are in `advantage_functions.py`, picked by the algorithm's record.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+
+from rondo.comm.bus import Row
+from rondo.roles import advantage_functions
+from rondo.roles.job import open_job
+from rondo.runtime.context import WorkerContext
+
+TOKENS_PER_ROUND = 1 << 20  # no model runs here: as many groups at once as are ready
+
+
+class AdvantagesRole:
+    """Prompt groups arrive whole (the stream is declared `whole_groups`), so statistics need no other round."""
+
+    role = "advantages"
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+
+    async def run(self) -> None:
+        job = await open_job(self._ctx)
+        compute = advantage_functions.ADVANTAGES[job.config.algorithm.resolved().advantage]
+        await self._ctx.ready()
+        async for made in job.bus.stream(self.role, tokens=TOKENS_PER_ROUND):
+            columns: list[np.ndarray] = []
+            for _, rows in groupby(made.rows, key=lambda row: row.group):
+                columns += _advantages(list(rows), compute)
+            if columns:
+                job.bus.put_columns(made, {"advantages": columns})
+            await job.bus.ack(made)
+            self._ctx.progress()
+            if self._ctx.stopping.is_set():
+                return
+
+
+def _advantages(rows: list[Row], compute: advantage_functions.AdvantageFunction) -> list[np.ndarray]:
+    """float32 [R] for each sample of one prompt group: its advantage on sampled tokens, 0 elsewhere."""
+    values = compute(np.array([row.reward for row in rows], np.float32))
+    return [row.array("loss_mask").astype(np.float32) * value for row, value in zip(rows, values, strict=True)]

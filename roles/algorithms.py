@@ -1,0 +1,113 @@
+"""Algorithms: one frozen, declarative record each.
+
+Owns the table, and how options of the settings change a record. Does not own formulas: an entry names its functions
+(`advantage_functions.py`, `losses.py`), which every process resolves for itself. Imports no torch.
+
+    resolve(AlgorithmConfig(name="dapo", kl_coef=0.02))
+        -> Algorithm(name="dapo", advantage="group_mean_std", normalizer="token", clip_high=0.28, kl_coef=0.02, ...)
+
+Invariant: an option that is not set keeps the record's value; an option that contradicts what makes the algorithm what
+it is (`fixed`) is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rondo.roles.config import AlgorithmConfig
+
+Advantage = Literal["group_mean_std", "group_mean"]
+PolicyLoss = Literal["ppo_clip"]
+Normalizer = Literal["sample", "token", "constant"]
+KlEstimator = Literal["k1", "k2", "k3", "low_var"]
+OldLogProbs = Literal["self", "actor_fwd", "rollout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What one algorithm computes and needs. Coefficients are without unit; clips are distances of the ratio from 1."""
+
+    name: str
+    advantage: Advantage = "group_mean_std"
+    policy_loss: PolicyLoss = "ppo_clip"
+    normalizer: Normalizer = "sample"
+    """What a step's summed loss is divided by: samples (of token means), tokens, or samples x max_new_tokens."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl: KlEstimator = "k3"
+    tis_low: float = 0.0
+    tis_high: float | None = None
+    """Truncated importance sampling: the loss is weighted with clamp(pi_old / pi_rollout, tis_low, tis_high)."""
+    min_group_size: int = 2
+    needs_full_step: bool = False
+    """Whether the first gradient needs every sample of the step (whitening and the like)."""
+    needs_dynamic_sampling: bool = False
+    """Whether prompt groups with equal rewards must be replaced by others (`rollout.filter='zero_std'`)."""
+    fixed: tuple[str, ...] = ()
+    """Fields that no option may change."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        # Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, equations 3 and 4.
+        Algorithm("grpo"),
+        # Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2: neither divided by the
+        # standard deviation of the group nor by the length of the response.
+        Algorithm("dr_grpo", advantage="group_mean", normalizer="constant", fixed=("advantage", "normalizer")),
+        # Yu et al. 2025, DAPO, arXiv 2503.14476, equations 8 to 12: clip-higher, token-level loss, dynamic sampling.
+        Algorithm("dapo", normalizer="token", clip_high=0.28, needs_dynamic_sampling=True, fixed=("normalizer",)),
+    )
+}
+
+
+def resolve(config: AlgorithmConfig) -> Algorithm:
+    """The record that `config.name` names, with the options that are set.
+
+    ValueError for an option that contradicts the algorithm. A `clip_high` that is not set follows a `clip_low` that is,
+    where the algorithm clips alike on both sides.
+    """
+    record = ALGORITHMS[config.name]
+    given: dict[str, Any] = {
+        name: value
+        for name in ("normalizer", "clip_low", "clip_high", "dual_clip", "kl_coef", "kl", "tis_low", "tis_high")
+        if (value := getattr(config, name)) is not None
+    }
+    if config.normalize_std is not None:
+        given["advantage"] = "group_mean_std" if config.normalize_std else "group_mean"
+    if "clip_low" in given and "clip_high" not in given and record.clip_low == record.clip_high:
+        given["clip_high"] = given["clip_low"]
+    for field in record.fixed:
+        if field in given and given[field] != getattr(record, field):
+            option = "normalize_std" if field == "advantage" else field
+            raise ValueError(
+                f"algorithm.{option} must be left out with algorithm.name {config.name!r}, which stands for "
+                f"{getattr(record, field)!r}, got {getattr(config, option)!r}. "
+                "Remove it, or set algorithm.name to 'grpo'"
+            )
+    return replace(record, **given)
+
+
+def old_log_probs_source(config: AlgorithmConfig, *, on_policy: bool, has_actor_fwd: bool) -> OldLogProbs:
+    """Where pi_old of the ratio comes from.
+
+    "self" are the detached new log-probs: exact when every token was sampled under the version that is trained and the
+    step makes one optimizer step (`on_policy`). Else the trainer's own recomputation where a role makes it, else what
+    the engine reported. A source that is asked for by name and missing is a ValueError.
+    """
+    if config.old_log_probs == "auto":
+        return "self" if on_policy else "actor_fwd" if has_actor_fwd else "rollout"
+    if config.old_log_probs == "actor_fwd" and not has_actor_fwd:
+        raise ValueError(
+            "algorithm.old_log_probs must name a role of the run, got 'actor_fwd' without an actor_fwd role. "
+            "Add the role to `groups`, or set algorithm.old_log_probs to 'rollout' or 'auto'"
+        )
+    return config.old_log_probs

@@ -1,0 +1,341 @@
+"""Settings of what the roles do: data, rewards, algorithm, rollout, training, warm-up, evaluation; together a job.
+
+Owns the fields, their bounds, and which of them contradict each other. Does not own where roles run
+(`launch/config.py`) or the shape of the model (`models/config.py`). Imports no torch.
+
+    JobConfig(name="gsm8k", num_steps=150, model=..., data=DataConfig(path="train.jsonl", prompt="question"),
+              reward=RewardConfig(function="rewards.py:exact"), rollout=RolloutConfig(prompts_per_step=32, ...))
+
+Invariant: settings that contradict each other, or that could have no effect, are refused with both names and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rondo.comm.config import BusConfig
+from rondo.models.config import ModelConfig
+from rondo.roles.algorithms import ALGORITHMS, Algorithm, KlEstimator, Normalizer, resolve
+from rondo.runtime.section import FunctionRef, Section, nearest
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class DataConfig(Section):
+    """Where prompts come from, and in which order they are taken."""
+
+    path: str | None = None
+    """A .jsonl or .parquet file, a folder or glob of them, or a data set of the hub: 'hub:name/split'."""
+    rows: FunctionRef | None = None
+    """Or a function without arguments that returns the rows: a list or any iterable of dicts."""
+    prompt: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages (with `apply_chat_template`)."""
+    label: str | None = "label"
+    """Column that the reward function gets as `label`; None for data without one."""
+    metadata: str | None = None
+    """Column with a dict that the reward function gets as `metadata`."""
+    apply_chat_template: bool = False
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the tokenizer's chat template, such as {"enable_thinking": False}."""
+    shuffle: bool = True
+    num_passes: int | None = Field(None, ge=1)
+    """The run ends after so many passes over the rows, or after num_steps, whichever comes first."""
+    limit: int | None = Field(None, ge=1)
+    """Only the first rows, before anything is held out."""
+    held_out: int = Field(0, ge=0)
+    """So many rows, drawn with the run's seed, are never trained on; evaluation takes them."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if (self.path is None) == (self.rows is None):
+            both = self.path is not None
+            raise ValueError(
+                f"data.path and data.rows must be set one without the other, got {'both' if both else 'neither'}. "
+                + ("Remove one" if both else "Set data.path to a file, or data.rows to a function")
+            )
+        if self.chat_template_args and not self.apply_chat_template:
+            raise ValueError(
+                "data.chat_template_args must be empty without data.apply_chat_template, "
+                f"got {self.chat_template_args!r}. Set data.apply_chat_template to True, or remove them"
+            )
+        if self.limit is not None and self.held_out >= self.limit:
+            raise ValueError(
+                f"data.held_out must leave rows to train on, got {self.held_out} of data.limit {self.limit}. "
+                "Lower data.held_out or raise data.limit"
+            )
+        return self
+
+
+class EvalConfig(Section):
+    """When and how the policy is measured, by the reward function, on prompts that it is not trained on."""
+
+    num_prompts: int = Field(256, ge=1)
+    data: DataConfig | None = None
+    """Prompts of their own; without it the rows that `data.held_out` keeps back."""
+    at_start: bool = True
+    at_end: bool = True
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    """0 takes the most probable token."""
+
+    @model_validator(mode="after")
+    def _evaluates_at_all(self) -> EvalConfig:
+        if not (self.at_start or self.at_end):
+            raise ValueError(
+                "evaluation.at_start or evaluation.at_end must be True, got False for both. "
+                "Set one, or remove the evaluation section"
+            )
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                "evaluation.samples_per_prompt must be 1 with evaluation.temperature 0, where all samples are equal, "
+                f"got {self.samples_per_prompt}. Raise the temperature or take one sample"
+            )
+        if self.data is not None and self.data.held_out:
+            raise ValueError(
+                "evaluation.data.held_out must be 0, since all of these rows are for evaluation, "
+                f"got {self.data.held_out}. Remove it"
+            )
+        return self
+
+
+class RewardConfig(Section):
+    """The reward function and the processes that run it."""
+
+    function: FunctionRef
+    """`def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log."""
+    num_workers: int = Field(1, ge=1)
+    """Processes for each rollout replica."""
+    deadline_s: float = Field(10.0, gt=0)
+    """What one call may take; then its process is killed and its sample counts as failed."""
+    max_failures: int = Field(2, ge=1)
+    """Failed scorings of one prompt group before it is quarantined."""
+
+
+class AlgorithmConfig(Section):
+    """The algorithm and its options. An option that is None keeps what the algorithm stands for."""
+
+    name: str = "grpo"
+    clip_low: float | None = Field(None, gt=0, lt=1)
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: float | None = Field(None, gt=0)
+    """The ratio is clipped at 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bounds the loss of tokens with negative advantage at -dual_clip x advantage."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference model in the loss; 0 needs no reference."""
+    kl: KlEstimator = "k3"
+    normalize_std: bool | None = None
+    """Whether advantages are divided by the standard deviation of their prompt group."""
+    normalizer: Normalizer | None = None
+    """Mean over samples of token means, mean over tokens, or sum / (samples x max_new_tokens)."""
+    old_log_probs: Literal["auto", "actor_fwd", "rollout"] = "auto"
+    """pi_old of the ratio: `algorithms.old_log_probs_source` has the rule for auto."""
+    tis_low: float | None = Field(None, ge=0)
+    tis_high: float | None = Field(None, gt=0)
+    """Truncated importance sampling, engine against trainer: weights clamp(pi_old / pi_rollout, tis_low, tis_high)."""
+
+    @model_validator(mode="after")
+    def _options_fit_the_algorithm(self) -> AlgorithmConfig:
+        if self.name not in ALGORITHMS:
+            raise ValueError(
+                f"algorithm.name must name an algorithm, got {self.name!r}. {nearest(self.name, list(ALGORITHMS))}"
+            )
+        if self.tis_low is not None and self.tis_high is None:
+            raise ValueError(
+                f"algorithm.tis_high must be set with algorithm.tis_low, got only tis_low {self.tis_low}. Set both"
+            )
+        if self.tis_high is not None and self.tis_high <= (self.tis_low or 0.0):
+            raise ValueError(
+                f"algorithm.tis_high must be greater than algorithm.tis_low, got {self.tis_high} and {self.tis_low}. "
+                "Exchange them"
+            )
+        if self.tis_high is not None and self.old_log_probs == "rollout":
+            raise ValueError(
+                "algorithm.old_log_probs must not be 'rollout' with algorithm.tis_high, whose weights would all be 1, "
+                "got both. Remove tis_high, or set old_log_probs to 'actor_fwd'"
+            )
+        resolve(self)
+        return self
+
+    def resolved(self) -> Algorithm:
+        """The algorithm's record with these options."""
+        return resolve(self)
+
+
+class RolloutConfig(Section):
+    """What is sampled for a step, and under which limits. Lengths are in tokens."""
+
+    prompts_per_step: int = Field(ge=1)
+    samples_per_prompt: int = Field(ge=1)
+    max_prompt_tokens: int = Field(ge=1)
+    max_new_tokens: int = Field(ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: Fraction = 1.0
+    top_k: int = -1
+    """-1 samples from all tokens."""
+    stop: tuple[str, ...] = ()
+    """Tokens (their text) that end a response, besides the tokenizer's end of sequence."""
+    num_slots: int = Field(64, ge=1)
+    """Sequences that one engine decodes at once."""
+    filter: Literal["zero_std"] | None = None
+    """'zero_std' replaces prompt groups whose rewards are all equal."""
+    spare_groups: int = Field(0, ge=0)
+    """Prompt groups sampled beyond a step's need; the last to finish are dropped."""
+    max_consecutive_filtered: int = Field(1000, ge=1)
+    """So many filtered prompt groups in a row end the run."""
+    lease_deadline_s: float = Field(120.0, gt=0)
+    """A prompt group without progress for so long is given to another replica."""
+    straggler_deadline_s: float | None = Field(None, gt=0)
+    """A prompt group that a step waits for longer than this counts as failed; None waits."""
+
+    @model_validator(mode="after")
+    def _limits_make_sense(self) -> RolloutConfig:
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"rollout.top_k must be at least 1, or -1 for all tokens, got {self.top_k}. Change it")
+        if self.straggler_deadline_s is not None and self.straggler_deadline_s < self.lease_deadline_s:
+            raise ValueError(
+                "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s, "
+                f"got {self.straggler_deadline_s} and {self.lease_deadline_s}. A lost lease needs time to be noticed"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """The optimizer (AdamW), its schedule, and how a step is cut into micro-batches."""
+
+    lr: float = Field(1e-6, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_fraction: float = Field(0.0, ge=0, le=1)
+    """Where linear and cosine schedules end, as a part of lr."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad_norm: float = Field(1.0, gt=0)
+    micro_batch_tokens: int = Field(4096, ge=1)
+    """Prompt and response tokens that one process takes through the model at once."""
+    log_prob_chunk_tokens: int = Field(2048, ge=1)
+    """Tokens whose logits exist at the same time."""
+    activation_checkpointing: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of forward and backward; weights and optimizer keep float32."""
+    save_every: int | None = Field(None, ge=1)
+    """A checkpoint after every so many steps; the last step always makes one."""
+    keep_checkpoints: int = Field(2, ge=1)
+    hot_snapshot: bool = True
+    """Keeps the newest version in host memory, so that a restart of the actor loses no committed step."""
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> TrainConfig:
+        if self.schedule == "constant" and self.min_lr_fraction:
+            raise ValueError(
+                "train.min_lr_fraction must be 0 with train.schedule 'constant', which never falls, "
+                f"got {self.min_lr_fraction}. Set train.schedule to 'linear' or 'cosine', or remove it"
+            )
+        return self
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning on demonstrations, before the first step of a run or as a job of its own."""
+
+    rows: FunctionRef | None = None
+    """A function that returns the demonstrations: dicts with `prompt` and `answer`."""
+    data: DataConfig | None = None
+    """Or a data set, whose `label` column is the answer."""
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    """Demonstrations of one optimizer step."""
+    lr: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    weight_decay: float = Field(0.01, ge=0)
+    clip_grad_norm: float = Field(1.0, gt=0)
+    micro_batch_tokens: int = Field(4096, ge=1)
+    """Also the longest demonstration, in tokens."""
+    log_prob_chunk_tokens: int = Field(2048, ge=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SftConfig:
+        if (self.rows is None) == (self.data is None):
+            raise ValueError(
+                "sft.rows and sft.data must be set one without the other, "
+                f"got {'neither' if self.rows is None else 'both'}. Name one source of demonstrations"
+            )
+        if self.data is not None and (self.data.label is None or self.data.held_out):
+            raise ValueError(
+                "sft.data must name the answer as its label and hold nothing out, "
+                f"got label {self.data.label!r} and held_out {self.data.held_out}. Change sft.data"
+            )
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"sft.warmup_steps must be less than sft.steps, got {self.warmup_steps} and {self.steps}. Lower it"
+            )
+        return self
+
+    def source(self) -> DataConfig:
+        """The demonstrations as a data set, with the answer as its label."""
+        return self.data or DataConfig(rows=self.rows, prompt="prompt", label="answer")
+
+
+class JobConfig(Section):
+    """Everything that a role needs to do its work, wherever it runs."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    """Names the run's directory."""
+    seed: int = Field(0, ge=0, lt=1 << 63)
+    num_steps: int = Field(ge=1)
+    max_staleness: int = Field(1, ge=0)
+    """In policy versions: how much older than the trained version a sample's oldest token may be. 0 is on-policy."""
+    model: ModelConfig
+    data: DataConfig
+    evaluation: EvalConfig | None = None
+    reward: RewardConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig
+    train: TrainConfig = TrainConfig()
+    sft: SftConfig | None = None
+    bus: BusConfig = BusConfig()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> JobConfig:
+        algorithm, rollout, train = self.algorithm.resolved(), self.rollout, self.train
+        if rollout.samples_per_prompt < algorithm.min_group_size:
+            raise ValueError(
+                f"rollout.samples_per_prompt must be at least {algorithm.min_group_size} with algorithm.name "
+                f"{algorithm.name!r}, which compares the samples of a prompt, got {rollout.samples_per_prompt}. "
+                "Raise it"
+            )
+        if algorithm.needs_dynamic_sampling and rollout.filter != "zero_std":
+            raise ValueError(
+                f"rollout.filter must be 'zero_std' with algorithm.name {algorithm.name!r}, which replaces prompt "
+                f"groups of equal rewards, got {rollout.filter!r}. Set it, or set algorithm.name to 'grpo'"
+            )
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        if train.micro_batch_tokens < longest:
+            raise ValueError(
+                "train.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
+                f"rollout.max_new_tokens = {longest}, got {train.micro_batch_tokens}. Raise it to {longest}"
+            )
+        if train.warmup_steps >= self.num_steps:
+            raise ValueError(
+                "train.warmup_steps must be less than num_steps, "
+                f"got {train.warmup_steps} and {self.num_steps}. Lower it"
+            )
+        evaluation = self.evaluation
+        if evaluation is not None and evaluation.data is None and self.data.held_out < evaluation.num_prompts:
+            raise ValueError(
+                "data.held_out must be at least evaluation.num_prompts without evaluation.data, "
+                f"got {self.data.held_out} and {evaluation.num_prompts}. "
+                f"Set data.held_out to {evaluation.num_prompts}, or name a data set in evaluation.data"
+            )
+        return self
+
+    @classmethod
+    def from_resolved(cls, resolved: Mapping[str, Any]) -> JobConfig:
+        """The job's part of a run's resolved settings (`config.resolved.json`), which hold placement and more."""
+        return cls.model_validate({name: resolved[name] for name in cls.model_fields if name in resolved})

@@ -1,0 +1,133 @@
+"""Cursor: from a position in the run to a row of the data, shuffled anew in every pass, without keeping the order.
+
+Owns the order of rows and the seeded split. Does not own rows (`datasets.py`) or who advances (the coordinator counts
+positions). Positions grow through all passes, so neither the end of a pass nor a step longer than the data is special.
+
+    order = Order(num_rows=3, seed=7)          # position 0 1 2 | 3 4 5 | ...
+    order.locate(4) -> Place(pass_number=1, row=...)
+
+Invariant: within a pass every row comes exactly once, and `locate` is a pure function of (num_rows, seed, position): a
+resumed run, another process and another machine see the same order. Nothing is stored but the position, since the
+shuffle is computed: a Feistel network over the next power of four, walked until it lands inside the range (Black and
+Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). numpy does not promise its streams across versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rondo.runtime.errors import ConfigError
+
+_ROUNDS = 8
+_MASK = (1 << 64) - 1
+
+
+class Permutation:
+    """A seeded permutation of range(size) in constant memory: `permutation(i)` for i in range(size)."""
+
+    def __init__(self, size: int, *key: int | str) -> None:
+        self.size = size
+        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
+
+    def __call__(self, index: int) -> int:
+        if not 0 <= index < self.size:
+            raise IndexError(f"index must be in range({self.size}), got {index}")
+        half_bits, low_mask = self._half_bits, (1 << self._half_bits) - 1
+        while True:
+            left, right = index >> half_bits, index & low_mask
+            for key in self._keys:
+                left, right = right, left ^ (_mix(right ^ key) & low_mask)
+            index = left << half_bits | right
+            if index < self.size:
+                return index
+
+
+def _mix(x: int) -> int:
+    """splitmix64's finalizer (Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK
+    return x ^ x >> 31
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a position stands for: which pass over the data, counted from 0, and which row of it."""
+
+    pass_number: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of all rows in all passes. `num_passes` None is endless."""
+
+    num_rows: int
+    seed: int
+    shuffle: bool = True
+    num_passes: int | None = None
+
+    @property
+    def num_positions(self) -> int | None:
+        """Positions of the whole run, or None without end."""
+        return None if self.num_passes is None else self.num_rows * self.num_passes
+
+    def locate(self, position: int) -> Place:
+        """The place of a position. IndexError past the last pass."""
+        end = self.num_positions
+        if position < 0 or (end is not None and position >= end):
+            raise IndexError(f"position must be in range({end}), got {position}")
+        pass_number, offset = divmod(position, self.num_rows)
+        row = _shuffle(self.num_rows, self.seed, pass_number)(offset) if self.shuffle else offset
+        return Place(pass_number, row)
+
+
+@functools.lru_cache(maxsize=8)
+def _shuffle(num_rows: int, seed: int, pass_number: int) -> Permutation:
+    return Permutation(num_rows, "pass", seed, pass_number)
+
+
+class Cursor(Iterator[Place]):
+    """An order and where it stands. Ends like any iterator when the last pass is done."""
+
+    def __init__(self, order: Order, position: int = 0) -> None:
+        self.order = order
+        self.position = position
+
+    def __next__(self) -> Place:
+        if self.position == self.order.num_positions:
+            raise StopIteration
+        place = self.order.locate(self.position)
+        self.position += 1
+        return place
+
+    def state(self) -> dict[str, Any]:
+        """JSON values of constant size, enough for `restore`."""
+        order = self.order
+        return {"position": self.position, "num_rows": order.num_rows, "seed": order.seed, "shuffle": order.shuffle}
+
+    @classmethod
+    def restore(cls, order: Order, state: Mapping[str, Any]) -> Cursor:
+        """The cursor that `state` was taken from. ConfigError when data, seed or shuffling changed meanwhile.
+
+        The number of passes may change: a finished run can be continued with more of them.
+        """
+        for name in ("num_rows", "seed", "shuffle"):
+            if state[name] != getattr(order, name):
+                raise ConfigError(
+                    f"the data order's {name} must be that of the run being resumed, {state[name]}, "
+                    f"got {getattr(order, name)}. Rows would be repeated or left out: restore it, or start a new run"
+                )
+        return cls(order, state["position"])
+
+
+def held_out_rows(num_rows: int, num_held_out: int, seed: int) -> tuple[int, ...]:
+    """Rows kept from training: `num_held_out` of range(num_rows), drawn without replacement, in the order drawn."""
+    draw = Permutation(num_rows, "held out", seed)
+    return tuple(draw(i) for i in range(num_held_out))

@@ -1,0 +1,148 @@
+"""Data sets: rows of prompts, read one at a time.
+
+Owns the columns that settings name, and the split into what is trained on and what is held out. Does not own where rows
+lie (`sources.py`), the order in which they are taken (`cursor.py`) or their tokens (`prompts.py`).
+
+    data = open_dataset(DataConfig(path="train.jsonl", prompt="question", label="answer"))
+    len(data), data.row(0)  ->  7472, Row("train.jsonl:1", prompt="Natalia sold ...", label="... #### 72", metadata={})
+
+Invariant: a data set's length and rows do not change while it is open; the two parts of a split share no row.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rondo.roles.cursor import Order, held_out_rows
+from rondo.roles.sources import RowError, Source, missing_column, open_source
+from rondo.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rondo.roles.config import DataConfig, JobConfig
+
+__all__ = ["Dataset", "Row", "RowError", "open_dataset", "open_splits", "train_order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt. `name` tells users where it stands; `prompt` is text or a list of chat messages."""
+
+    name: str
+    prompt: str | list[dict[str, Any]]
+    label: Any
+    metadata: dict[str, Any]
+
+
+class Dataset:
+    """The rows of a source that `indices` selects, with the columns that `config` names."""
+
+    def __init__(self, source: Source, config: DataConfig, indices: Sequence[int]) -> None:
+        self._source = source
+        self._config = config
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def row(self, index: int) -> Row:
+        """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value."""
+        at = self._indices[index]
+        config, values, name = self._config, self._source.read(at), self._source.name_of(at)
+        for column in (config.prompt, config.label, config.metadata):
+            if column is not None and column not in values:
+                raise missing_column(name, column, list(values))
+        prompt = values[config.prompt]
+        if not isinstance(prompt, str) and not _are_messages(prompt):
+            raise RowError(
+                f"{name}: {config.prompt!r} must be text or a list of chat messages, got {type(prompt).__name__}. "
+                "Correct the row, or name another column in data.prompt"
+            )
+        metadata = (values[config.metadata] if config.metadata is not None else None) or {}
+        if not isinstance(metadata, dict):
+            raise RowError(
+                f"{name}: {config.metadata!r} must be an object or null, got {type(metadata).__name__}. "
+                "Correct the row, or name another column in data.metadata"
+            )
+        return Row(name, prompt, None if config.label is None else values[config.label], metadata)
+
+    def split(self, num_held_out: int, seed: int) -> tuple[Dataset, Dataset]:
+        """(kept, held out): disjoint, together everything, the same for the same seed; what is kept stays in order."""
+        drawn = held_out_rows(len(self), num_held_out, seed)
+        kept = Without(self._indices, sorted(drawn))
+        held_out = [self._indices[i] for i in drawn]
+        return Dataset(self._source, self._config, kept), Dataset(self._source, self._config, held_out)
+
+    def first(self, num_rows: int) -> Dataset:
+        """The first rows of this one."""
+        return Dataset(self._source, self._config, self._indices[:num_rows])
+
+
+class Without(Sequence[int]):
+    """`items` without those at the sorted positions `left_out`; memory for those alone."""
+
+    def __init__(self, items: Sequence[int], left_out: Sequence[int]) -> None:
+        self._items = items
+        # The j-th position left out hides itself from every kept index from left_out[j] - j on.
+        self._shifts = [position - j for j, position in enumerate(left_out)]
+
+    def __len__(self) -> int:
+        return len(self._items) - len(self._shifts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be in range({len(self)}), got {index}")
+        return self._items[index + bisect.bisect_right(self._shifts, index)]
+
+
+def open_dataset(config: DataConfig) -> Dataset:
+    """All rows that `config` names, up to its `limit`; `held_out` is the business of `open_splits`.
+
+    ConfigError for a source that is missing or empty. Reads the first row, so that a wrong column name (RowError) is
+    found before a run starts.
+    """
+    source = open_source(config)
+    if len(source) == 0:
+        raise ConfigError(f"data must have rows, got none in {config.path or config.rows}. Check where they should be")
+    data = Dataset(source, config, range(min(len(source), config.limit or len(source))))
+    data.row(0)
+    return data
+
+
+def open_splits(job: JobConfig) -> tuple[Dataset, Dataset | None]:
+    """(what is trained on, what is evaluated on or None). ConfigError when either has too few rows."""
+    data = open_dataset(job.data)
+    if job.data.held_out >= len(data):
+        raise ConfigError(
+            f"data.held_out must be less than the data's rows, {len(data)}, got {job.data.held_out}. Lower it"
+        )
+    train, held_out = data.split(job.data.held_out, job.seed)
+    if job.evaluation is None:
+        return train, None
+    num_prompts, own = job.evaluation.num_prompts, job.evaluation.data
+    if own is None:
+        return train, held_out.first(num_prompts)
+    found = open_dataset(own)
+    if len(found) < num_prompts:
+        raise ConfigError(
+            f"evaluation.num_prompts must be at most the rows of evaluation.data, {len(found)}, got {num_prompts}. "
+            "Lower it"
+        )
+    return train, (found.split(num_prompts, job.seed)[1] if own.shuffle else found.first(num_prompts))
+
+
+def train_order(job: JobConfig, num_rows: int) -> Order:
+    """The order in which a job takes its `num_rows` training rows."""
+    return Order(num_rows, job.seed, job.data.shuffle, job.data.num_passes)
+
+
+def _are_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
+    )

@@ -1,0 +1,93 @@
+"""What the roles of one process share: the job's settings, the bus, and the policy weights they follow.
+
+Owns opening them once a process, whichever role comes first. Owns no work.
+
+    job = await open_job(ctx)          # the same object for every role of this process
+    async with follow(job, "actor_fwd", model.load) as follower: ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import orjson
+
+from rondo.comm.bus import POLL_S, Bus, Member
+from rondo.comm.slab import WeightSlab
+from rondo.roles.config import JobConfig
+from rondo.runtime.context import WorkerContext
+
+SLAB = "weights"
+Install = Callable[[int, Mapping[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The settings of the run, this process's bus, and where the model's files are."""
+
+    config: JobConfig
+    bus: Bus
+    model_path: str
+    device: str
+
+
+_opened: WeakKeyDictionary[WorkerContext, asyncio.Task[Job]] = WeakKeyDictionary()
+
+
+async def open_job(ctx: WorkerContext) -> Job:
+    """Settings and bus of this process; opened by the first role that asks, shared by all."""
+    if ctx not in _opened:
+        _opened[ctx] = asyncio.create_task(_open(ctx))
+    return await _opened[ctx]
+
+
+async def _open(ctx: WorkerContext) -> Job:
+    resolved = orjson.loads((ctx.run_dir / "config.resolved.json").read_bytes())
+    environment = orjson.loads((ctx.run_dir / "prepared.json").read_bytes())
+    member = Member(ctx.group, ctx.incarnation, ctx.rank, ctx.world_size, ctx.attempt)
+    bus = Bus(member, ctx.coordinator, ctx.segments)
+    await bus.open()
+    devices = environment["devices"].get(ctx.role_group, 0)
+    device = f"cuda:{ctx.local_rank}" if devices else "cpu"
+    return Job(JobConfig.from_resolved(resolved), bus, environment["model_path"], device)
+
+
+def open_slab(ctx: WorkerContext, config: JobConfig) -> WeightSlab:
+    return WeightSlab(ctx.segments.segment(SLAB, 0), config.bus.weight_slots)
+
+
+@asynccontextmanager
+async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> AsyncIterator[asyncio.Event]:
+    """Install every newly published version while the body runs; the event is set once the first one is proved.
+
+    `install` gets views into the slab, verified by checksum, and must have copied them when it returns.
+    """
+    first = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:  # a follower that fails ends the body with its error
+        task = tasks.create_task(_follow(ctx, job, role, install, first))
+        try:
+            yield first
+        finally:
+            task.cancel()
+
+
+async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, first: asyncio.Event) -> None:
+    version = -1
+    while True:
+        held = await job.bus.call("weights", role, version, deadline_s=POLL_S)
+        if "slot" not in held:
+            return
+        slab = open_slab(ctx, job.config)
+        tensors = await asyncio.to_thread(
+            slab.read, held["slot"], version=held["version"], checksum=held["checksum"], attempt=held["attempt"]
+        )
+        version = held["version"]
+        await install(version, tensors)
+        del tensors
+        await job.bus.call("proved", role, version)
+        first.set()

@@ -1,0 +1,135 @@
+"""What every generation engine is: the request, the completion, and the protocol between them.
+
+Owns the words that rollout, evaluation, judges and the HTTP server share. Owns no engine: `embedded.py` runs one in this
+process, other engines are adapters over servers. Light: imports numpy, never torch.
+
+Invariant: every `generate` ends exactly once, with a completion or with an error; nothing waits for ever. Each token of a
+completion carries the log-prob and the policy version it was sampled under.
+
+    completion = await engine.generate(Request("g7/3", prompt, SamplingParams(max_new_tokens=64), seed=0x5EED))
+    completion.tokens          # int32 [R], the last one is the stop token when finish_reason is "stop"
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from rondo.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["train", "evaluation", "judge", "agent"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    `temperature` 0 is greedy. `top_k` (-1: off) keeps the k likeliest tokens, then `top_p` the smallest set of the rest that
+    holds this share of their probability; both act after the temperature. Raises ConfigError on values out of range.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Ask for one token or more.")
+        if not (self.temperature >= 0.0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"temperature must be 0 (greedy) or positive, got {self.temperature}. Use 1.0 for RL.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}. Use 1.0 to turn it off.")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ConfigError(f"top_k must be -1 (off) or at least 1, got {self.top_k}. Use -1 to turn it off.")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample to generate.
+
+    `prompt` is int32 [T], T >= 1. `seed` (0 <= seed < 2**63) belongs to the sample: the draw at a position depends on the
+    seed and that position alone. `media` holds the processor's tensors of the prompt; engines for text refuse it.
+    """
+
+    id: str
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    kind: Kind = "train"
+    media: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.prompt.ndim != 1 or self.prompt.dtype.kind not in "iu" or self.prompt.size == 0:
+            raise ConfigError(
+                f"the prompt of request {self.id!r} must be a non-empty vector of token ids, "
+                f"got {self.prompt.dtype} {list(self.prompt.shape)}. Render and tokenize it first."
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"the seed of request {self.id!r} must be in [0, 2**63), got {self.seed}. Mask it to 63 bits.")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What was sampled for a request, R tokens (R = 0 only when it was cancelled before its first token).
+
+    `tokens` int32 [R]; `log_probs` float32 [R], after the temperature and before top-k and top-p (greedy: of the plain
+    logits); `policy_versions` int32 [R], the weights that each token was sampled under.
+    """
+
+    request_id: str
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    policy_versions: np.ndarray
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot; the `num_` fields without "running" and "waiting" only grow."""
+
+    version: int
+    num_slots: int
+    num_running: int
+    num_waiting: int
+    num_completed: int
+    num_cancelled: int
+    tokens_generated: int
+    decode_steps: int
+    prefill_tokens: int
+    shared_prompt_tokens: int
+    """Prompt tokens that were copied from another sample of the same prompt instead of being computed."""
+
+
+class Engine(Protocol):
+    """Generates samples under the newest weights that it was given."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that the next token is sampled under."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Waits for the whole sample. Raises ConfigError if it can never fit, Closed after `close`, and whatever the engine
+        failed with. Cancelling the awaiting task drops the request."""
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request early: its `generate` returns what it has, as "cancelled". Unknown and finished ids are ignored,
+        since a request may finish while its cancellation is under way."""
+
+    async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Flips to `tensors` (Hugging Face disk names) between two decode steps; sequences in flight go on under them. On
+        return the tensors are no longer read. Raises ConfigError, and keeps the old weights, if names or shapes differ."""
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Fails what still waits with Closed and frees the engine. Idempotent."""

@@ -1,0 +1,228 @@
+"""The fused forward of plain Qwen3, about three times fewer operations a layer than the Hugging Face module.
+
+Owns the fused copies of the weights and the key-value cache. Does not own the Hugging Face module, whose parameters stay
+the truth: `load` writes them in place and then refreshes the copies, also in place.
+
+Invariant: the logits equal the module's to rounding. What is fused: one product for q, k and v, one for gate and up; decode
+rows and new prompts share every product; the residual is added by the product itself; a rotary embedding is one complex
+multiplication, because head dimensions are permuted so that a rotated pair is adjacent (q and k alike, so their products
+are unchanged); a group of query heads is folded into the query length, so attention reads each key and value once.
+
+    cache [layer, slot, key heads then value heads, position, head_dim]      decode row i is slot i
+
+Legend: N rows (decode tokens, then the tokens of new prompts), n decode rows, H query heads, K key-value heads, G = H / K,
+D head_dim, L max_length, T prompt length, V vocab, E hidden size, F feed-forward size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from rondo.roles.rollout.loading import DiskLoader
+from rondo.roles.rollout.slots import Batch
+
+KV_BLOCK = 16
+"""Positions by which the attended range grows; views of the cache are reused in between."""
+
+
+def is_plain_qwen3(model: Any) -> bool:
+    """Whether the fused forward computes exactly this module: dense, full attention, no biases, fixed rotary angles."""
+    config = model.config
+    return bool(
+        type(model).__name__ == "Qwen3ForCausalLM"
+        and not config.attention_bias
+        and config.hidden_act == "silu"
+        and set(config.layer_types) == {"full_attention"}
+        and config.rope_parameters["rope_type"] in ("default", "linear", "yarn", "llama3")
+        and len({(p.device, p.dtype) for p in model.parameters()}) == 1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    module: Any
+    qkv: torch.Tensor
+    """[(H + 2K) D, E], rows of q and k permuted within each head"""
+    out: torch.Tensor
+    """[E, G K D], columns permuted to the order in which attention leaves its heads"""
+    gate_up: torch.Tensor
+    """[2F, E]"""
+    qk_norm: torch.Tensor
+    """[H + K, D], the q norm's weight for every query head, then the k norm's"""
+
+
+class Qwen3Forward:
+    """`Forward` for a `Qwen3ForCausalLM` that `is_plain_qwen3`. Float32 and bfloat16, any device."""
+
+    def __init__(self, model: Any, *, num_slots: int, max_length: int, fixed_shapes: bool = False) -> None:
+        config = model.config
+        weight = model.model.embed_tokens.weight
+        self._model = model
+        self._loader = DiskLoader(model)
+        self._device, self._dtype = weight.device, weight.dtype
+        self._num_q, self._num_kv = config.num_attention_heads, config.num_key_value_heads
+        self._dim = config.head_dim
+        self._eps = config.rms_norm_eps
+        self._num_slots = num_slots
+        self._length = -(-max_length // KV_BLOCK) * KV_BLOCK
+        self._fixed_shapes = fixed_shapes
+        shape = (config.num_hidden_layers, num_slots, 2 * self._num_kv, self._length, self._dim)
+        with torch.inference_mode():
+            self._cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self._flat = list(self._cache.view(shape[0], -1, self._dim).unbind(0))
+            self._mask = torch.full((num_slots, self._length), -torch.inf, dtype=self._dtype, device=self._device)
+            self._layers = [self._fused(layer) for layer in model.model.layers]
+            positions = torch.arange(self._length, device=self._device)[None]
+            cos, sin = model.model.rotary_emb(torch.zeros(1, device=self._device), positions)
+            half = self._dim // 2
+            self._turn = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+            self._refresh()
+        heads = 2 * self._num_kv
+        self._row_of_slot = (np.arange(num_slots) * heads * self._length)[:, None] + np.arange(heads) * self._length
+        self._views: tuple[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = ((-1, -1), [])
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        num_decode, prompts = len(batch.tokens), batch.prompts
+        tokens, positions = batch.tokens, batch.positions
+        cache_rows = self._row_of_slot[:num_decode] + positions[:, None]
+        if prompts:
+            spans = [np.arange(prompt.size) for _, prompt in prompts]
+            tokens = np.concatenate([tokens, *(prompt for _, prompt in prompts)])
+            positions = np.concatenate([positions, *spans])
+            prompt_rows = [self._row_of_slot[slot] + span[:, None] for (slot, _), span in zip(prompts, spans, strict=True)]
+            cache_rows = np.concatenate([cache_rows, *prompt_rows])
+            for slot, prompt in prompts:
+                self._show(slot, prompt.size)
+        device = self._device
+        x_NE = F.embedding(torch.from_numpy(tokens).to(device), self._model.model.embed_tokens.weight)
+        at_N = torch.from_numpy(positions).to(device)
+        turn_N1d = self._turn.index_select(0, at_N)[:, None]
+        views, mask = self._attended(num_decode, batch.positions, at_N)
+        rows = torch.from_numpy(cache_rows).to(device)
+        for index, layer in enumerate(self._layers):
+            x_NE = self._layer(index, layer, x_NE, turn_N1d, rows, num_decode, views, mask, prompts)
+        if prompts:
+            last = num_decode - 1 + np.cumsum([prompt.size for _, prompt in prompts])
+            keep = np.concatenate([np.arange(num_decode), last])
+            x_NE = x_NE.index_select(0, torch.from_numpy(keep).to(device))
+        norm = self._model.model.norm.weight
+        return F.linear(F.rms_norm(x_NE, norm.shape, norm, self._eps), self._model.lm_head.weight)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._cache[:, target, :, :length].copy_(self._cache[:, source, :, :length])
+        self._show(target, length)
+
+    def clear(self) -> None:
+        self._cache.zero_()
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._loader.load(tensors)
+        with torch.inference_mode():
+            self._refresh()
+
+    def _layer(
+        self,
+        index: int,
+        layer: _Layer,
+        x_NE: torch.Tensor,
+        turn_N1d: torch.Tensor,
+        rows: torch.Tensor,
+        num_decode: int,
+        views: list[tuple[torch.Tensor, torch.Tensor]],
+        mask: torch.Tensor | None,
+        prompts: tuple[tuple[int, np.ndarray], ...],
+    ) -> torch.Tensor:
+        num_rows, num_q, num_kv, dim = len(x_NE), self._num_q, self._num_kv, self._dim
+        group = num_q // num_kv
+        norm = layer.module.input_layernorm.weight
+        heads_NAD = F.linear(F.rms_norm(x_NE, norm.shape, norm, self._eps), layer.qkv).view(num_rows, -1, dim)
+        qk_NBD = heads_NAD[:, : num_q + num_kv]
+        normed = F.rms_norm(qk_NBD.float(), (dim,), None, self._eps).mul_(layer.qk_norm)
+        turned = torch.view_as_complex(normed.view(num_rows, -1, dim // 2, 2)).mul_(turn_N1d)
+        qk_NBD.copy_(torch.view_as_real(turned).view(num_rows, -1, dim))
+        self._flat[index].index_put_((rows,), heads_NAD[:, num_q:])
+        q_NHD = heads_NAD[:, :num_q]
+        if not prompts:
+            keys, values = views[index]
+            seen = F.scaled_dot_product_attention(q_NHD.view(-1, num_kv, group, dim), keys, values, attn_mask=mask)
+            seen_NX = seen.transpose(1, 2).reshape(num_rows, -1)
+        else:
+            seen_NGKD = x_NE.new_empty(num_rows, group, num_kv, dim)
+            if num_decode:
+                keys, values = views[index]
+                q = q_NHD[:num_decode].view(-1, num_kv, group, dim)
+                seen = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+                seen_NGKD[:num_decode] = seen.transpose(1, 2)
+            start = num_decode
+            for _, prompt in prompts:
+                end = start + prompt.size
+                # Key-value heads are the batch, so that a group reads its keys and values through a stride of 0.
+                q, k, v = heads_NAD[start:end].split((num_q, num_kv, num_kv), 1)
+                q_KGTD = q.view(-1, num_kv, group, dim).permute(1, 2, 0, 3)
+                k_KGTD = k.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+                v_KGTD = v.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+                seen = F.scaled_dot_product_attention(q_KGTD, k_KGTD, v_KGTD, is_causal=True)
+                seen_NGKD[start:end] = seen.permute(2, 1, 0, 3)
+                start = end
+            seen_NX = seen_NGKD.view(num_rows, -1)
+        x_NE.addmm_(seen_NX, layer.out.t())
+        norm = layer.module.post_attention_layernorm.weight
+        gate_up = F.linear(F.rms_norm(x_NE, norm.shape, norm, self._eps), layer.gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return x_NE.addmm_(F.silu(gate).mul_(up), layer.module.mlp.down_proj.weight.t())
+
+    def _attended(
+        self, num_decode: int, positions: np.ndarray, at_N: torch.Tensor
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+        """Keys and values [n, K, kv, D] of every layer and the additive mask [n, 1, 1, kv] for the decode rows."""
+        if not num_decode:
+            return [], None
+        upto = self._length if self._fixed_shapes else (int(positions.max()) // KV_BLOCK + 1) * KV_BLOCK
+        if self._views[0] != (num_decode, upto):
+            keys, values = self._cache[:, :num_decode, :, :upto].split(self._num_kv, 2)
+            self._views = ((num_decode, upto), list(zip(keys.unbind(0), values.unbind(0), strict=True)))
+        mask = self._mask[:num_decode]
+        mask.scatter_(1, at_N[:num_decode, None], 0.0)
+        return self._views[1], mask[:, None, None, :upto]
+
+    def _show(self, slot: int, length: int) -> None:
+        """Lets a slot's later tokens attend to its first `length` positions and to no other."""
+        self._mask[slot, :length] = 0.0
+        self._mask[slot, length:] = -torch.inf
+
+    def _fused(self, module: Any) -> _Layer:
+        attention, mlp = module.self_attn, module.mlp
+        num_heads, hidden = self._num_q + 2 * self._num_kv, attention.q_proj.weight.shape[1]
+        new = attention.q_proj.weight.new_empty
+        return _Layer(
+            module=module,
+            qkv=new(num_heads * self._dim, hidden),
+            out=new(hidden, self._num_q * self._dim),
+            gate_up=new(2 * mlp.up_proj.weight.shape[0], hidden),
+            qk_norm=torch.empty(self._num_q + self._num_kv, self._dim, device=self._device),
+        )
+
+    def _refresh(self) -> None:
+        """Writes the fused copies from the module's parameters."""
+        num_q, num_kv, dim = self._num_q, self._num_kv, self._dim
+        for layer in self._layers:
+            attention, mlp = layer.module.self_attn, layer.module.mlp
+            q, k, v = layer.qkv.split((num_q * dim, num_kv * dim, num_kv * dim))
+            for fused, weight in ((q, attention.q_proj.weight), (k, attention.k_proj.weight)):
+                # [heads, half, D / 2, E] -> [heads, D / 2, half, E]: dimension j lies beside its partner j + D / 2.
+                fused.view(-1, dim // 2, 2, fused.shape[1]).copy_(weight.view(-1, 2, dim // 2, weight.shape[1]).transpose(1, 2))
+            v.copy_(attention.v_proj.weight)
+            q_norm, k_norm = layer.qk_norm.split((num_q, num_kv))
+            q_norm.copy_(attention.q_norm.weight.view(2, -1).t().reshape(-1))
+            k_norm.copy_(attention.k_norm.weight.view(2, -1).t().reshape(-1))
+            out = attention.o_proj.weight.view(-1, num_kv, num_q // num_kv, dim)
+            layer.out.view(-1, num_q // num_kv, num_kv, dim).copy_(out.transpose(1, 2))
+            gate, up = layer.gate_up.chunk(2)
+            gate.copy_(mlp.gate_proj.weight)
+            up.copy_(mlp.up_proj.weight)

@@ -1,0 +1,282 @@
+"""rollout: from leased prompt groups to finished samples on the bus.
+
+Owns the concurrency of a replica: how many groups are in flight, what becomes of each, and the proof of new weights. Does not
+own which prompt comes next (the coordinator admits, `cursor.py` orders), how tokens are made (an `Engine`) or scored.
+
+    lease -> prompt -> engine -> reward -> (filter) -> put          every group ends in exactly one of:
+                                   |          |         put of its n samples, settled as filtered, error, lease lost
+                                 error     filtered
+
+Invariant: a sample that was put is never generated again (a new lease names what is there), and a group whose lease is lost
+puts nothing more and gives its reservation back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rondo.comm.bus import POLL_S
+from rondo.comm.records import Column
+from rondo.models.load import load_model, load_tokenizer
+from rondo.roles.datasets import Dataset, Row, RowError, open_splits, train_order
+from rondo.roles.forward import LOAD_LIMIT_S
+from rondo.roles.job import Job, follow, open_job
+from rondo.roles.prompts import render_prompt
+from rondo.roles.rollout.embedded import EmbeddedEngine
+from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
+from rondo.roles.rollout.rewards import RewardItem, RewardPool, RewardResult
+from rondo.roles.rollout.slots import SlotEngine
+from rondo.runtime.context import WorkerContext
+from rondo.runtime.errors import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to work on one prompt group. `have`: sample -> reward of what an earlier lease has put."""
+
+    group: int
+    epoch: int
+    step: int
+    position: int
+    ring: str
+    have: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One scored completion."""
+
+    number: int
+    completion: Completion
+    reward: float
+    details: Mapping[str, Any]
+
+
+class RolloutRole:
+    role = "rollout"
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+        self._running: dict[int, tuple[Lease, asyncio.Task[None]]] = {}
+
+    async def run(self) -> None:
+        ctx = self._ctx
+        self._job = job = await open_job(ctx)
+        config = job.config
+        with ctx.section("load", LOAD_LIMIT_S):
+            self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
+            self._data, self._held_out = await ctx.compute(open_splits, config)
+            self._order = train_order(config, len(self._data))
+            self._engine: Engine = await self._open_engine()
+        limits = config.reward
+        async with RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s) as pool:
+            self._rewards = pool
+            async with follow(ctx, job, self.role, self._engine.update_weights) as first:
+                await first.wait()
+                await ctx.ready()
+                async with asyncio.TaskGroup() as tasks:
+                    renewing = tasks.create_task(self._renew())
+                    await self._work(tasks)
+                    renewing.cancel()
+        await self._engine.close()
+
+    async def _open_engine(self) -> Engine:
+        config, device = self._job.config, self._job.device
+        rollout = config.rollout
+
+        def build() -> SlotEngine:
+            model = load_model(self._job.model_path, dtype=config.model.dtype, device=device).eval()
+            length = rollout.max_prompt_tokens + rollout.max_new_tokens
+            return SlotEngine(model, num_slots=rollout.num_slots, max_length=length)
+
+        return EmbeddedEngine(await self._ctx.compute(build), self._ctx.compute)
+
+    # ---- leases -----------------------------------------------------------------------------------------------------
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        rollout = self._job.config.rollout
+        limit = max(1, -(-2 * rollout.num_slots // rollout.samples_per_prompt))  # one wave decodes, one waits
+        while not self._ctx.stopping.is_set():
+            while len(self._running) >= limit:
+                await asyncio.wait([task for _, task in self._running.values()], return_when=asyncio.FIRST_COMPLETED)
+            answer = await self._next(limit - len(self._running))
+            if "grants" in answer:
+                for grant in answer["grants"]:
+                    lease = Lease(**{**grant, "have": {sample: reward for sample, reward, _ in grant["have"]}})
+                    self._running[lease.group] = (lease, tasks.create_task(self._run_group(lease)))
+            elif "evaluate" in answer:
+                await self._evaluate(**answer["evaluate"])
+            else:
+                break
+        for _, task in list(self._running.values()):
+            task.cancel()
+
+    async def _next(self, room: int) -> dict[str, Any]:
+        """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""
+        asking = asyncio.create_task(self._job.bus.call("lease", room, deadline_s=POLL_S))
+        leaving = asyncio.create_task(self._ctx.stopping.wait())
+        try:
+            await asyncio.wait([asking, leaving], return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else {"end": True}
+        finally:
+            asking.cancel()
+            leaving.cancel()
+
+    async def _renew(self) -> None:
+        """Leases last while tokens come. Those the coordinator no longer grants are given up."""
+        interval = self._job.config.rollout.lease_deadline_s / 4
+        before = -1
+        while True:
+            await asyncio.sleep(interval)
+            made = self._engine.stats().tokens_generated
+            if made == before or not self._running:
+                continue
+            before = made
+            held = [[lease.group, lease.epoch] for lease, _ in self._running.values()]
+            answer = await self._job.bus.call("renew", held)
+            for group, epoch in answer["lost"]:
+                lease, task = self._running.get(group, (None, None))
+                if lease is not None and task is not None and lease.epoch == epoch:
+                    task.cancel()
+
+    # ---- one group --------------------------------------------------------------------------------------------------
+
+    async def _run_group(self, lease: Lease) -> None:
+        try:
+            await self._fill(lease)
+        except RowError as error:  # this prompt's own fault; the run goes on
+            await self._job.bus.call("settle", lease.group, lease.epoch, "error", str(error))
+        except asyncio.CancelledError:
+            await self._job.bus.call("abandon", lease.group, lease.epoch)
+            raise
+        finally:
+            del self._running[lease.group]
+            self._ctx.progress()
+
+    async def _fill(self, lease: Lease) -> None:
+        config = self._job.config
+        row = self._data.row(self._order.locate(lease.position).row)
+        prompt = render_prompt(self._tokenizer, row, config.data, config.rollout.max_prompt_tokens)
+        missing = [number for number in range(config.rollout.samples_per_prompt) if number not in lease.have]
+        rewards = dict(lease.have)
+        params = self._params(config.rollout.temperature)
+        tasks = {
+            asyncio.create_task(self._engine.generate(self._request(lease, number, prompt, params))): number
+            for number in missing
+        }
+        try:
+            while tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                finished = sorted((tasks.pop(task), task.result()) for task in done)
+                samples = await self._score(row, finished)
+                if isinstance(samples, str):
+                    await self._job.bus.call("settle", lease.group, lease.epoch, "error", samples)
+                    return
+                rewards |= {sample.number: sample.reward for sample in samples}
+                if not tasks and config.rollout.filter == "zero_std" and len(set(rewards.values())) == 1:
+                    await self._job.bus.call("settle", lease.group, lease.epoch, "filtered", "equal rewards")
+                    return
+                self._put(lease, prompt, samples)
+                self._log(lease, row, samples)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _request(self, lease: Lease, number: int, prompt: np.ndarray, params: SamplingParams) -> Request:
+        seed = sample_seed(self._job.config.seed, "train", lease.position, number)
+        return Request(f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed)
+
+    def _params(self, temperature: float) -> SamplingParams:
+        rollout = self._job.config.rollout
+        stops = {self._tokenizer.eos_token_id, *self._tokenizer.convert_tokens_to_ids(list(rollout.stop))}
+        return SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=tuple(sorted(stop for stop in stops if stop is not None)),
+        )
+
+    async def _score(self, row: Row, finished: Sequence[tuple[int, Completion]]) -> list[Sample] | str:
+        """Samples with their rewards, or why this group's reward failed."""
+        items = [self._item(row, completion) for _, completion in finished]
+        results: Sequence[RewardResult] = await self._rewards.score(items)
+        samples = []
+        for (number, completion), result in zip(finished, results, strict=True):
+            if result.score is None:
+                return f"reward of {row.name}, sample {number}: {result.error}"
+            samples.append(Sample(number, completion, result.score, result.details))
+        return samples
+
+    def _item(self, row: Row, completion: Completion) -> RewardItem:
+        text = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
+        return RewardItem(response=text, label=row.label, prompt=row.prompt, metadata=row.metadata)
+
+    def _put(self, lease: Lease, prompt: np.ndarray, samples: Sequence[Sample]) -> None:
+        done = [sample.completion for sample in samples]
+        columns = [
+            Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
+            Column("loss_mask", "uint8", [np.ones(len(c.tokens), np.uint8) for c in done]),
+            Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
+            Column("policy_versions", "int32", [c.policy_versions for c in done]),
+        ]
+        info = [
+            [len(prompt) + len(c.tokens), len(c.tokens), sample.reward]
+            + [int(c.policy_versions.min()), int(c.policy_versions.max())]
+            for sample, c in zip(samples, done, strict=True)
+        ]
+        self._job.bus.put_samples(
+            lease.ring, lease.group, lease.epoch, [sample.number for sample in samples], columns, info
+        )
+
+    def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
+        """The group's first sample, for people to read: one line in samples/step_N.jsonl."""
+        first = next((sample for sample in samples if sample.number == 0), None)
+        if first is None:
+            return
+        line = {
+            "group": lease.group, "prompt": row.prompt, "label": row.label, "reward": first.reward,
+            "response": self._tokenizer.decode(first.completion.tokens.tolist()), "details": dict(first.details),
+            "finish_reason": first.completion.finish_reason, "versions": sorted(set(first.completion.policy_versions.tolist())),
+        }  # fmt: skip
+        path = self._ctx.run_dir / "samples" / f"step_{lease.step:06d}.jsonl"
+        with path.open("ab", buffering=0) as file:
+            file.write(orjson.dumps(line, default=str) + b"\n")
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, label: str, version: int) -> None:
+        """Mean reward of sampled answers to the held-out prompts, under exactly this version."""
+        config = self._job.config
+        evaluation = config.evaluation
+        assert evaluation is not None and self._held_out is not None
+        params = self._params(evaluation.temperature)
+        data = self._held_out.first(evaluation.num_prompts)
+
+        async def one(index: int, number: int) -> float:
+            row = data.row(index)
+            prompt = render_prompt(self._tokenizer, row, evaluation.data or config.data, config.rollout.max_prompt_tokens)
+            seed = sample_seed(config.seed, "evaluation", index, number)
+            request = Request(f"{label}/{index}/{number}", prompt, params, seed, kind="evaluation")
+            (result,) = await self._rewards.score([self._item(row, await self._engine.generate(request))])
+            return result.score if result.score is not None else 0.0
+
+        scores = await asyncio.gather(
+            *(one(i, number) for i in range(len(data)) for number in range(evaluation.samples_per_prompt))
+        )
+        result = {"version": version, "reward": float(np.mean(scores)), "num_prompts": len(data)}
+        await self._ctx.coordinator.call("evaluated", label, result, deadline_s=60, retry=True)
+
+
+def sample_seed(run_seed: int, kind: str, position: int, sample: int) -> int:
+    """63 bits from (run seed, position in the data order, sample): the same in every epoch, replica and attempt."""
+    digest = hashlib.blake2b(f"{run_seed}/{kind}/{position}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

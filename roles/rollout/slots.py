@@ -1,0 +1,317 @@
+"""The slot engine: sequences come and go at every decode step, and none waits for another's end.
+
+Owns which request sits in which slot, its tokens, and the order of a step. Does not own the arithmetic (a `Forward` does,
+with its key-value cache), threads or asyncio (`embedded.py`).
+
+Invariant: slots 0 .. num_running - 1 hold the sequences in flight, the rest are free. A slot that ends is filled with the
+last one, so decoding is always over one dense range of rows. Samples of one prompt share its prefill: together in a step,
+or by copying from a sample still in flight under the same weights.
+
+    step: admit waiting requests -> one forward (decode rows, then new prompts) -> draw -> record -> free what ended
+
+         slot 0  [prompt............|tokens....            ]
+         slot 1  [prompt..|tokens..........                ]     per-slot lengths, no padding between
+         slot 2  [                                         ]     free
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Request
+from rondo.roles.rollout.sampling import Sampler, uniforms
+from rondo.runtime.errors import ConfigError, CorruptData
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One forward: slots 0 .. len(tokens) - 1 take one token each at their positions, then `prompts` fill other slots."""
+
+    tokens: np.ndarray
+    """int64 [num_decode]"""
+    positions: np.ndarray
+    """int64 [num_decode], the index of each token in its sequence"""
+    prompts: tuple[tuple[int, np.ndarray], ...] = ()
+    """(slot, int64 [T]) each"""
+
+
+class Forward(Protocol):
+    """A model with a ragged key-value cache of `num_slots` rows, each `max_length` long."""
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Writes the cache and returns the next token's logits [num_decode + num_prompts, vocab], in the batch's order."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` positions of a slot's cache into another slot, which then holds exactly these."""
+
+    def clear(self) -> None:
+        """Zeroes the cache: a NaN in it would reach later sequences even through a mask."""
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replaces the weights in place (Hugging Face disk names), or raises ConfigError and changes nothing."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Prompt:
+    """A prompt whose cache lies in at least one slot in flight; it dies with the last of them.
+
+    `row` is its row of this step's logits while it is being computed; afterwards `logits` [vocab] is what follows it.
+    """
+
+    row: int
+    logits: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    prompt: _Prompt
+
+
+class SlotEngine:
+    """Generates with continuous batching. Not thread-safe: one thread calls everything.
+
+    `num_slots` sequences run at once, each of at most `max_length` tokens, prompt included. `max_prefill_tokens` bounds the
+    prompt tokens computed in one step beyond the first prompt, and so how long running sequences pause for new ones.
+    `fixed_shapes` runs every decode over all slots and every prompt alone, so that a sample's bits do not depend on what
+    runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently).
+
+    After an exception from `step` the cache is undefined: call `clear`, which drops every request.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        num_slots: int,
+        max_length: int,
+        max_prefill_tokens: int = 8192,
+        fixed_shapes: bool = False,
+        version: int = 0,
+    ) -> None:
+        least = 4 if fixed_shapes else 1
+        if num_slots < least:
+            raise ConfigError(f"num_slots must be at least {least}, got {num_slots}. Give the engine more slots.")
+        if max_length < 2:
+            raise ConfigError(f"max_length must be at least 2, got {max_length}. Leave room for a prompt and a token.")
+        self.version = version
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self._forward = forward
+        self._max_prefill_tokens = max_prefill_tokens
+        self._fixed_shapes = fixed_shapes
+        self._sampler = Sampler(num_slots)
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running: list[_Running] = []
+        self._prompts: WeakValueDictionary[bytes, _Prompt] = WeakValueDictionary()
+        shape = (num_slots, max_length)
+        self._tokens = np.zeros(shape, np.int32)
+        self._log_probs = np.zeros(shape, np.float32)
+        self._versions = np.zeros(shape, np.int32)
+        self._uniforms = np.zeros(shape, np.float32)
+        self._length = np.zeros(num_slots, np.int64)
+        self._limit = np.zeros(num_slots, np.int64)
+        self._stop_ids = np.full((num_slots, 1), -1, np.int64)
+        self._all_slots = np.arange(num_slots)
+        self._num_completed = self._num_cancelled = 0
+        self._tokens_generated = self._decode_steps = self._prefill_tokens = self._shared_prompt_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def check(self, request: Request) -> None:
+        """Raises ConfigError if the request can never run here."""
+        num_prompt, num_new = request.prompt.size, request.params.max_new_tokens
+        if num_prompt + num_new > self.max_length:
+            raise ConfigError(
+                f"prompt and max_new_tokens of request {request.id!r} must fit into max_length {self.max_length}, "
+                f"got {num_prompt} + {num_new}. Shorten the prompt, ask for fewer tokens or raise the engine's max_length."
+            )
+        if request.media:
+            raise ConfigError(
+                f"request {request.id!r} must carry text only on the slot engine, got media {sorted(request.media)}. "
+                "Use an engine that takes media."
+            )
+
+    def add(self, request: Request) -> None:
+        """Queues a request, first come first served. Raises ConfigError if it can never run or its id is in use."""
+        self.check(request)
+        if request.id in self._waiting or any(running.request.id == request.id for running in self._running):
+            raise ConfigError(f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one.")
+        self._waiting[request.id] = request
+
+    @torch.inference_mode()
+    def cancel(self, request_id: str) -> Completion | None:
+        """Ends a request with what it has; None if it is not here (any more)."""
+        if self._waiting.pop(request_id, None) is not None:
+            self._num_cancelled += 1
+            empty = np.zeros(0, np.int32)
+            return Completion(request_id, empty, np.zeros(0, np.float32), empty, "cancelled")
+        for slot, running in enumerate(self._running):
+            if running.request.id == request_id:
+                return self._finish(slot, "cancelled")
+        return None
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Drops every request. The next step starts from an empty cache."""
+        self._waiting.clear()
+        self._running.clear()
+        self._prompts.clear()
+        self._forward.clear()
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Flips to other weights between two steps: sequences in flight keep their cache and go on under the new ones.
+        Raises ConfigError, with weights and version unchanged, if names or shapes are not exactly the model's."""
+        self._forward.load(tensors)
+        self.version = version
+        self._prompts.clear()  # a prompt computed under the old weights is not shared any more
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self.version,
+            num_slots=self.num_slots,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_completed=self._num_completed,
+            num_cancelled=self._num_cancelled,
+            tokens_generated=self._tokens_generated,
+            decode_steps=self._decode_steps,
+            prefill_tokens=self._prefill_tokens,
+            shared_prompt_tokens=self._shared_prompt_tokens,
+        )
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Samples one token for every sequence in flight, new ones included, and returns those that ended."""
+        num_decode = len(self._running)
+        rows = list(range(num_decode))
+        prompts: list[tuple[int, np.ndarray]] = []
+        copies: list[tuple[int, int, int]] = []
+        known: list[torch.Tensor] = []
+        computed: list[_Prompt] = []
+        budget = self._max_prefill_tokens
+        while self._waiting and len(self._running) < self.num_slots:
+            request = next(iter(self._waiting.values()))
+            slot, num_tokens = len(self._running), request.prompt.size
+            key = request.prompt.astype(np.int64)
+            prompt = self._prompts.get(key.tobytes())
+            if prompt is None:
+                if prompts and num_tokens > budget:
+                    break
+                budget -= num_tokens
+                prompt = self._prompts[key.tobytes()] = _Prompt(row=num_decode + len(prompts))
+                prompts.append((slot, key))
+                computed.append(prompt)
+                self._prefill_tokens += num_tokens
+            else:
+                copies.append((self._holder(prompt), slot, num_tokens))
+                self._shared_prompt_tokens += num_tokens
+            if prompt.logits is None:
+                rows.append(prompt.row)
+            else:
+                known.append(prompt.logits)
+                rows.append(-len(known))  # counted from the end, see below
+            del self._waiting[request.id]
+            self._place(slot, request)
+            self._running.append(_Running(request, prompt))
+        if not rows:
+            return []
+        if num_decode or prompts:
+            logits_NV = self._compute(num_decode, prompts)
+            for prompt in computed:
+                prompt.logits = logits_NV[prompt.row].clone()
+        if known:
+            logits_NV = torch.cat([logits_NV, torch.stack(known[::-1])])
+        for source, target, length in copies:
+            self._forward.copy(source, target, length)
+        return self._record(logits_NV[rows] if copies else logits_NV)
+
+    def _compute(self, num_decode: int, prompts: list[tuple[int, np.ndarray]]) -> torch.Tensor:
+        """The logits [num_decode + num_prompts, vocab]: one forward, or many of fixed shapes."""
+        decode = self._all_slots[:num_decode]
+        positions = self._length[:num_decode] - 1
+        tokens = self._tokens[decode, positions].astype(np.int64)
+        self._decode_steps += num_decode > 0
+        if not self._fixed_shapes:
+            return self._forward(Batch(tokens, positions, tuple(prompts)))
+        nothing = np.zeros(0, np.int64)
+        parts = []
+        if num_decode:
+            # Free slots take token 0 at position 0, which the next prompt there overwrites.
+            free = np.zeros(self.num_slots - num_decode, np.int64)
+            batch = Batch(np.concatenate([tokens, free]), np.concatenate([positions, free]))
+            parts.append(self._forward(batch)[:num_decode])
+        parts += [self._forward(Batch(nothing, nothing, (prompt,))) for prompt in prompts]
+        return torch.cat(parts)
+
+    def _record(self, logits_NV: torch.Tensor) -> list[Completion]:
+        """Draws the next token of slots 0 .. N - 1 and ends those that are done."""
+        num_running = len(self._running)
+        slots, at = self._all_slots[:num_running], self._length[:num_running]
+        tokens, log_probs = self._sampler.draw(logits_NV, slots, self._uniforms[slots, at])
+        if not np.isfinite(log_probs).all():
+            request = self._running[int(np.flatnonzero(~np.isfinite(log_probs))[0])].request
+            raise CorruptData(
+                f"the log-probs under policy version {self.version} must be finite, got a NaN for request {request.id!r}. "
+                "Check the published weights."
+            )
+        self._tokens[slots, at] = tokens
+        self._log_probs[slots, at] = log_probs
+        self._versions[slots, at] = self.version
+        at += 1  # a view of the lengths
+        self._tokens_generated += num_running
+        stopped = (self._stop_ids[:num_running] == tokens[:, None]).any(1)
+        ended = np.flatnonzero(stopped | (at >= self._limit[:num_running]))
+        # From the last to the first, so that the slot which moves into a freed one is never itself about to end.
+        return [self._finish(int(slot), "stop" if stopped[slot] else "length") for slot in ended[::-1]]
+
+    def _holder(self, prompt: _Prompt) -> int:
+        return next(slot for slot, running in enumerate(self._running) if running.prompt is prompt)
+
+    def _place(self, slot: int, request: Request) -> None:
+        """Writes a request's state into a free slot."""
+        params, start = request.params, request.prompt.size
+        end = start + params.max_new_tokens
+        self._sampler.set(slot, params)
+        self._tokens[slot, :start] = request.prompt
+        self._uniforms[slot, start:end] = uniforms(request.seed, start, params.max_new_tokens)
+        self._length[slot], self._limit[slot] = start, end
+        num_stop = len(params.stop_token_ids)
+        if num_stop > self._stop_ids.shape[1]:
+            more = num_stop - self._stop_ids.shape[1]
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=-1)
+        self._stop_ids[slot, :num_stop] = params.stop_token_ids
+        self._stop_ids[slot, num_stop:] = -1
+
+    def _finish(self, slot: int, reason: FinishReason) -> Completion:
+        """Takes a sequence out and closes the gap with the last slot."""
+        request = self._running[slot].request
+        span = slice(request.prompt.size, int(self._length[slot]))
+        completion = Completion(
+            request.id,
+            self._tokens[slot, span].copy(),
+            self._log_probs[slot, span].copy(),
+            self._versions[slot, span].copy(),
+            reason,
+        )
+        moved = self._running.pop()
+        last = len(self._running)
+        if slot != last:
+            self._running[slot] = moved
+            self._forward.copy(last, slot, int(self._length[last]) - 1)  # the newest token is not in the cache
+            self._sampler.move(last, slot)
+            for row in (self._tokens, self._log_probs, self._versions, self._uniforms, self._stop_ids):
+                row[slot] = row[last]
+            self._length[slot], self._limit[slot] = self._length[last], self._limit[last]
+        self._num_cancelled += reason == "cancelled"
+        self._num_completed += reason != "cancelled"
+        return completion

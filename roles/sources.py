@@ -1,0 +1,217 @@
+"""Sources: rows as dicts, by index, wherever they lie: JSONL, parquet, the Hugging Face hub, a function.
+
+Owns opening and reading. Does not own which columns mean what (`datasets.py`).
+
+    source = open_source(DataConfig(path="data/*.jsonl"))
+    len(source), source.read(0), source.name_of(0)  ->  7472, {"question": ...}, "train.jsonl:1"
+
+Invariant: a source never changes its length, and `read(i)` always gives the same row. A JSONL file costs 16 bytes of
+memory a row, whatever its size; parquet costs its named columns in Arrow's form; the hub's library maps its own files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import orjson
+
+from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.reference import load_reference
+from rondo.runtime.section import nearest
+
+if TYPE_CHECKING:
+    from rondo.roles.config import DataConfig
+
+_SCAN_BYTES = 1 << 24
+_MAX_BLANK_BYTES = 8
+_INSTALL = "Install it: pip install 'rondo-rl[data]'"
+
+
+class RowError(RondoError, ValueError):
+    """One row cannot be used; the text names it. The other rows are unharmed."""
+
+
+class Source(Protocol):
+    """Rows as dicts, by index. `name_of` tells users where a row stands."""
+
+    def __len__(self) -> int: ...
+    def read(self, index: int) -> Mapping[str, Any]: ...
+    def name_of(self, index: int) -> str: ...
+
+
+def open_source(config: DataConfig) -> Source:
+    """The rows of `config.path` or `config.rows`. ConfigError for what cannot be opened."""
+    if config.rows is not None:
+        rows = load_reference(config.rows, "data.rows")()
+        if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
+            raise ConfigError(f"data.rows must return rows, got {type(rows).__name__}. Return a list of dicts")
+        return Listed(rows if isinstance(rows, Sequence) else list(rows), config.rows.rpartition(":")[2])
+    assert config.path is not None
+    if config.path.startswith("hub:"):
+        return _open_hub(config.path)
+    paths = _files(config.path)
+    kinds = sorted({path.suffix for path in paths})
+    if kinds == [".jsonl"]:
+        return JsonLines(paths)
+    if kinds == [".parquet"]:
+        return Parquet(paths, [name for name in (config.prompt, config.label, config.metadata) if name is not None])
+    raise ConfigError(
+        f"data.path must name .jsonl or .parquet files, one kind at a time, got {' and '.join(kinds)} "
+        f"in {config.path}. Name them with a glob such as 'data/*.jsonl'"
+    )
+
+
+class JsonLines:
+    """Files with one JSON object a line; blank lines do not count. Keeps where lines begin and end, not their text."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        found = [_line_bounds(path) for path in paths]
+        self._bounds = np.concatenate([bounds for bounds, _ in found])  # int64 [rows, 2], bytes in the row's file
+        self._line_numbers = [numbers for _, numbers in found]
+        self._first_rows = np.cumsum([0] + [len(bounds) for bounds, _ in found])
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def read(self, index: int) -> Mapping[str, Any]:
+        with self._paths[self._file_of(index)].open("rb") as file:
+            line = _line(file, self._bounds[index])
+        try:
+            values = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise RowError(
+                f"{self.name_of(index)}: row must be JSON, got {line[:60]!r} ({error}). Correct it"
+            ) from error
+        if not isinstance(values, dict):
+            raise RowError(f"{self.name_of(index)}: row must be a JSON object, got {type(values).__name__}. Correct it")
+        return values
+
+    def name_of(self, index: int) -> str:
+        file = self._file_of(index)
+        local, numbers = index - int(self._first_rows[file]), self._line_numbers[file]
+        return f"{self._paths[file].name}:{local + 1 if numbers is None else int(numbers[local]) + 1}"
+
+    def _file_of(self, index: int) -> int:
+        return int(np.searchsorted(self._first_rows, index, side="right")) - 1
+
+
+class Parquet:
+    """Parquet files of one schema; the named columns are held in Arrow's form."""
+
+    def __init__(self, paths: Sequence[Path], columns: Sequence[str]) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ConfigError(f"data.path must be .jsonl without pyarrow, got {paths[0]}. {_INSTALL}") from error
+        tables = []
+        for path in paths:
+            available = pyarrow.parquet.read_schema(path).names
+            for column in columns:
+                if column not in available:
+                    raise missing_column(path.name, column, available)
+            tables.append(pyarrow.parquet.read_table(path, columns=list(columns)))
+        try:
+            self._table = pyarrow.concat_tables(tables).combine_chunks()
+        except pyarrow.ArrowInvalid as error:
+            raise ConfigError(f"parquet files of data.path must have one schema, got {error}. Convert them") from error
+        self._name = paths[0].name if len(paths) == 1 else f"{paths[0].parent.name}/*.parquet"
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def read(self, index: int) -> Mapping[str, Any]:
+        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+
+    def name_of(self, index: int) -> str:
+        return f"{self._name} row {index}"
+
+
+class Listed:
+    """Rows that are a sequence already: a function's result, or a data set of the hub."""
+
+    def __init__(self, rows: Sequence[Any], name: str) -> None:
+        self._rows = rows
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> Mapping[str, Any]:
+        values = self._rows[index]
+        if not isinstance(values, Mapping):
+            raise RowError(
+                f"{self.name_of(index)}: row must be a dict, got {type(values).__name__}. Correct the function"
+            )
+        return values
+
+    def name_of(self, index: int) -> str:
+        return f"{self._name} row {index}"
+
+
+def missing_column(row_name: str, column: str, available: Sequence[str]) -> RowError:
+    """The error for a row (or file) without a column that a setting names."""
+    return RowError(
+        f"{row_name}: must have the column {column!r}, got {', '.join(map(repr, available)) or 'none'}. "
+        f"{nearest(column, list(available))}"
+    )
+
+
+def _open_hub(path: str) -> Source:
+    name, _, split = path.removeprefix("hub:").rpartition("/")
+    if not name or not split:
+        raise ConfigError(
+            f"data.path must look like 'hub:name/split' or 'hub:name@subset/split', got {path!r}. Add the split"
+        )
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"data.path must be a file without the datasets library, got {path!r}. {_INSTALL}") from error
+    name, _, subset = name.partition("@")
+    return Listed(datasets.load_dataset(name, subset or None, split=split), path)
+
+
+def _files(path: str) -> list[Path]:
+    if Path(path).is_file():
+        return [Path(path)]
+    if Path(path).is_dir():
+        found = [file for file in Path(path).iterdir() if file.suffix in (".jsonl", ".parquet")]
+    else:
+        # Path.glob takes no absolute patterns.
+        found = [Path(name) for name in glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207
+    if not found:
+        raise ConfigError(f"data.path must name files that exist, got {path!r}. Check the path")
+    return sorted(found)
+
+
+def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """(int64 [rows, 2]: first byte and end of every line that is not blank; line numbers, None when none is blank)."""
+    ends: list[np.ndarray] = [np.zeros(0, np.int64)]
+    size, last = 0, b"\n"
+    with path.open("rb") as file:
+        while chunk := file.read(_SCAN_BYTES):
+            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + size)
+            size, last = size + len(chunk), chunk[-1:]
+        if last != b"\n":
+            ends.append(np.array([size]))
+        stops = np.concatenate(ends)
+        bounds = np.stack([np.concatenate([[0], stops[:-1] + 1])[: len(stops)], stops], axis=1)
+        # No row is as short as this, so only such lines are read while scanning.
+        short = np.flatnonzero(bounds[:, 1] - bounds[:, 0] <= _MAX_BLANK_BYTES).tolist()
+        blank = [i for i in short if not _line(file, bounds[i]).strip()]
+    if not blank:
+        return bounds, None
+    numbers = np.delete(np.arange(len(bounds)), blank)
+    return bounds[numbers], numbers
+
+
+def _line(file: Any, bounds: np.ndarray) -> bytes:
+    start, end = bounds.tolist()
+    file.seek(start)
+    text: bytes = file.read(end - start)
+    return text

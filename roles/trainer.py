@@ -1,0 +1,183 @@
+"""The training computation: what the actor's compute thread does with rows, one policy, one optimizer.
+
+Owns model, optimizer and the sums of the step in progress. Does not own which rows come, when a step is committed, or where
+snapshots lie: `actor.py` does. Every method runs on the compute thread; methods marked collective run on every rank in order.
+
+Invariant: gradients are sums over tokens and samples, scaled once by the true step's count; so however a step is cut into
+micro-batches and ranks, it is the same gradient to rounding.
+
+    load or restore -> [accumulate(rows) ...] -> finish(step) -> snapshot -> publish
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rondo.models import checkpoint, parallel
+from rondo.models.load import load_model
+from rondo.models.logprobs import response_log_probs
+from rondo.models.optimizer import learning_rate, make_optimizer
+from rondo.models.packing import Sequence as Packable
+from rondo.models.packing import pack
+from rondo.models.state import load_training_state, training_state
+from rondo.roles import losses
+from rondo.roles.config import JobConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """One sample as the loss needs it; T tokens, R of them response."""
+
+    tokens: np.ndarray  # int32 [T]
+    mask: np.ndarray  # uint8 [R], 1 = sampled by the policy
+    advantages: np.ndarray  # float32 [R]
+    rollout_log_probs: np.ndarray  # float32 [R]
+    old_log_probs: np.ndarray | None  # float32 [R]; None: the trainer's own, detached
+    ref_log_probs: np.ndarray | None  # float32 [R]; None: no KL
+
+
+class Trainer:
+    def __init__(self, config: JobConfig, path: str, *, rank: int, world_size: int, device: str) -> None:
+        self.config = config
+        self.rank, self.world_size = rank, world_size
+        self.device = torch.device(device)
+        self._algorithm = config.algorithm.resolved()
+        train = config.train
+        model = load_model(path, dtype="float32", device=device)
+        self.model = parallel.shard(
+            model, world_size=world_size, param_dtype=train.dtype, activation_checkpointing=train.activation_checkpointing
+        )
+        self.optimizer = make_optimizer(
+            self.model, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, eps=train.eps
+        )
+        self._sums: losses.LossSums | None = None
+        self._trained: list[list[int]] = []
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def accumulate(self, rows: Sequence[TrainRow], ids: Sequence[list[int]], *, last: bool) -> None:
+        """Add one micro-batch to the gradient (collective). No rows: a dummy of weight 0 through the same modules."""
+        self.model.train()
+        parallel.set_sync(self.model, last)
+        sums = self._sums_of(rows) if rows else self._dummy()
+        sums.loss.backward()
+        self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()
+        self._trained += ids
+
+    def _sums_of(self, rows: Sequence[TrainRow]) -> losses.LossSums:
+        packed = pack([Packable(row.tokens, len(row.mask)) for row in rows]).to(self.device)
+        log_probs, entropy = self._log_probs(packed)
+        return losses.policy_sums(
+            self._algorithm,
+            log_probs=log_probs,
+            entropy=entropy,
+            old_log_probs=self._column([row.old_log_probs for row in rows]),
+            rollout_log_probs=self._column([row.rollout_log_probs for row in rows]),
+            ref_log_probs=self._column([row.ref_log_probs for row in rows]),
+            advantages=self._column([row.advantages for row in rows]),
+            mask=self._column([row.mask for row in rows]),
+            lengths=[len(row.mask) for row in rows],
+        )
+
+    def _log_probs(self, packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        config = self.config
+        return response_log_probs(
+            self.model,
+            packed,
+            temperature=config.rollout.temperature,
+            chunk_tokens=config.train.log_prob_chunk_tokens,
+            with_entropy=True,
+        )
+
+    def _column(self, arrays: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+        present = [array for array in arrays if array is not None]
+        if len(present) < len(arrays):
+            return None
+        return torch.from_numpy(np.concatenate(present)).to(self.device, torch.float32)
+
+    def _dummy(self) -> losses.LossSums:
+        row = TrainRow(
+            np.zeros(2, np.int32), np.zeros(1, np.uint8), np.zeros(1, np.float32), np.zeros(1, np.float32), None,
+            np.zeros(1, np.float32) if self._algorithm.needs_reference else None,
+        )  # fmt: skip
+        return self._sums_of([row]).weightless()
+
+    def discard(self) -> None:
+        """Forget the step in progress: its gradient, its sums, its rows."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._sums, self._trained = None, []
+
+    def finish(self, step: int) -> tuple[dict[str, float], list[list[int]]]:
+        """Scale, clip and step (collective). Metrics of the whole step, and every [group, sample] that it trained."""
+        if self._sums is None:
+            raise AssertionError("finish needs at least one accumulated round")
+        train = self.config.train
+        total = self._sums.reduced(dist.group.WORLD if self.world_size > 1 else None)
+        denominator = total.denominator(self._algorithm.normalizer, self.config.rollout.max_new_tokens)
+        parallel.scale_gradients(self.model, self.world_size / denominator)
+        grad_norm = parallel.clip_grad_norm(self.model, train.clip_grad_norm)
+        lr = learning_rate(
+            step, train.lr, warmup_steps=train.warmup_steps, schedule=train.schedule, total=self.config.num_steps,
+            min_fraction=train.min_lr_fraction,
+        )  # fmt: skip
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        rows = self._gather_rows()
+        self.discard()
+        return {"grad_norm": grad_norm, "lr": lr, **total.metrics(self._algorithm, denominator)}, rows
+
+    def _gather_rows(self) -> list[list[int]]:
+        if self.world_size == 1:
+            return self._trained
+        mine = torch.tensor(self._trained, dtype=torch.int64).reshape(-1, 2)
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(counts, torch.tensor([len(mine)]))
+        longest = int(max(counts))
+        padded = torch.full((longest, 2), -1, dtype=torch.int64)
+        padded[: len(mine)] = mine
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded)
+        return [row for part, count in zip(parts, counts, strict=True) for row in part[: int(count)].tolist()]
+
+    # ---- what lasts -------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """This rank's shard, optimizer and random states; no collective."""
+        return training_state(self.model, self.optimizer)
+
+    def load_state(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        load_training_state(self.model, self.optimizer, tensors, state)
+
+    def barrier(self) -> None:
+        """Every rank has come here (collective)."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(disk name, whole tensor) one by one, gathered from the shards (collective: every rank iterates to the end)."""
+        return parallel.full_tensors(self.model)
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write model and optimizer as a complete checkpoint (collective)."""
+        checkpoint.save(folder, self.model, self.optimizer, extra)
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        return checkpoint.load(folder, self.model, self.optimizer)
+
+    def export(self, folder: Path, tokenizer_path: str) -> None:
+        """Write a Hugging Face folder (collective)."""
+        checkpoint.export_hf(folder, self.model, tokenizer_path)
+
+    def warm_up(self, on_step: Callable[[dict[str, float]], None], should_stop: Callable[[], bool]) -> None:
+        """Supervised fine-tuning as the job asks for, with an optimizer of its own (collective)."""
+        from rondo.roles import sft
+
+        sft.warm_up(self.model, self.config, self.device, on_step=on_step, should_stop=should_stop)

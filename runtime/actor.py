@@ -1,0 +1,653 @@
+"""Actors: a class with endpoints, living on the event loop of its process, called from others by reference.
+
+Owns calls: their order, deadlines, cancellation, retries, the bounded mailbox, and how errors come home. Does not own
+bytes (`transport.py`), the list of waits (`waits.py`) or who starts processes. Calls of one actor run as concurrent
+coroutines of one loop, begun in the order in which they arrived; long computations belong on the compute thread.
+
+    class Counter(Actor):
+        @endpoint
+        async def add(self, x: int) -> int: ...
+
+    server = await serve(Counter(), "unix:/run/x/counter.sock", token=token, name="counter")
+    ref = ActorRef("unix:/run/x/counter.sock", token=token, peer="counter")
+    await ref.call("add", 1, deadline_s=5.0)
+
+Invariants: every call ends, with a value, with the endpoint's own error, or with `DeadlineExceeded`, `PeerGone` or
+`Closed`. A call that nobody waits for any more (cancelled, past its deadline, its caller gone) is cancelled at the
+actor. At most `mailbox` calls run at once, and at most as many of one caller are on the way; the next ones wait at the
+caller, in order. A cancellation is always read, however full the mailbox is, and so are the questions that every actor
+answers by itself: `rondo.ping`, `rondo.waits`, `rondo.stacks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import orjson
+
+from rondo.runtime.errors import Closed, PeerGone, ProtocolError, Refused, describe, restore
+from rondo.runtime.transport import (
+    CALL,
+    CANCEL,
+    ERROR,
+    MAX_FRAME_BYTES,
+    REFUSAL,
+    REPLY,
+    WELCOME,
+    FrameProtocol,
+    Listener,
+    connect,
+    listen,
+    pack,
+    unpack,
+)
+from rondo.runtime.waits import PROCESS, Wait, waiting
+
+F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
+Endpoint = Callable[..., Coroutine[Any, Any, Any]]
+Arguments = tuple[list[Any], dict[str, Any]]
+Packed = tuple[bytes, list[memoryview]]
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+_INF = math.inf
+
+
+class Actor:
+    """Base of everything that is called from other processes. A subclass marks its coroutines with `@endpoint`."""
+
+
+def endpoint(function: F) -> F:
+    """Marks a coroutine function of an actor as callable from outside.
+
+    Arguments and results are JSON values, bytes and numpy arrays at any depth. The keywords `deadline_s` and `retry`
+    belong to the caller's side and cannot be parameters.
+    """
+    is_coroutine: bool = inspect.iscoroutinefunction(function)
+    if not is_coroutine or {"deadline_s", "retry"} & set(inspect.signature(function).parameters):
+        raise TypeError(
+            f"endpoint {function.__qualname__} must be `async def` without parameters named deadline_s or retry, "
+            f"got {inspect.signature(function)}. Change its definition"
+        )
+    function.__rondo_endpoint__ = True  # type: ignore[attr-defined]
+    return function
+
+
+# ---------------------------------------------------------------------------------------------- server
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """A server at one moment. Queued calls have arrived and wait for room in the mailbox."""
+
+    name: str
+    address: str
+    num_callers: int
+    num_running: int
+    num_queued: int
+    num_calls: int
+    num_errors: int
+
+
+async def serve(
+    actor: Actor,
+    address: str,
+    *,
+    token: str,
+    name: str,
+    mailbox: int = 4096,
+    max_frame_bytes: int = MAX_FRAME_BYTES,
+) -> Server:
+    """Serves an actor at "unix:/path" or "tcp:host:port" (port 0: the system chooses, see `Server.address`).
+
+    Raises Refused when the address is taken. Only callers that show `token` get in.
+    """
+    if mailbox < 1:
+        raise ValueError(f"mailbox must be at least 1, got {mailbox}. Leave it at its default")
+    server = Server(actor, token, name, mailbox, max_frame_bytes)
+    server._listener = await listen(address, lambda: _Caller(server))
+    server.address = server._listener.address
+    return server
+
+
+class Server:
+    """A served actor. Made by `serve`."""
+
+    address: str
+    _listener: Listener
+
+    def __init__(self, actor: Actor, token: str, name: str, mailbox: int, max_frame_bytes: int) -> None:
+        self.name = name
+        self.token = token
+        self.mailbox = mailbox
+        self.max_frame_bytes = max_frame_bytes
+        self._loop = asyncio.get_running_loop()
+        self._endpoints = _endpoints(actor)
+        self._callers: set[_Caller] = set()
+        self._queue: OrderedDict[tuple[_Caller, int], tuple[Endpoint, Arguments]] = OrderedDict()
+        self._num_running = 0
+        self._num_calls = 0
+        self._num_errors = 0
+        self._ended: asyncio.Future[None] | None = None
+
+    def close(self) -> asyncio.Future[None]:
+        """Stops listening, cancels every call and hangs up, all at once. Await the result to see the last call end."""
+        if self._ended is None:
+            self._ended = self._loop.create_future()
+            self._listener.close()
+            for caller in list(self._callers):
+                caller.hang_up()
+            self._settle()
+        return asyncio.shield(self._ended)
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        await self.close()
+
+    def stats(self) -> ServerStats:
+        counts = len(self._callers), self._num_running, len(self._queue), self._num_calls, self._num_errors
+        return ServerStats(self.name, self.address, *counts)
+
+    # For callers.
+
+    def joined(self, caller: _Caller) -> None:
+        if self._ended is not None:
+            caller.hang_up()
+        self._callers.add(caller)
+
+    def left(self, caller: _Caller) -> None:
+        self._callers.discard(caller)
+        self._settle()
+
+    def accept(self, caller: _Caller, call_id: int, name: str, arguments: Arguments) -> None:
+        """Begins a call, or queues it while the mailbox is full."""
+        self._num_calls += 1
+        method = self._endpoints.get(name)
+        if method is None:
+            self._answer_itself(caller, call_id, name)
+        elif self._num_running < self.mailbox:
+            self._begin(caller, call_id, method, arguments)
+        else:
+            caller.calls[call_id] = None
+            self._queue[caller, call_id] = method, arguments
+
+    def forget(self, caller: _Caller, call_id: int) -> None:
+        """Takes a queued call back."""
+        del caller.calls[call_id], self._queue[caller, call_id]
+
+    def _begin(self, caller: _Caller, call_id: int, method: Endpoint, arguments: Arguments) -> None:
+        self._num_running += 1
+        # The caller's table owns the task until it ends; close() waits for all of them. A TaskGroup would add a
+        # callback to each call and end with the first error.
+        caller.calls[call_id] = self._loop.create_task(self._run(caller, call_id, method, arguments))
+
+    async def _run(self, caller: _Caller, call_id: int, method: Endpoint, arguments: Arguments) -> None:
+        try:
+            caller.reply(call_id, *pack(await method(*arguments[0], **arguments[1])))
+        except asyncio.CancelledError as error:
+            caller.fail(call_id, error)
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever an endpoint raises belongs to its caller
+            self._num_errors += 1
+            caller.fail(call_id, error)
+        finally:
+            del caller.calls[call_id]
+            self._num_running -= 1
+            while self._queue and self._num_running < self.mailbox:
+                (next_caller, next_id), (next_method, next_arguments) = self._queue.popitem(last=False)
+                self._begin(next_caller, next_id, next_method, next_arguments)
+            if self._ended is not None:
+                self._settle()
+
+    def _settle(self) -> None:
+        ended = self._ended
+        if ended is not None and not ended.done() and not self._callers and not self._num_running:
+            ended.set_result(None)
+
+    def _answer_itself(self, caller: _Caller, call_id: int, name: str) -> None:
+        if name == "rondo.ping":
+            caller.reply(call_id, orjson.dumps({"name": self.name, "pid": os.getpid(), "waiter": PROCESS.waiter}))
+        elif name == "rondo.waits":
+            caller.reply(
+                call_id,
+                orjson.dumps({"waiter": PROCESS.waiter, "waits": PROCESS.pending(), "totals": PROCESS.totals()}),
+            )
+        elif name == "rondo.stacks":
+            caller.reply(call_id, orjson.dumps(stacks()))
+        else:
+            self._num_errors += 1
+            known = ", ".join(sorted(self._endpoints)) or "nothing"
+            caller.fail(call_id, ValueError(f"endpoint of {self.name} must be one of {known}, got {name!r}"))
+
+
+class _Caller(FrameProtocol):
+    """The server's end of one connection. `calls` holds the task of every call begun and None for every queued one."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__("an unknown caller", server.max_frame_bytes)
+        self._server = server
+        self.calls: dict[int, asyncio.Task[None] | None] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.joined(self)
+        self.expect_hello(self._server.token, self._welcome)
+
+    def _welcome(self) -> None:
+        server = self._server
+        facts = {"name": server.name, "window": server.mailbox, "max_frame_bytes": server.max_frame_bytes}
+        self.send(WELCOME, 0, orjson.dumps(facts))
+
+    def frame_received(self, kind: int, call_id: int, header: memoryview, buffers: Sequence[memoryview]) -> None:
+        if kind == CALL:
+            message = unpack(header, buffers)
+            if type(message) is not list or len(message) != 3 or list(map(type, message)) != [str, list, dict]:
+                raise ProtocolError("a call must be a list of name, arguments and keywords, got something else")
+            if call_id in self.calls or len(self.calls) >= self._server.mailbox:
+                raise ProtocolError(
+                    f"a caller must number its calls and have at most {self._server.mailbox} on the way, "
+                    f"got call {call_id} as number {len(self.calls) + 1}"
+                )
+            self._server.accept(self, call_id, message[0], (message[1], message[2]))
+        elif kind == CANCEL:
+            if call_id in self.calls:  # else it has ended meanwhile
+                self._cancel(call_id)
+        else:
+            raise ProtocolError(f"a caller must send calls and cancellations, got a frame of kind {kind}")
+
+    def reply(self, call_id: int, header: bytes, buffers: Sequence[memoryview] = ()) -> None:
+        """ValueError when the reply is larger than the caller takes; nothing is sent then."""
+        if self.open:
+            self.send(REPLY, call_id, header, buffers)
+
+    def fail(self, call_id: int, error: BaseException) -> None:
+        if self.open:
+            self.send(ERROR, call_id, orjson.dumps(describe(error)))
+
+    def hang_up(self) -> None:
+        self.open = False
+        self.transport.close()
+        self._cancel_all()
+
+    def lost(self, error: Exception | None) -> None:
+        self._cancel_all()
+        self._server.left(self)
+
+    def _cancel_all(self) -> None:
+        for call_id in list(self.calls):
+            self._cancel(call_id)
+
+    def _cancel(self, call_id: int) -> None:
+        task = self.calls[call_id]
+        if task is None:
+            self._server.forget(self, call_id)
+            self.fail(call_id, asyncio.CancelledError())
+        else:
+            # Behind the task's first step: a task cancelled before it never runs the `finally` that counts it out.
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+
+def _endpoints(actor: Actor) -> dict[str, Endpoint]:
+    names = [name for name in dir(type(actor)) if hasattr(getattr(type(actor), name), "__rondo_endpoint__")]
+    return {name: getattr(actor, name) for name in names}
+
+
+def stacks() -> str:
+    """The stacks of all threads of this process, then of the tasks of the running loop, as text."""
+    with os.fdopen(os.memfd_create("stacks"), "w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0, os.SEEK_END)
+        for task in asyncio.all_tasks():
+            task.print_stack(file=file)
+        file.seek(0)
+        return file.read()
+
+
+# ---------------------------------------------------------------------------------------------- caller
+
+
+@dataclass(frozen=True, slots=True)
+class RefStats:
+    """A reference at one moment. Calls on the way were sent and not answered; queued ones wait at this side."""
+
+    peer: str
+    connected: bool
+    num_calls: int
+    num_on_the_way: int
+    num_queued: int
+    num_connects: int
+
+
+class ActorRef:
+    """A reference to an actor elsewhere. Connects at the first call, and again after the peer came back.
+
+    Belongs to one event loop. `close` it, or use it as a context manager.
+    """
+
+    def __init__(self, address: str, *, token: str, peer: str, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.address = address
+        self.peer = peer
+        self._token = token
+        self._max_frame_bytes = max_frame_bytes
+        self._link: _Link | None = None
+        self.turn = asyncio.Lock()
+        self._num_queued = 0
+        self._num_calls = 0
+        self._num_connects = 0
+        self._closed = False
+        self._names: dict[str, str] = {}
+
+    async def call(
+        self, method: str, /, *arguments: Any, deadline_s: float | None = 60.0, retry: bool = False, **keywords: Any
+    ) -> Any:
+        """Calls an endpoint and gives its result.
+
+        Raises the endpoint's own error; DeadlineExceeded after `deadline_s` seconds, connecting and queueing included;
+        PeerGone when the peer is not there or leaves, after which the call may have run or not; Closed after `close`.
+        With `retry` PeerGone is tried again until the deadline: only for endpoints that give the same answer twice.
+        """
+        self._num_calls += 1
+        packed = pack((method, arguments, keywords))
+        name = self._names.get(method) or self._names.setdefault(method, f"call {method}")
+        left_s = deadline_s
+        link = self._link
+        if link is not None and link.free and not self._num_queued:
+            wait = PROCESS.begin(name, self.peer, deadline_s)
+            try:
+                return await link.ask(packed, wait)
+            except PeerGone as error:
+                if not retry or error.remote_traceback is not None:
+                    raise
+            finally:
+                PROCESS.end(wait)
+            left_s = None if deadline_s is None else wait.due - PROCESS.clock()
+        return await self._call_in_turn(packed, name, deadline_s, left_s, retry)
+
+    async def _call_in_turn(
+        self, packed: Packed, name: str, deadline_s: float | None, left_s: float | None, retry: bool
+    ) -> Any:
+        """The way of a call that finds no connection or no room, or that is repeated."""
+        last: PeerGone | None = None
+        pause_s = _FIRST_PAUSE_S
+        try:
+            async with waiting(name, peer=self.peer, deadline_s=left_s) as wait:
+                wait.deadline_s = deadline_s  # what the caller asked for, in the list and in errors
+                while True:
+                    try:
+                        return await (await self._send_in_turn(packed))
+                    except PeerGone as error:
+                        if not retry or error.remote_traceback is not None:
+                            raise  # the actor's own peer is gone: that is its answer
+                        last = error
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        except TimeoutError as error:
+            if last is not None:
+                error.add_note(f"Last attempt: {last}")
+            raise
+
+    async def _send_in_turn(self, packed: Packed) -> Awaitable[Any]:
+        self._num_queued += 1
+        try:
+            async with self.turn:
+                link = await self.ready()
+                return link.answer(*link.start(packed, None))
+        finally:
+            self._num_queued -= 1
+
+    async def ready(self) -> _Link:
+        """A connection with room for one more call. For `GroupRef`, which holds the turn."""
+        while True:
+            if self._closed:
+                raise Closed(f"the reference to {self.peer} must be open, got a call after close(). Make a new one")
+            link = self._link
+            if link is None or not link.open:
+                link = self._link = await self._connect()
+            if link.free:
+                return link
+            await link.freed()
+
+    async def _connect(self) -> _Link:
+        link = await connect(self.address, lambda: _Link(self.peer, self._token, self._max_frame_bytes))
+        try:
+            await link.welcomed
+        except BaseException:
+            link.close(None)
+            raise
+        self._num_connects += 1
+        if self._closed:
+            link.close(None)
+        return link
+
+    def close(self) -> None:
+        """Hangs up. Calls on the way and later ones raise Closed; the actor cancels what was running."""
+        self._closed = True
+        if self._link is not None:
+            self._link.close(Closed(f"the reference to {self.peer} must be open to answer, got closed"))
+            self._link = None
+
+    def __enter__(self) -> ActorRef:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def stats(self) -> RefStats:
+        link = self._link
+        connected = link is not None and link.open
+        num_on_the_way = link.num_on_the_way if link is not None else 0
+        return RefStats(self.peer, connected, self._num_calls, num_on_the_way, self._num_queued, self._num_connects)
+
+
+class _Link(FrameProtocol):
+    """The caller's end of one connection. One timer serves the deadlines of all its calls."""
+
+    def __init__(self, peer: str, token: str, max_frame_bytes: int) -> None:
+        super().__init__(peer, max_frame_bytes)
+        self._token = token
+        self._loop = asyncio.get_running_loop()
+        self.welcomed: asyncio.Future[None] = self._loop.create_future()
+        self.num_on_the_way = 0
+        self._window = 0
+        self._last_id = 0
+        self._pending: dict[int, tuple[asyncio.Future[Any], Wait | None]] = {}
+        self._error: Exception | None = None
+        self._free_waiters: list[asyncio.Future[None]] = []
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_due = _INF
+
+    @property
+    def free(self) -> bool:
+        """Whether one more call may be sent now."""
+        return self.num_on_the_way < self._window and not self.paused and self.open
+
+    async def freed(self) -> None:
+        """Waits until there may be room. Raises PeerGone when the connection ends first."""
+        waiter = self._loop.create_future()
+        self._free_waiters.append(waiter)
+        await waiter
+
+    def start(self, packed: Packed, wait: Wait | None) -> tuple[int, asyncio.Future[Any]]:
+        """Sends a call. `wait` carries a deadline for this connection to watch, if any."""
+        self._last_id = call_id = self._last_id + 1
+        self.send(CALL, call_id, *packed)
+        self.num_on_the_way += 1
+        future = self._loop.create_future()
+        self._pending[call_id] = (future, wait)
+        if wait is not None and wait.due < self._alarm_due:
+            self._set_alarm(wait.due)
+        return call_id, future
+
+    async def answer(self, call_id: int, future: asyncio.Future[Any]) -> Any:
+        """Waits for the result of a started call; a cancellation travels."""
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.abandon(call_id)
+            raise
+
+    async def ask(self, packed: Packed, wait: Wait) -> Any:
+        """`start` and `answer` in one."""
+        return await self.answer(*self.start(packed, wait))
+
+    def abandon(self, call_id: int) -> None:
+        """Cancels a call at the actor. Its room is free again when the actor has answered."""
+        if self._pending.pop(call_id, None) is not None and self.open:
+            self.send(CANCEL, call_id, b"")
+
+    def close(self, error: Exception | None) -> None:
+        self._error = self._error or error
+        self.open = False
+        self.transport.close()
+        self._fail_all()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.say_hello(self._token, PROCESS.waiter)
+
+    def frame_received(self, kind: int, call_id: int, header: memoryview, buffers: Sequence[memoryview]) -> None:
+        if kind in (REPLY, ERROR):
+            self.num_on_the_way -= 1
+            if self._free_waiters:
+                self.resumed()
+            call = self._pending.pop(call_id, None)
+            if call is None or call[0].done():
+                return  # cancelled meanwhile: nobody waits for it
+            if kind == REPLY:
+                call[0].set_result(unpack(header, buffers))
+            else:
+                call[0].set_exception(self._restored(header))
+        elif kind == WELCOME:
+            facts = unpack(header, ())
+            self._window, self.peer_max_frame_bytes = facts["window"], facts["max_frame_bytes"]
+            if not self.welcomed.done():
+                self.welcomed.set_result(None)
+        elif kind == REFUSAL:
+            name, text = unpack(header, ())
+            self.close((Refused if name == "Refused" else ProtocolError)(f"{self.peer} refused: {text}"))
+        else:
+            raise ProtocolError(f"an actor must send replies, got a frame of kind {kind}")
+
+    def refuse(self, error: Exception) -> None:
+        self.close(error)
+
+    def lost(self, error: Exception | None) -> None:
+        self._error = self._error or PeerGone(
+            f"{self.peer} must stay until it has answered, got a closed connection{f' ({error})' if error else ''}. "
+            "The call may have run: repeat it if that does no harm"
+        )
+        self._fail_all()
+
+    def resumed(self) -> None:
+        waiters, self._free_waiters = self._free_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _restored(self, header: memoryview) -> Exception:
+        try:
+            return restore(orjson.loads(header), self.peer)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ProtocolError(f"an error must arrive as its description, got {error!r}") from error
+
+    def _fail_all(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        futures: list[asyncio.Future[Any]] = [future for future, _ in self._pending.values()]
+        futures += [self.welcomed, *self._free_waiters]
+        self._pending.clear()
+        self._free_waiters.clear()
+        for future in futures:
+            if not future.done():
+                if self._error is None:
+                    future.cancel()
+                else:
+                    future.set_exception(type(self._error)(*self._error.args))
+                    future.exception()  # seen: nobody may be left to ask, and that is no news
+
+    def _set_alarm(self, due: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_due = due
+        self._alarm = None
+        if due != _INF:
+            self._alarm = self._loop.call_later(max(0.0, due - PROCESS.clock()), self._ring)
+
+    def _ring(self) -> None:
+        late = PROCESS.clock() + 1e-3  # the loop's clock counts whole milliseconds
+        for call_id, (future, wait) in list(self._pending.items()):
+            if wait is not None and wait.due <= late:
+                self.abandon(call_id)
+                if not future.done():
+                    future.set_exception(PROCESS.exceeded(wait))
+        self._set_alarm(min((wait.due for _, wait in self._pending.values() if wait is not None), default=_INF))
+
+
+class GroupRef:
+    """References to all ranks of a group. A call goes to all of them or, where one is not there, to none.
+
+    Calls of one `GroupRef` reach every rank in the same order, whichever tasks make them.
+    """
+
+    def __init__(self, refs: Sequence[ActorRef], *, peer: str | None = None) -> None:
+        if not refs or len(set(refs)) != len(refs):
+            raise ValueError(f"a GroupRef must have one reference a rank, got {len(refs)}, {len(set(refs))} different")
+        self.refs = tuple(refs)
+        self.peer = peer or ", ".join(ref.peer for ref in self.refs)
+        self._order = asyncio.Lock()
+
+    async def call(
+        self, method: str, /, *arguments: Any, deadline_s: float | None = 60.0, **keywords: Any
+    ) -> list[Any]:
+        """The results of all ranks, in rank order. The first error is raised, and cancels the call at the others."""
+        packed = pack((method, arguments, keywords))
+        async with waiting(f"call {method}", peer=self.peer, deadline_s=deadline_s) as wait:
+            links: list[_Link] = []
+            started: list[tuple[int, asyncio.Future[Any]]] = []
+            try:
+                async with self._order:
+                    links = await self._all_ready()
+                    for link in links:
+                        started.append(link.start(packed, None))
+                return await asyncio.gather(*[future for _, future in started])
+            except asyncio.CancelledError:
+                futures = [future for _, future in started]
+                silent = [ref.peer for ref, future in zip(self.refs, futures, strict=False) if _unanswered(future)]
+                wait.peer = ", ".join(silent) or self.peer
+                raise
+            finally:
+                for link, (call_id, future) in zip(links, started, strict=False):
+                    if _unanswered(future):
+                        future.cancel()
+                        link.abandon(call_id)
+
+    async def _all_ready(self) -> list[_Link]:
+        """The links of all ranks, each with room for a call at this moment."""
+        while True:
+            async with contextlib.AsyncExitStack() as turns:
+                # In one order for all groups: two that share ranks must not hold one turn and wait for the other.
+                for ref in sorted(self.refs, key=id):
+                    await turns.enter_async_context(ref.turn)
+                links = [await ref.ready() for ref in self.refs]
+            if all(link.free for link in links):
+                return links
+
+    def close(self) -> None:
+        for ref in self.refs:
+            ref.close()
+
+
+def _unanswered(future: asyncio.Future[Any]) -> bool:
+    return not future.done() or future.cancelled()

@@ -1,0 +1,71 @@
+"""Which checkpoints of a run are whole, without reading them.
+
+Owns the names, the marker and the rotation of `checkpoints/step_000050/`; not what lies inside (`models/checkpoint.py`).
+Light, since the coordinator and the command line ask too.
+
+Invariant: a folder counts only with its `COMPLETE` marker, which is written last, after everything else is on the disk; so a
+half-written checkpoint is never picked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+MARKER = "COMPLETE"
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+def folder_of(checkpoints: Path, version: int) -> Path:
+    return checkpoints / f"step_{version:06d}"
+
+
+def version_of(folder: Path) -> int:
+    """The policy version of a checkpoint's folder. ValueError for other folders."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"a checkpoint's folder must be named step_000050 or so, got {folder.name}.")
+    return int(match[1])
+
+
+def publish(aside: Path, folder: Path) -> None:
+    """Make what was written in `aside` the checkpoint `folder`: flush it, rename it, mark it."""
+    for path in sorted(aside.rglob("*")):
+        _flush(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
+    _flush(folder.parent)
+    marker = folder / MARKER
+    marker.write_text(f"{version_of(folder)}\n")
+    _flush(marker)
+    _flush(folder)
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MARKER).is_file()]
+    return sorted(found, key=version_of)
+
+
+def newest_complete(checkpoints: Path) -> Path | None:
+    return next(reversed(complete(checkpoints)), None)
+
+
+def rotate(checkpoints: Path, keep: int) -> None:
+    """Remove whole checkpoints but the newest `keep`, marker first, so that a half-removed one does not count."""
+    for folder in complete(checkpoints)[:-keep]:
+        (folder / MARKER).unlink()
+        shutil.rmtree(folder)
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

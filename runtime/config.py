@@ -1,0 +1,58 @@
+"""Settings of what every process stands on: how failures are found and answered, and where the admin endpoint listens.
+
+Owns `SupervisionConfig` and `AdminConfig`. Does not own their use: `supervision.py` and `admin.py` do.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from rondo.runtime.section import Section
+
+
+class SupervisionConfig(Section):
+    """When a process counts as dead, and how often its role group may start again."""
+
+    max_restarts: int = Field(3, ge=0)
+    """Restarts of one role group within `restart_window_s`; one more is a global restart."""
+    restart_window_s: float = Field(600.0, gt=0)
+    max_global_restarts: int = Field(3, ge=0)
+    """Restarts of the whole run from its last checkpoint; one more ends it with the first cause."""
+    silence_s: float = Field(15.0, gt=0)
+    """A worker whose loop has not beaten for so long is killed and started again."""
+    grace_s: float = Field(20.0, ge=0)
+    """Time to save and leave after a stop was asked for; then SIGKILL."""
+    no_progress_s: float = Field(600.0, gt=0)
+    """Without a committed group or step for so long, all stacks are dumped and the waiting is reported."""
+
+
+class AdminConfig(Section):
+    """Where the admin endpoint listens. Reading is open on loopback; control, and any other address, need a token."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """0 takes a free port; `rondo status` and the run's first line say which."""
+    token_file: Path | None = None
+    """A file (mode 0600) with the token to show. Without it control needs the run's own token, in the run directory."""
+
+    @model_validator(mode="after")
+    def _other_addresses_need_a_token(self) -> AdminConfig:
+        if not is_loopback(self.host) and self.token_file is None:
+            raise ValueError(
+                f"admin.token_file must be set when admin.host is not loopback, got host {self.host!r} without a token. "
+                "Set admin.token_file to a file with mode 0600, or admin.host to '127.0.0.1'"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,151 @@
+"""The tree of errors, and how an error crosses a wire.
+
+Owns every error type that rondo raises on purpose, and the two functions that turn an error into JSON and back. Does
+not own who catches what. Each type is also a standard one, so that `except TimeoutError` keeps working. Texts read
+`<what> must <rule>, got <value>. <what to do>`.
+
+Invariant: an error of this tree, or one of the builtins in `TRAVELLERS`, arrives at the caller as its own type; a
+subclass of an error of this tree arrives as its nearest type here; anything else arrives as `RemoteError`, which names
+the type. All of them carry `remote_traceback`, also as a note, so that an ordinary traceback shows both sides.
+
+    restore(describe(Refused("epoch must be 4, got 3. Ask for a new lease")), peer="coordinator")  # a Refused
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+MAX_TEXT = 64 * 1024
+"""Characters of a message or traceback that travel; the rest is cut in the middle."""
+
+
+class RondoError(Exception):
+    """Root of the tree. `remote_traceback` is the other side's traceback when the error came over a wire, else None."""
+
+    remote_traceback: str | None = None
+
+
+class ConfigError(RondoError, ValueError):
+    """A setting, or something a user handed in, breaks a rule."""
+
+
+class DeadlineExceeded(RondoError, TimeoutError):
+    """The wait `name` of `waiter` for `peer` lasted longer than `deadline_s` seconds."""
+
+    def __init__(self, name: str, waiter: str, peer: str, deadline_s: float) -> None:
+        super().__init__(
+            f"wait {name!r} of {waiter!r} for {peer!r} must end within {deadline_s:g} s, got no end. "
+            f"Look at what {peer!r} waits for, or raise the deadline"
+        )
+        self.name = name
+        self.waiter = waiter
+        self.peer = peer
+        self.deadline_s = deadline_s
+
+
+class PeerGone(RondoError, ConnectionError):
+    """The other side is not there, or left before it answered. The call may have run: repeat it only if idempotent."""
+
+
+class ProtocolError(RondoError, ConnectionError):
+    """The other side broke the wire protocol, or speaks another version of it."""
+
+
+class Closed(RondoError, RuntimeError):
+    """What was asked is closed, and stays closed."""
+
+
+class Refused(RondoError, RuntimeError):
+    """The other side understood and said no: a late epoch, another attempt, a wrong token."""
+
+
+class RemoteError(RondoError, RuntimeError):
+    """An error of the other side whose type does not travel; `type_name` names it."""
+
+    def __init__(self, type_name: str, message: str, remote_traceback: str | None = None) -> None:
+        super().__init__(f"{type_name}: {message}" if message else type_name)
+        self.type_name = type_name
+        self.message = message
+        self.remote_traceback = remote_traceback
+
+
+class CorruptData(RondoError, ValueError):
+    """Bytes that do not match their checksum, or a record that was never finished."""
+
+
+class OutOfSpace(RondoError, MemoryError):
+    """A bounded memory is full."""
+
+
+class WorkerDied(RondoError, RuntimeError):
+    """A process that worked for us ended before its time."""
+
+
+TRAVELLERS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        RondoError, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Closed, Refused, RemoteError, CorruptData,
+        OutOfSpace, WorkerDied, ValueError, KeyError, TypeError, TimeoutError,
+    )
+}  # fmt: skip
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """The error as JSON values: its type, what its constructor needs, and its traceback with causes."""
+    kind = type(error)
+    text = _cut("".join(traceback.format_exception(error)))
+    if TRAVELLERS.get(kind.__name__) is not kind:
+        nearest = next((base for base in kind.__mro__ if base in TRAVELLERS.values()), None)
+        if nearest is None or not issubclass(nearest, RondoError):
+            return {"type": "RemoteError", "args": [_qualified(kind), _message(error)], "traceback": text}
+        kind = nearest
+    if isinstance(error, DeadlineExceeded):
+        arguments: list[Any] = [error.name, error.waiter, error.peer, error.deadline_s]
+    elif isinstance(error, RemoteError):
+        arguments = [error.type_name, error.message]
+    elif kind is type(error):
+        arguments = [_plain(argument) for argument in error.args]
+    else:
+        arguments = [_message(error)]
+    return {"type": kind.__name__, "args": arguments, "traceback": text}
+
+
+def restore(described: dict[str, Any], peer: str) -> Exception:
+    """The error that `describe` described, as raised by `peer`."""
+    kind = TRAVELLERS.get(described["type"])
+    if kind is None:  # a peer of another build knows a type that this one does not
+        kind, arguments = RemoteError, [described["type"], " ".join(map(str, described["args"]))]
+    else:
+        arguments = described["args"]
+    error = kind(*arguments)
+    text = described["traceback"]
+    error.remote_traceback = text  # type: ignore[attr-defined]  # builtins take attributes too
+    error.add_note(f"Remote traceback ({peer}):\n{text}")
+    return error
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return _cut(str(error))
+    except Exception as failure:  # noqa: BLE001  # an error whose text fails must still arrive
+        return f"<its text failed with {_qualified(type(failure))}>"
+
+
+def _qualified(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _plain(argument: object) -> str | int | float | bool | None:
+    if argument is None or isinstance(argument, (bool, float)):
+        return argument
+    if isinstance(argument, int) and -(2**53) < argument < 2**53:
+        return argument
+    return _cut(argument if isinstance(argument, str) else repr(argument))
+
+
+def _cut(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]}\n... {len(text) - MAX_TEXT} characters cut ...\n{text[-MAX_TEXT // 2 :]}"
+    # A lone surrogate has no UTF-8 form, and a message must never be the reason that an error does not arrive.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

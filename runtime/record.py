@@ -1,0 +1,104 @@
+"""Record: what a run writes down while it lasts. JSONL files, and log lines of `key=value`.
+
+Owns the form of a line and that it is written whole. Does not own what is worth a line. Invariant: one record is one
+`write(2)` with O_APPEND, so records of several processes never mix and a killed writer leaves whole lines.
+
+    with JsonLines(run / "events.jsonl") as events:
+        events.write({"kind": "died", "group": "actor-0"})      # {"time":1760000000.5,"kind":"died","group":"actor-0"}
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+
+
+class JsonLines:
+    """Appends records to a file. `clock` gives the seconds since the epoch for the "time" of a record without one."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._clock = clock
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends one record and returns it with its time. OSError when the file cannot take all of it."""
+        timed = {"time": self._clock(), **record}
+        line = orjson.dumps(timed, option=_OPTIONS)
+        written = os.write(self._fd, line)
+        if written != len(line):
+            raise OSError(f"a record must be written whole to {self.path}, got {written} of {len(line)} bytes")
+        return timed
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def pairs(fields: Mapping[str, object]) -> str:
+    """`key=value` text. Texts with spaces, quotes or nothing in them are quoted; floats have six digits."""
+    return " ".join(f"{name}={_value(value)}" for name, value in fields.items())
+
+
+class KeyValueFormatter(logging.Formatter):
+    """One line a record: time, level, logger, the process's own fields, the message, then `extra={"fields": {...}}`."""
+
+    def __init__(self, process_fields: Mapping[str, object]) -> None:
+        super().__init__()
+        self._process_fields = pairs(process_fields)
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+        parts = [f"time={moment}.{record.msecs:03.0f}", f"level={record.levelname.lower()}", f"logger={record.name}"]
+        parts += [self._process_fields, f"message={_value(record.getMessage())}"]
+        parts.append(pairs(getattr(record, "fields", {})))
+        line = " ".join(part for part in parts if part)
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def log_to_stderr(process_fields: Mapping[str, object], level: int = logging.INFO) -> None:
+    """Sends this process's log to stderr as `key=value` lines; whoever started the process keeps stderr in a file."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(KeyValueFormatter(process_fields))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def last_lines(path: Path, num_lines: int = 30, num_bytes: int = 64 * 1024) -> tuple[str, ...]:
+    """The end of a log, for the report of a failure; empty when there is no such file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes))
+            text = file.read(num_bytes).decode(errors="replace")
+    except FileNotFoundError:
+        return ()
+    return tuple(line for line in text.splitlines() if line.strip())[-num_lines:]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    if not text or any(character.isspace() or character in "\"'=" for character in text):
+        return orjson.dumps(text).decode()
+    return text

@@ -1,0 +1,127 @@
+"""Section: one frozen, validated part of a run's settings, and the plain words for what is wrong with it.
+
+Owns how settings are declared and how mistakes are told. Does not own any setting: each lives beside the code that
+uses it. Unknown fields are refused with the nearest known name; nothing is clamped or ignored.
+
+    class TrainConfig(Section):
+        lr: float = Field(1e-6, gt=0)
+
+    TrainConfig(lr=-1)   ->  pydantic.ValidationError, which `explain` turns into
+    train.lr must be greater than 0, got -1. Change it in quickstart.py.
+
+A validator raises `ValueError("must <rule>, got <value>. <what to do>")`: the field's path is put in front. A model
+validator that names two settings writes the whole sentence, which stays as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import as_reference
+
+FunctionRef = Annotated[str, BeforeValidator(as_reference)]
+"""A function in the settings: given as the function itself or as 'module:function' / 'file.py:function', kept as text."""
+
+_SHOWN_CHARACTERS = 80
+
+
+class Section(BaseModel):
+    """Base of all settings. Frozen, refuses unknown fields, checks defaults too; `model_copy` is not for changing it."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigError:
+    """All mistakes of `error`, one line each. `source` says where to change them; `prefix` is the path of the section."""
+    title = _section_named(error.title)
+    lines = []
+    for item in error.errors():
+        names = _path(item, title)
+        path = ".".join([prefix, *names] if prefix else names) or error.title
+        lines.append(_sentence(path, item, title, source))
+    return ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """"Did you mean 'x'?" when a known name is near, else the list of known names."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"Did you mean {matches[0]!r}?" if matches else f"Known: {', '.join(sorted(known))}."
+
+
+def show_value(value: object) -> str:
+    """A value as text, cut to one short line."""
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def field_section(owner: type[BaseModel], name: str) -> type[Section] | None:
+    """The section type that a field of `owner` holds (also inside a tuple or an option), or None."""
+    field = owner.model_fields.get(name)
+    return next(_sections_in(field.annotation), None) if field is not None else None
+
+
+def _sentence(path: str, item: Any, title: type[Section] | None, source: str) -> str:
+    kind, value = item["type"], show_value(item["input"])
+    where = f"Change it in {source}."
+    if kind == "extra_forbidden":
+        owner = _owner(item["loc"], title)
+        name = str(item["loc"][-1])
+        hint = nearest(name, list(owner.model_fields)) if owner is not None else where
+        label = owner.__name__ if owner is not None else "its section"
+        return f"{path} must be a field of {label}, got an unknown name. {hint}"
+    if kind == "missing":
+        return f"{path} must be set, got nothing. Set it in {source}."
+    if kind in ("value_error", "assertion_error"):
+        text = str(item["ctx"]["error"])
+        text = f"{path} {text}" if text.startswith("must ") else text
+        return text if text.endswith((".", "?")) else text + "."
+    rule = item["msg"].removeprefix("Input should ")
+    if rule == item["msg"]:
+        return f"{path} must be valid, got {value} ({rule}). {where}"
+    return f"{path} must {rule.partition(', unable to')[0]}, got {value}. {where}"
+
+
+def _path(item: Any, title: type[Section] | None) -> list[str]:
+    """The names and indices on the way to a mistake; pydantic's tags for the branches of a union are left out."""
+    names: list[str] = []
+    owner: type[BaseModel] | None = title
+    for part in item["loc"]:
+        known = title is None or (owner is not None and (part in owner.model_fields or item["type"] == "extra_forbidden"))
+        if isinstance(part, int):
+            names.append(str(part))
+        elif known:
+            names.append(part)
+            owner = field_section(owner, part) if owner is not None else None
+    return names
+
+
+def _owner(loc: tuple[int | str, ...], title: type[Section] | None) -> type[BaseModel] | None:
+    owner: type[BaseModel] | None = title
+    for part in loc[:-1]:
+        if owner is not None and isinstance(part, str) and part in owner.model_fields:
+            owner = field_section(owner, part)
+    return owner
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, Section):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_in(argument)
+
+
+def _section_named(name: str) -> type[Section] | None:
+    pending: list[type[Section]] = [Section]
+    while pending:
+        found = pending.pop()
+        if found.__name__ == name:
+            return found
+        pending.extend(found.__subclasses__())
+    return None

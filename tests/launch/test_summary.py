@@ -1,0 +1,132 @@
+"""The summary: what is read from a run's files, and that the table says the same."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rondo.launch.records import evaluation_records, read_records, step_records
+from rondo.launch.summary import Summary, print_table, read, staleness_histogram, summarize, waits_by_role, write
+from rondo.runtime.errors import CorruptData
+
+
+def step(number: int, time: float, reward: float = 0.5, **more: Any) -> dict[str, Any]:
+    return {"time": time, "source": "actor-0", "kind": "metrics", "step": number, "reward_mean": reward, **more}
+
+
+def evaluation(version: int, reward: float) -> dict[str, Any]:
+    return {
+        "time": 0.0,
+        "source": "rollout-0",
+        "kind": "metrics",
+        "evaluation": {"version": version, "reward": reward, "num_prompts": 8},
+    }
+
+
+def run_with(folder: Path, records: Iterable[dict[str, Any]]) -> Path:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_rewards_before_and_after_are_those_of_the_first_and_last_version(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [evaluation(0, 0.1), step(0, 105.0), step(1, 106.0), evaluation(2, 0.7)])
+    summary = summarize(run, exit_code=0, wall_s=9.5, started=100.0)
+    assert (summary.reward_before, summary.reward_after) == (0.1, 0.7)
+    assert (summary.steps, summary.first_step_s, summary.wall_s) == (2, 5.0, 9.5)
+
+
+def test_one_evaluation_says_nothing_about_after(tmp_path: Path) -> None:
+    summary = summarize(run_with(tmp_path, [evaluation(0, 0.1)]), exit_code=75, wall_s=1.0)
+    assert (summary.reward_before, summary.reward_after, summary.steps) == (0.1, None, 0)
+
+
+def test_a_step_that_ran_again_counts_once_and_as_its_last_run(tmp_path: Path) -> None:
+    first = step(1, 2.0, reward=0.2, staleness_histogram={"0": 4})
+    again = step(1, 3.0, reward=0.3, staleness_histogram={"0": 1, "1": 3})
+    run = run_with(tmp_path, [step(0, 1.0, staleness_histogram={"0": 4}), first, again])
+    steps = step_records(run / "metrics.jsonl")
+    assert [record["reward_mean"] for record in steps] == [0.5, 0.3]
+    assert staleness_histogram(steps) == {"0": 5, "1": 3}
+
+
+def test_waits_of_a_process_that_was_replaced_stay_counted() -> None:
+    def record(source: str, seconds: float) -> dict[str, Any]:
+        return {"source": source, "waits_s": {"weights": seconds}}
+
+    records = [record("rollout-0", 2.0), record("rollout-0", 5.0), record("rollout-0", 1.0), record("rollout-1", 4.0)]
+    assert waits_by_role(iter(records)) == {"rollout": {"weights": 10.0}}
+
+
+def test_the_file_is_the_same_as_the_summary(tmp_path: Path) -> None:
+    summary = summarize(
+        run_with(tmp_path, [step(0, 1.0)]),
+        exit_code=1,
+        wall_s=3.0,
+        restarts={"actor": 2},
+        recovery_s={"actor": 4.25},
+        first_cause="actor-0 rank 0 ended with signal 9",
+    )
+    assert read(tmp_path) is None
+    write(tmp_path, summary)
+    assert read(tmp_path) == summary
+
+
+def test_the_lines_off_a_terminal_hold_every_figure() -> None:
+    summary = Summary(
+        name="demo",
+        exit_code=0,
+        attempt=0,
+        steps=40,
+        wall_s=61.23,
+        reward_before=0.0312,
+        reward_after=0.9,
+        samples_admitted=640,
+        samples_trained=640,
+        samples_lost=0,
+        samples_trained_twice=0,
+        restarts={"actor": 1},
+        recovery_s={"actor": 4.25},
+        waits_s={"actor": {"round": 1.0, "commit": 2.0}},
+    )
+    text = io.StringIO()
+    print_table(summary, Console(file=text, width=20))
+    assert [line.split() for line in text.getvalue().splitlines()] == [
+        ["reward_before", "0.031"],
+        ["reward_after", "0.900"],
+        ["steps", "40"],
+        ["samples_admitted", "640"],
+        ["samples_trained", "640"],
+        ["samples_lost", "0"],
+        ["samples_trained_twice", "0"],
+        ["restarts", "actor=1"],
+        ["recovery_s", "actor=4.2"],
+        ["wall_s", "61.2"],
+        ["waits_s.actor", "commit=2.0", "round=1.0"],
+        ["exit_code", "0"],
+    ]
+
+
+def test_the_table_on_a_terminal_holds_the_first_cause() -> None:
+    text = io.StringIO()
+    summary = Summary(name="demo", exit_code=1, attempt=0, steps=0, wall_s=1.0, first_cause="actor-0: killed [9]")
+    print_table(summary, Console(file=text, width=80, force_terminal=True))
+    assert "actor-0: killed [9]" in text.getvalue()
+
+
+def test_a_line_that_a_killed_process_left_half_written_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps(evaluation(0, 0.5)) + '\n{"time": 1.0, "st')
+    assert [record["version"] for record in evaluation_records(file)] == [0]
+
+
+def test_a_broken_line_in_the_middle_is_told_with_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
+    with pytest.raises(CorruptData, match=r"metrics.jsonl:2 must be a line of JSON"):
+        list(read_records(file))

@@ -1,0 +1,146 @@
+"""Settings: what is refused, and the exact words for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import Field, ValidationError, model_validator
+
+from rondo.runtime.config import AdminConfig
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import as_reference, load_reference
+from rondo.runtime.section import FunctionRef, Section, explain
+
+
+class Inner(Section):
+    speed: float = Field(1.0, gt=0)
+    kind: Literal["fast", "slow"] = "fast"
+    function: FunctionRef | None = None
+
+    @model_validator(mode="after")
+    def _slow_is_below_ten(self) -> Inner:
+        if self.kind == "slow" and self.speed >= 10:
+            raise ValueError(f"inner.speed must be below 10 when inner.kind is 'slow', got {self.speed}. Lower it")
+        return self
+
+
+class Outer(Section):
+    count: int = Field(ge=1)
+    inner: Inner = Inner()
+    many: tuple[Inner, ...] = ()
+
+
+def told(kind: type[Section] = Outer, prefix: str = "", **values: object) -> str:
+    with pytest.raises(ValidationError) as caught:
+        kind(**values)
+    return str(explain(caught.value, "run.py", prefix))
+
+
+def test_a_value_that_breaks_a_rule_is_told_with_its_path_rule_value_and_place() -> None:
+    assert told(count=0) == "count must be greater than or equal to 1, got 0. Change it in run.py."
+
+
+def test_a_misspelt_field_is_told_with_the_nearest_name() -> None:
+    text = told(count=1, inner={"sped": 2.0})
+    assert text == "inner.sped must be a field of Inner, got an unknown name. Did you mean 'speed'?"
+
+
+def test_a_field_that_is_near_to_none_is_told_with_all_known_names() -> None:
+    text = told(count=1, inner={"colour": "red"})
+    assert text == "inner.colour must be a field of Inner, got an unknown name. Known: function, kind, speed."
+
+
+def test_a_missing_field_is_told() -> None:
+    assert told() == "count must be set, got nothing. Set it in run.py."
+
+
+def test_a_mistake_inside_a_tuple_is_told_with_its_index() -> None:
+    text = told(count=1, many=[{}, {"kind": "medium"}])
+    assert text == "many.1.kind must be 'fast' or 'slow', got 'medium'. Change it in run.py."
+
+
+def test_every_mistake_has_one_line() -> None:
+    text = told(count=0, inner={"speed": -1, "sped": 1})
+    assert len(text.splitlines()) == 3
+
+
+def test_a_rule_between_two_settings_keeps_its_own_words() -> None:
+    text = told(count=1, inner={"kind": "slow", "speed": 12})
+    assert text == "inner.speed must be below 10 when inner.kind is 'slow', got 12.0. Lower it."
+
+
+def test_a_section_that_is_built_alone_is_told_with_its_prefix() -> None:
+    assert told(Inner, "inner", speed=-1) == "inner.speed must be greater than 0, got -1. Change it in run.py."
+
+
+def test_a_number_that_is_not_finite_is_refused() -> None:
+    assert told(count=1, inner={"speed": float("inf")}).startswith("inner.speed must be a finite number, got inf.")
+
+
+def test_a_section_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Outer(count=1).count = 2  # type: ignore[misc]
+
+
+def test_a_function_becomes_its_reference_and_comes_back_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def exact(response, label):\n    return float(response == label)\n")
+    function = load_reference(f"{file}:exact", "reward.function")
+    reference = Inner(function=function).function
+    assert reference == f"{file}:exact"
+    assert load_reference(reference, "reward.function") is function
+
+
+def test_a_function_of_an_installed_module_is_named_by_the_module() -> None:
+    assert as_reference(as_reference) == "rondo.runtime.reference:as_reference"
+
+
+def test_a_lambda_is_refused_since_no_other_process_could_find_it() -> None:
+    text = told(Inner, "inner", function=lambda: 1)
+    assert text.startswith("inner.function must be a function defined at the top of a module, got ")
+    assert text.endswith("give it a `def` of its own.")
+
+
+def test_text_that_names_no_function_is_refused() -> None:
+    assert told(Inner, "", function="rewards") == (
+        "function must look like 'module:function' or 'file.py:function', got 'rewards'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        ("{file}:exct", "reward.function must name a function of {file}, got 'exct'. Did you mean 'exact'?"),
+        ("{file}.py:exact", "reward.function must name a file that exists, got '{file}.py:exact'. Check the path"),
+        ("no_such_module_here:f", "reward.function must name a function that can be imported, got 'no_such_module_here:f'"),
+    ],
+)
+def test_a_reference_to_nothing_is_told(tmp_path: Path, reference: str, text: str) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def exact(response, label):\n    return 1.0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_reference(reference.format(file=file), "reward.function")
+    assert str(caught.value).startswith(text.format(file=file))
+
+
+def test_a_file_can_import_its_neighbours_and_leaves_the_import_path_as_it_was(tmp_path: Path) -> None:
+    import sys
+
+    (tmp_path / "neighbour_of_rewards.py").write_text("VALUE = 3\n")
+    (tmp_path / "rewards.py").write_text("import neighbour_of_rewards as n\n\n\ndef value():\n    return n.VALUE\n")
+    before = list(sys.path)
+    assert load_reference(f"{tmp_path}/rewards.py:value", "x")() == 3
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_the_admin_endpoint_on_loopback_needs_no_token_file(host: str) -> None:
+    assert AdminConfig(host=host).token_file is None
+
+
+def test_the_admin_endpoint_elsewhere_needs_a_token_file() -> None:
+    assert told(AdminConfig, "admin", host="0.0.0.0").startswith(
+        "admin.token_file must be set when admin.host is not loopback, got host '0.0.0.0' without a token."
+    )

@@ -1,0 +1,86 @@
+"""What holds for the whole house: imports run one way, light modules stay light, the package lists every folder."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BELOW = {
+    "runtime": set(),
+    "models": {"runtime"},
+    "comm": {"runtime"},
+    "roles": {"models", "comm", "runtime"},
+    "launch": {"roles", "models", "comm", "runtime"},
+}
+LIGHT = (
+    "rondo.runtime.supervisor",
+    "rondo.runtime.admin",
+    "rondo.comm.serve",
+    "rondo.comm.bus",
+    "rondo.roles.rollout.reward_worker",
+    "rondo.launch.cli",
+    "rondo.launch.train",
+)
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imported_folders(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "rondo" else [node.module]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("rondo.")}
+    return found
+
+
+@pytest.mark.parametrize("folder", BELOW)
+def test_imports_run_one_way(folder: str) -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): sorted(upward)
+        for path in sources(folder)
+        if (upward := imported_folders(path) - BELOW[folder] - {folder})
+    }
+    assert wrong == {}
+
+
+def test_the_package_lists_every_folder_with_code() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    present = {
+        "rondo." + str(path.parent.relative_to(ROOT)).replace("/", ".") for folder in BELOW for path in sources(folder)
+    }
+    assert present == listed
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_neither_torch_nor_transformers(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_nothing_is_pickled() -> None:
+    users = {
+        str(path.relative_to(ROOT))
+        for folder in BELOW
+        for path in sources(folder)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and {"pickle", "cloudpickle", "dill", "marshal"}
+        & {alias.name for alias in node.names} | ({node.module} if isinstance(node, ast.ImportFrom) else set()) & {"pickle", "cloudpickle", "dill", "marshal"}
+    }
+    assert users == set()
