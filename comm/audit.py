@@ -41,7 +41,12 @@ class Audit:
 
 
 def audit(
-    folder: Path, samples_per_group: int, groups_per_step: int, *, max_data_failures: int = 2, max_infra_failures: int = 5
+    folder: Path,
+    samples_per_group: int,
+    groups_per_step: int,
+    *,
+    max_data_failures: int = 2,
+    max_infra_failures: int = 5,
 ) -> Audit:
     """Read all journal files of a run. CorruptData for a file that was changed after it was written."""
     ledger = _Ledger(samples_per_group, groups_per_step, max_data_failures, max_infra_failures)

@@ -24,8 +24,8 @@ import orjson
 
 from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event, Journal
-from rondo.comm.ring import RecordRef, RingTail
 from rondo.comm.records import Descriptor, worst_case_bytes
+from rondo.comm.ring import RecordRef, RingTail
 from rondo.comm.rounds import Stream
 from rondo.comm.words import drain
 from rondo.runtime.actor import Actor, ActorRef, endpoint
@@ -92,7 +92,6 @@ class Coordinator(Actor):
         self._granted: dict[int, float] = {}
         self._evaluators: dict[str, tuple[str, int]] = {}
         self._draining = False
-        self._next_overflow = 0
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -111,6 +110,12 @@ class Coordinator(Actor):
         now = self._clock()
         self._renewed = {group.id: now for group in self.index.groups.values() if group.state == "running"}
         self._granted = dict(self._renewed)
+
+    def close(self) -> None:
+        """Stop listening to doorbells; memory stays where it is."""
+        for ring in self._rings.values():
+            asyncio.get_running_loop().remove_reader(ring.doorbell)
+        self._rings.clear()
 
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
@@ -184,7 +189,8 @@ class Coordinator(Actor):
     def _make_ring(self, name: str, num_bytes: int, member: str, *, overflow: bool = False) -> None:
         self._open(name, num_bytes)
         capacity = self._rings[name].tail.capacity
-        self._emit({"event": "ring", "ring": name, "bytes": capacity, "member": member, "overflow": overflow})
+        event = {"event": "ring", "ring": name, "bytes": capacity, "member": member, "overflow": overflow}
+        self._journal_and_apply([event])
 
     def _open(self, name: str, num_bytes: int = 0) -> None:
         known = self.index.space.rings.get(name)
@@ -205,10 +211,7 @@ class Coordinator(Actor):
 
     def _poll(self, member: str) -> None:
         events = [
-            event
-            for name, ring in self.index.space.rings.items()
-            if ring.owner == member
-            for event in self._read(name)
+            event for name, ring in self.index.space.rings.items() if ring.owner == member for event in self._read(name)
         ]
         if events:
             self._emit(*events)
@@ -300,8 +303,7 @@ class Coordinator(Actor):
             return name
         if not oldest:
             return None
-        overflow = f"overflow/{member}/{self.index.attempt}.{self._next_overflow}"
-        self._next_overflow += 1
+        overflow = f"overflow/{member}/{self.index.attempt}.{self.index.num_overflow}"
         self._make_ring(overflow, 2 * sum(entries) + (1 << 16), member, overflow=True)
         return overflow
 
@@ -344,7 +346,7 @@ class Coordinator(Actor):
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     @endpoint
-    async def join(self, stream: str, member: str, incarnation: int, num_ranks: int, tokens: int) -> None:
+    async def join(self, member: str, incarnation: int, stream: str, num_ranks: int, tokens: int) -> None:
         """A role group registers its layout for a stream: data-parallel ranks, and tokens a micro-batch."""
         self._fence(member, incarnation)
         if self.index.rounds.lanes[stream].layouts.get(member) != [num_ranks, tokens]:
@@ -352,7 +354,7 @@ class Coordinator(Actor):
 
     @endpoint
     async def next_round(
-        self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None = None
+        self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int | None = None
     ) -> dict[str, Any]:
         """Round `index` for one rank: {"round": {...}} or {"end": True}. Train streams name the step; waits."""
         return await self._until(
@@ -436,18 +438,20 @@ class Coordinator(Actor):
     # ---- versions ---------------------------------------------------------------------------------------------------
 
     @endpoint
-    async def committed(self) -> dict[str, Any]:
+    async def committed(self, member: str, incarnation: int) -> dict[str, Any]:
         """The newest committed version and its checksum; version None before the first commit of a run."""
+        self._fence(member, incarnation)
         return {"version": self.index.version, "checksum": self.index.checksum, "attempt": self.index.attempt}
 
     @endpoint
     async def await_version(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
         """Waits until `version` or a newer one is committed."""
-        return await self._until(
-            member,
-            incarnation,
-            lambda: {"version": self.index.version} if (self.index.version or 0) >= version and self.index.version is not None else None,
-        )
+
+        def reached() -> dict[str, Any] | None:
+            newest = self.index.version
+            return {"version": newest} if newest is not None and newest >= version else None
+
+        return await self._until(member, incarnation, reached)
 
     @endpoint
     async def commit(
@@ -459,9 +463,7 @@ class Coordinator(Actor):
             raise Refused(f"commit must come from attempt {self.index.attempt}, got {attempt}. This process is late.")
         if version != self.index.version:
             self._check_commit(version, rows)
-            self._emit(
-                {"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "rows": rows}
-            )
+            self._emit({"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "rows": rows})
             self._report("committed", self.status())
             unbalanced = self.index.imbalance()
             if unbalanced:
@@ -519,14 +521,17 @@ class Coordinator(Actor):
         self._emit({"event": "proved", "reader": f"{member}/{role}", "version": version})
 
     @endpoint
-    async def evaluated(self, label: str, result: dict[str, Any]) -> None:
+    async def evaluated(self, member: str, incarnation: int, label: str, result: dict[str, Any]) -> None:
+        """The result of an evaluation; the first one for a label counts."""
+        self._fence(member, incarnation)
         if label not in self.index.evaluations:
             self._emit({"event": "evaluated", "label": label, "result": result})
             self._report("metrics", {"evaluation": {"label": label, **result}})
 
     @endpoint
-    async def checkpoint(self, version: int) -> dict[str, Any]:
+    async def checkpoint(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
         """The whole index at `version` for a checkpoint; the journal goes on in a new file that begins with it."""
+        self._fence(member, incarnation)
         if version != self.index.version:
             raise Refused(f"checkpoint must be of the committed version {self.index.version}, got {version}.")
         state = self.index.dump()

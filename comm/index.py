@@ -93,8 +93,9 @@ class Index:
         self.next_position = 0
         self.groups: dict[int, Group] = {}
         self.steps: dict[int, list[int]] = {}  # uncommitted step -> its groups in admission order
-        self.counts: dict[str, int] = {"admitted": 0, **{state: 0 for state in (*LIVE, *SETTLED)}}
+        self.counts: dict[str, int] = {"admitted": 0, **dict.fromkeys((*LIVE, *SETTLED), 0)}
         self.refused_rows = 0
+        self.num_overflow = 0  # overflow rings ever made: names the next one
         self.consecutive_filtered = 0
         self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
         self.members: dict[str, list[int]] = {}  # group name -> [incarnation, ranks, 1 if alive]
@@ -130,7 +131,9 @@ class Index:
             group.rows, group.media, group.visible, group.records = {}, {}, {}, []
 
     def _on_ring(self, event: Event) -> None:
-        self.space.add(event["ring"], event["bytes"], event["member"], overflow=event.get("overflow", False))
+        overflow = event.get("overflow", False)
+        self.num_overflow += overflow
+        self.space.add(event["ring"], event["bytes"], event["member"], overflow=overflow)
 
     def _on_ring_dropped(self, event: Event) -> None:
         self.space.remove(event["ring"])
@@ -210,12 +213,12 @@ class Index:
         if group.state != "running" or event["epoch"] != group.epoch:
             return False
         if sample < 0:
-            group.media.update({name: place for name in event["columns"]})
+            group.media.update(dict.fromkeys(event["columns"], place))
             return True
         if sample in group.rows:
             return False
         row = Row(*event["info"][i])
-        row.places = {name: place for name in event["columns"]}
+        row.places = dict.fromkeys(event["columns"], place)
         group.rows[sample] = row
         for name in event["columns"]:
             group.visible[name] = group.visible.get(name, 0) + 1
@@ -426,6 +429,7 @@ class Index:
         "next_position",
         "counts",
         "refused_rows",
+        "num_overflow",
         "consecutive_filtered",
         "members",
         "evaluations",

@@ -257,9 +257,7 @@ def _dump(made: Round) -> dict[str, Any]:
     return {name: getattr(made, name) for name in Round.__slots__} | {"pending": sorted(made.pending)}
 
 
-def _event(
-    spec: Stream, scope: str, index: int, step: int, member: str, rows: list[list[RowId]], last: bool
-) -> Event:
+def _event(spec: Stream, scope: str, index: int, step: int, member: str, rows: list[list[RowId]], last: bool) -> Event:
     key = f"{spec.name}/{scope}/{index}"
     return {
         "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step,

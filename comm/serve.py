@@ -71,7 +71,9 @@ async def run() -> None:
         reporting = asyncio.create_task(coordinator.reporting())
         while not ended.is_set():
             coordinator.tick()
-            done, _ = await asyncio.wait([asyncio.ensure_future(ended.wait()), reporting], timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                [asyncio.ensure_future(ended.wait()), reporting], timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
+            )
             if reporting in done:
                 reporting.result()
         reporting.cancel()

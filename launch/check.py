@@ -5,6 +5,7 @@ between settings are the settings' own. What needs torch, transformers or user c
 (`check_child.py`), so that the supervisor stays light and code that crashes takes only the child with it.
 
     inspect(config) -> findings          `rondo check` prints them all
+    judge(config, facts, memory)         the part without a child
     require(config)                      `rondo train` raises ConfigError with every error, a line each
 """
 
@@ -20,8 +21,9 @@ import orjson
 
 from rondo.comm.litmus import litmus
 from rondo.launch.config import RunConfig, resolve
-from rondo.launch.machine import folder_problem, mebibytes, memory_limit_bytes, num_cores, port_problem
+from rondo.launch.machine import folder_problem, show_bytes, memory_limit_bytes, num_cores, port_problem
 from rondo.launch.rundir import owner
+from rondo.roles.streams import row_bytes
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.errors import ConfigError
 
@@ -29,9 +31,8 @@ _CHILD_S = 600.0
 _SNAPSHOT_BYTES = 12
 """A parameter in a hot snapshot: float32 weight and two moments of Adam."""
 _SNAPSHOTS = 2
-_RECORD_BYTES = 2048
-"""Header, descriptor and alignment of one record, at most."""
-_WRITERS = frozenset({"actor_fwd", "reference", "advantages", "critic", "teacher"})
+_WRITERS = frozenset({"actor_fwd", "reference", "advantages"})
+"""Roles that put columns on the bus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,20 @@ def require(config: RunConfig) -> list[Finding]:
 
 def inspect(config: RunConfig) -> list[Finding]:
     """Looks at everything; never raises for what it finds."""
-    light = [*_batch(config), *_ring(config), *_host(config)]
     child, facts = _in_child(config)
-    return [*light, *child, *_model(config, facts), *_devices(config, facts), *_memory(config, facts)]
+    return [*child, *judge(config, facts, memory_limit_bytes())]
+
+
+def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Finding]:
+    """What this machine and the facts say about the settings. `memory`: bytes, and what limits them."""
+    return [
+        *_batch(config),
+        *_ring(config),
+        *_host(config),
+        *_model(config, facts),
+        *_devices(config, facts),
+        *_memory(config, facts, *memory),
+    ]
 
 
 def memory_order() -> Finding:
@@ -90,12 +102,6 @@ def print_findings(findings: list[Finding]) -> None:
         for finding in findings:
             if finding.level == level:
                 print(f"{level:<6} {finding.text}")
-
-
-def ring_row_bytes(config: RunConfig) -> int:
-    """The most that one sample takes in a rollout ring: tokens, loss mask, log-probs, versions, and its descriptor."""
-    prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
-    return 4 * (prompt + response) + (1 + 4 + 4) * response + _RECORD_BYTES
 
 
 def segment_bytes(config: RunConfig, num_parameters: int, num_tensors: int) -> dict[str, int]:
@@ -136,7 +142,7 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
 
 def _ring(config: RunConfig) -> Iterator[Finding]:
     """A rollout ring must hold at least one prompt group of the greatest length."""
-    samples, row = config.rollout.samples_per_prompt, ring_row_bytes(config)
+    samples, row = config.rollout.samples_per_prompt, row_bytes(config.rollout)
     if samples * row > config.bus.ring_bytes:
         yield Finding(
             "error",
@@ -173,7 +179,9 @@ def _host(config: RunConfig) -> Iterator[Finding]:
             f"{setting}, got {admin.host}:{admin.port} ({problem}). "
             "Set admin.port=0 for a free port on admin.host='127.0.0.1'",
         )
-    threads = sum(group.replicas * group.processes * group.threads for group in config.groups if not group.devices)
+    # Advantages take milliseconds a step; a device computes for its process.
+    busy = [group for group in config.groups if group.roles != ("advantages",) and not group.devices]
+    threads = sum(group.replicas * group.processes * group.threads for group in busy)
     if threads > num_cores():
         yield Finding(
             "note",
@@ -208,26 +216,25 @@ def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _memory(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator[Finding]:
     """All shared memory must fit beside each other, with one step of the longest samples."""
     if facts.num_parameters is None or facts.num_tensors is None:
         return
     parts = segment_bytes(config, facts.num_parameters, facts.num_tensors)
     rollout = config.rollout
     parts["one step of the longest samples"] = (
-        rollout.prompts_per_step * rollout.samples_per_prompt * ring_row_bytes(config)
+        rollout.prompts_per_step * rollout.samples_per_prompt * row_bytes(config.rollout)
     )
-    limit, whose = memory_limit_bytes()
     needed = sum(parts.values())
-    shown = ", ".join(f"{name} {mebibytes(size)}" for name, size in parts.items() if size)
+    shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
     if needed > limit:
         yield Finding(
             "error",
-            f"shared memory must fit into the memory of {whose}, {mebibytes(limit)}, got {mebibytes(needed)} ({shown}). "
+            f"shared memory must fit into the memory of {whose}, {show_bytes(limit)}, got {show_bytes(needed)} ({shown}). "
             "Lower bus.ring_bytes, set train.hot_snapshot=False, or use a machine with more memory",
         )
     else:
-        yield Finding("ok", f"shared memory takes {mebibytes(needed)} of {mebibytes(limit)} ({shown})")
+        yield Finding("ok", f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} ({shown})")
 
 
 def _in_child(config: RunConfig) -> tuple[list[Finding], Facts]:

@@ -52,13 +52,13 @@ def main() -> int:
     os.dup2(2, 1)
     config = unresolve(orjson.loads(sys.stdin.buffer.read()))
     report = Report()
-    report.look(lambda: _reward(config), "reward.function")
+    report.look(lambda: look_at_reward(config), "reward.function")
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
         tokenizers: list[Any] = []
-        report.look(lambda: _model(config, Path(folder), report, tokenizers), "model")
-        report.look(lambda: _data(config, report, tokenizers), "data")
+        report.look(lambda: look_at_model(config, Path(folder) / "model", report, tokenizers), "model")
+        report.look(lambda: look_at_data(config, report, tokenizers), "data")
         if config.sft is not None:
-            report.look(lambda: _demonstrations(config, tokenizers), "sft")
+            report.look(lambda: look_at_demonstrations(config, tokenizers), "sft")
     if any(group.devices for group in config.groups):
         import torch
 
@@ -68,7 +68,7 @@ def main() -> int:
     return 0
 
 
-def _reward(config: RunConfig) -> None:
+def look_at_reward(config: RunConfig) -> None:
     """The function can be imported, and takes what it will be given."""
     from rondo.runtime.errors import ConfigError
 
@@ -84,7 +84,7 @@ def _reward(config: RunConfig) -> None:
         return  # a builtin without a signature
 
 
-def _model(config: RunConfig, folder: Path, report: Report, tokenizers: list[Any]) -> None:
+def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: list[Any]) -> None:
     from rondo.models.load import load_config, load_tokenizer, num_parameters
 
     path = config.model.materialize(folder)
@@ -95,7 +95,7 @@ def _model(config: RunConfig, folder: Path, report: Report, tokenizers: list[Any
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
 
 
-def _data(config: RunConfig, report: Report, tokenizers: list[Any]) -> None:
+def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> None:
     from rondo.roles.datasets import open_splits
     from rondo.roles.prompts import render_prompt
 
@@ -109,7 +109,7 @@ def _data(config: RunConfig, report: Report, tokenizers: list[Any]) -> None:
     report.add("ok", f"{len(train)} rows to train on, {report.facts['num_held_out']} held out")
 
 
-def _demonstrations(config: RunConfig, tokenizers: list[Any]) -> None:
+def look_at_demonstrations(config: RunConfig, tokenizers: list[Any]) -> None:
     from rondo.roles.datasets import open_dataset
     from rondo.roles.prompts import encode_answer
 

@@ -142,10 +142,11 @@ def stop(options: argparse.Namespace) -> int:
 
 def resume(options: argparse.Namespace) -> int:
     from rondo.launch.rundir import existing_run
+
+    run = existing_run(options.run)
     from rondo.launch.train import resume as go_on
 
-    code: int = go_on(existing_run(options.run))
-    return code
+    return go_on(run)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:

@@ -17,7 +17,8 @@ import json
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -64,7 +65,7 @@ class RunConfig(JobConfig):
                     f"groups must hold each role once, got {role!r} in {' and '.join(homes)}. "
                     "Use replicas for more of the same"
                 )
-        for role in ("rollout", "actor"):
+        for role in ("rollout", "actor", "advantages"):
             if self.group_of(role) is None:
                 raise ValueError(
                     f"groups must hold the role {role!r}, got {', '.join(names)} without it. "
@@ -209,10 +210,14 @@ def _parse(raw: str, annotation: Any) -> Any:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
         break
-    takes = {getattr(part, "__name__", str(part)) for part in getattr(annotation, "__args__", (annotation,))}
-    if not isinstance(value, str) and value is not None and "str" in takes and not takes & {"int", "float", "bool"}:
-        return raw
-    return value
+    return raw if _takes_only_text(annotation) and value is not None else value
+
+
+def _takes_only_text(annotation: Any) -> bool:
+    """Whether a field's type is `str`, perhaps with None."""
+    union = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    parts = {get_args(part)[0] if get_origin(part) is Annotated else part for part in union} - {type(None)}
+    return parts == {str}
 
 
 def _where(error: BaseException, file: str, path: Path) -> str:

@@ -14,10 +14,7 @@ from pydantic import Field, model_validator
 
 from rondo.runtime.section import Section
 
-RoleName = Literal["rollout", "actor", "actor_fwd", "reference", "advantages", "critic", "genrm", "teacher"]
-
-STATEFUL = frozenset({"actor", "critic"})
-"""Roles that train something: one replica each, more processes instead."""
+RoleName = Literal["rollout", "actor", "actor_fwd", "reference", "advantages"]
 
 
 class RoleGroup(Section):
@@ -38,11 +35,10 @@ class RoleGroup(Section):
     def _state_has_one_home(self) -> RoleGroup:
         if len(set(self.roles)) < len(self.roles):
             raise ValueError(f"groups[{self.name}].roles must name each role once, got {', '.join(self.roles)}")
-        kept = STATEFUL & set(self.roles)
-        if kept and self.replicas > 1:
+        if "actor" in self.roles and self.replicas > 1:
             raise ValueError(
-                f"groups[{self.name}].replicas must be 1 for a group that trains ({', '.join(sorted(kept))}), "
-                f"got {self.replicas}. Use processes={self.replicas} to train on more ranks"
+                f"groups[{self.name}].replicas must be 1 for the group that holds the actor, got {self.replicas}. "
+                f"Use processes={self.replicas} to train on more ranks"
             )
         return self
 

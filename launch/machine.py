@@ -47,11 +47,13 @@ def port_problem(host: str, port: int) -> str | None:
     return None
 
 
-def mebibytes(num_bytes: int) -> str:
-    """Bytes for a reader: "64 MiB", "1.5 GiB"."""
+def show_bytes(num_bytes: int) -> str:
+    """Bytes for a reader: "512 bytes", "11 KiB", "64 MiB", "1.5 GiB"."""
     if num_bytes >= 1 << 30:
         return f"{num_bytes / (1 << 30):.1f} GiB"
-    return f"{num_bytes / (1 << 20):.0f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes} bytes"
+    if num_bytes >= 1 << 20:
+        return f"{num_bytes / (1 << 20):.0f} MiB"
+    return f"{num_bytes / (1 << 10):.0f} KiB" if num_bytes >= 1 << 10 else f"{num_bytes} bytes"
 
 
 def folder_problem(path: Path) -> str | None:

@@ -10,14 +10,14 @@ where old log-probs cannot be the trainer's own. Each function returns the group
 
 from __future__ import annotations
 
-from rondo.launch.groups import RoleGroup
+from rondo.launch.groups import RoleGroup, RoleName
 
 
 def colocate(
     *, processes: int = 1, threads: int = 1, devices: int = 0, reference: bool = False, actor_fwd: bool = False
 ) -> tuple[RoleGroup, ...]:
     """One role group that holds every role; its processes generate and train in turn."""
-    roles = ("rollout", "actor", *_scoring(reference, actor_fwd))
+    roles: tuple[RoleName, ...] = ("rollout", "actor", "advantages", *_scoring(reference, actor_fwd))
     return (RoleGroup(name="actor", roles=roles, processes=processes, threads=threads, devices=devices),)
 
 
@@ -33,7 +33,7 @@ def hybrid(
     actor_fwd: bool = False,
 ) -> tuple[RoleGroup, ...]:
     """Rollout replicas beside one group that trains and, while it waits, scores."""
-    roles = ("actor", *_scoring(reference, actor_fwd))
+    roles: tuple[RoleName, ...] = ("actor", "advantages", *_scoring(reference, actor_fwd))
     return (
         RoleGroup(
             name="rollout",
@@ -54,6 +54,7 @@ def fully_async(
     actor_processes: int = 1,
     actor_threads: int = 1,
     actor_devices: int = 0,
+    advantages_replicas: int = 1,
     reference_replicas: int = 0,
     reference_threads: int = 1,
     reference_devices: int = 0,
@@ -61,7 +62,7 @@ def fully_async(
     actor_fwd_threads: int = 1,
     actor_fwd_devices: int = 0,
 ) -> tuple[RoleGroup, ...]:
-    """A group for each role; 0 replicas leave a role out."""
+    """A group for each role; 0 replicas leave a scoring role out."""
     groups = [
         RoleGroup(
             name="rollout",
@@ -73,15 +74,22 @@ def fully_async(
         RoleGroup(
             name="actor", roles=("actor",), processes=actor_processes, threads=actor_threads, devices=actor_devices
         ),
+        RoleGroup(name="advantages", roles=("advantages",), replicas=advantages_replicas),
     ]
-    for name, replicas, threads, devices in (
+    scoring: tuple[tuple[RoleName, int, int, int], ...] = (
         ("reference", reference_replicas, reference_threads, reference_devices),
         ("actor_fwd", actor_fwd_replicas, actor_fwd_threads, actor_fwd_devices),
-    ):
+    )
+    for name, replicas, threads, devices in scoring:
         if replicas:
             groups.append(RoleGroup(name=name, roles=(name,), replicas=replicas, threads=threads, devices=devices))
     return tuple(groups)
 
 
-def _scoring(reference: bool, actor_fwd: bool) -> tuple[str, ...]:
-    return (*(("reference",) if reference else ()), *(("actor_fwd",) if actor_fwd else ()))
+def _scoring(reference: bool, actor_fwd: bool) -> tuple[RoleName, ...]:
+    chosen: list[RoleName] = []
+    if reference:
+        chosen.append("reference")
+    if actor_fwd:
+        chosen.append("actor_fwd")
+    return tuple(chosen)

@@ -159,7 +159,7 @@ def owner(path: Path) -> int | None:
     """The pid of the live process that owns a run directory, or None."""
     try:
         fd = os.open(path / ".owner", os.O_RDWR)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rondo.launch.machine import mebibytes
+from rondo.launch.machine import show_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -199,7 +199,7 @@ class LiveView:
         for group in self._groups():
             state = str(getattr(group.state, "value", group.state)).lower()
             style = {"running": "green", "ready": "green", "failed": "red", "dead": "red"}.get(state, "yellow")
-            roles.add_row(group.name, Text(state, style=style), str(group.restarts), mebibytes(group.rss_bytes))
+            roles.add_row(group.name, Text(state, style=style), str(group.restarts), show_bytes(group.rss_bytes))
         parts: list[RenderableType] = [head]
         if progress.rewards:
             parts.append(Text(f"reward {progress.rewards[-1]:.3f} {sparkline(progress.rewards)}", no_wrap=True))

@@ -15,7 +15,6 @@ of the uncommitted step again. Owns no computation (`trainer.py`) and no decisio
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE
-from rondo.roles.job import SLAB, Job, open_job
+from rondo.roles.job import SLAB, open_job
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.runtime.checkpoints import newest_complete, rotate
 from rondo.runtime.context import WorkerContext
@@ -106,9 +105,7 @@ class ActorRole:
         """Views of a round's rows as the loss needs them, and how many versions old each sample's oldest token is."""
         algorithm = self._job.config.algorithm
         has_fwd = all("log_probs" in row.places for row in made.rows)
-        source = old_log_probs_source(
-            algorithm, on_policy=self._job.config.max_staleness == 0, has_actor_fwd=has_fwd
-        )
+        source = old_log_probs_source(algorithm, on_policy=self._job.config.max_staleness == 0, has_actor_fwd=has_fwd)
         old = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[source]
         reference = "ref_log_probs" if algorithm.resolved().needs_reference else None
         rows = [
@@ -129,10 +126,11 @@ class ActorRole:
     def _open_memory(self) -> None:
         """The snapshot and the slab, sized from the model; every incarnation gets the same memory again."""
         ctx, config = self._ctx, self._job.config
-        tensors, state = self._trainer.state()
         self._snapshot: HotSnapshot | None = None
         if config.train.hot_snapshot:
-            num_bytes = snapshot_bytes(tensors, state)
+            tensors, _ = self._trainer.state()
+            total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            num_bytes = snapshot_bytes(total, len(tensors))
             self._snapshot = HotSnapshot(ctx.segments.segment(f"snapshot/{ctx.group}/{ctx.rank}", num_bytes))
         weights = [tensor for _, tensor in self._trainer.weights()]
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
@@ -140,7 +138,7 @@ class ActorRole:
         self._slab: WeightSlab | None = None
         if ctx.rank == 0:
             segment = ctx.segments.segment(SLAB, slab_bytes(total, len(weights), num_slots))
-            self._slab = WeightSlab(segment, num_slots, bucket_bytes=config.bus.weight_bucket_bytes)
+            self._slab = WeightSlab(segment, num_slots)
 
     async def _restore(self) -> int:
         """The committed version, in this process; version 0 is made (and warmed up) where there is none."""
@@ -183,10 +181,11 @@ class ActorRole:
         await self._job.bus.call("await_version", version)
 
     async def _write_snapshot(self, version: int) -> int:
-        if self._snapshot is None:
-            return 0
-        tensors, state = self._trainer.state()
-        return await self._ctx.compute(self._snapshot.write, version, tensors, state)
+        """The snapshot of this rank, and the checksum of its part of the weights."""
+        if self._snapshot is not None:
+            tensors, state = self._trainer.state()
+            await self._ctx.compute(self._snapshot.write, version, tensors, state)
+        return await self._ctx.compute(self._trainer.checksum)
 
     async def _publish(self, version: int) -> None:
         """Step 5. Every rank takes part in gathering; rank 0 writes the slab."""
@@ -202,7 +201,8 @@ class ActorRole:
             for _ in self._trainer.weights():
                 pass  # this rank's part of the gathering
             return 0
-        writer = self._slab.write(slot, attempt=self._ctx.attempt, version=version)
+        bucket_bytes = self._job.config.bus.weight_bucket_bytes
+        writer = self._slab.write(slot, attempt=self._ctx.attempt, version=version, bucket_bytes=bucket_bytes)
         for name, tensor in self._trainer.weights():
             writer.add(name, tensor)
         return writer.finish()

@@ -47,9 +47,7 @@ class Scorer:
 
         packed = pack([Packable(tokens, response) for tokens, response in rows])
         with torch.inference_mode():
-            flat, _ = response_log_probs(
-                self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk
-            )
+            flat, _ = response_log_probs(self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk)
         ends = np.cumsum([response for _, response in rows])[:-1]
         return np.split(flat.float().cpu().numpy(), ends)
 

@@ -8,12 +8,14 @@ Imports neither torch nor transformers: the tokenizer is handed in.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.roles.config import DataConfig
 from rondo.roles.datasets import Row, RowError
+
+if TYPE_CHECKING:
+    from rondo.roles.config import DataConfig
 
 
 def render_prompt(tokenizer: Any, row: Row, config: DataConfig, max_tokens: int) -> np.ndarray:

@@ -11,6 +11,7 @@ micro-batches and ranks, it is the same gradient to rounding.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,10 @@ class Trainer:
         train = config.train
         model = load_model(path, dtype="float32", device=device)
         self.model = parallel.shard(
-            model, world_size=world_size, param_dtype=train.dtype, activation_checkpointing=train.activation_checkpointing
+            model,
+            world_size=world_size,
+            param_dtype=train.dtype,
+            activation_checkpointing=train.activation_checkpointing,
         )
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, eps=train.eps
@@ -155,6 +159,13 @@ class Trainer:
 
     def load_state(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         load_training_state(self.model, self.optimizer, tensors, state)
+
+    def checksum(self) -> int:
+        """CRC-32 over this rank's weights, which tells equal versions of equal layouts apart from others; no collective."""
+        crc = 0
+        for parameter in self.model.parameters():
+            crc = zlib.crc32(parallel.local(parameter).contiguous().view(torch.uint8).numpy(force=True), crc)
+        return crc
 
     def barrier(self) -> None:
         """Every rank has come here (collective)."""

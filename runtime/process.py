@@ -11,6 +11,7 @@ that was opened before the identity was checked.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -30,7 +31,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One process. `start_time` and `cpu_ticks` in clock ticks, `exit_status` as wait(2) gives it (0 while it lives)."""
+    """One process. Start and processor time in clock ticks; `exit_status` as wait(2) gives it, 0 while it lives."""
 
     pid: int
     state: str
@@ -155,10 +156,8 @@ def reap_orphans(own: Set[int]) -> int:
     num_reaped = 0
     for process in processes():
         if process.parent == os.getpid() and not process.alive and process.pid not in own:
-            try:
+            with contextlib.suppress(ChildProcessError):  # collected meanwhile
                 num_reaped += os.waitpid(process.pid, os.WNOHANG)[0] != 0
-            except ChildProcessError:
-                pass  # collected meanwhile
     return num_reaped
 
 

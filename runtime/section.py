@@ -41,8 +41,13 @@ class Section(BaseModel):
 def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigError:
     """All mistakes of `error`, one line each. `source` says where to change them; `prefix` is the path of the section."""
     title = _section_named(error.title)
+    items = error.errors()
+    # A misspelt name leaves the right one missing: that is one mistake.
+    meant = {(*item["loc"][:-1], _meant(item, title)) for item in items if item["type"] == "extra_forbidden"}
     lines = []
-    for item in error.errors():
+    for item in items:
+        if item["type"] == "missing" and item["loc"] in meant:
+            continue
         names = _path(item, title)
         path = ".".join([prefix, *names] if prefix else names) or error.title
         lines.append(_sentence(path, item, title, source))
@@ -51,8 +56,8 @@ def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigErro
 
 def nearest(name: str, known: list[str]) -> str:
     """"Did you mean 'x'?" when a known name is near, else the list of known names."""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"Did you mean {matches[0]!r}?" if matches else f"Known: {', '.join(sorted(known))}."
+    match = _closest(name, known)
+    return f"Did you mean {match!r}?" if match is not None else f"Known: {', '.join(sorted(known))}."
 
 
 def show_value(value: object) -> str:
@@ -86,6 +91,16 @@ def _sentence(path: str, item: Any, title: type[Section] | None, source: str) ->
     if rule == item["msg"]:
         return f"{path} must be valid, got {value} ({rule}). {where}"
     return f"{path} must {rule.partition(', unable to')[0]}, got {value}. {where}"
+
+
+def _closest(name: str, known: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
+def _meant(item: Any, title: type[Section] | None) -> str | None:
+    """The known name that an unknown one is nearest to."""
+    owner = _owner(item["loc"], title)
+    return _closest(str(item["loc"][-1]), list(owner.model_fields)) if owner is not None else None
 
 
 def _path(item: Any, title: type[Section] | None) -> list[str]:

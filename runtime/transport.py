@@ -25,7 +25,7 @@ import stat
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import orjson
@@ -354,10 +354,9 @@ class FrameProtocol(asyncio.BufferedProtocol):
     # The rest of the loop's callbacks.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's derive from nothing
         self.open = True
-        transport.set_write_buffer_limits(high=4 << 20)
+        self.transport.set_write_buffer_limits(high=4 << 20)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             for option, value in _TCP_OPTIONS:

@@ -13,10 +13,8 @@ its standard input is empty. The process dies with its parent, also while the fu
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-import signal
 import socket
 import struct
 import sys
@@ -27,6 +25,7 @@ from typing import Any
 
 import orjson
 
+from rondo.runtime.guard import die_with_parent
 from rondo.runtime.reference import load_reference
 
 LENGTH = struct.Struct("<I")
@@ -34,13 +33,12 @@ NOTE = struct.Struct("<QqqQ")
 """Request, item, start in nanoseconds of the monotonic clock, request again: unequal ends were read while written."""
 
 _MAX_ERROR_CHARACTERS = 4000
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
     """`reward_worker SOCKET_FD NOTE_FD PARENT_PID FUNCTION`: serves until the parent closes the socket."""
     socket_fd, note_fd, parent = map(int, arguments[:3])
-    _die_with_parent(parent)
+    die_with_parent(parent)
     os.dup2(2, 1)
     for fd in (socket_fd, note_fd):
         os.set_inheritable(fd, False)
@@ -118,15 +116,6 @@ def _read(link: socket.socket, num_bytes: int) -> bytearray | None:
             return None
         view = view[received:]
     return data
-
-
-def _die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends, and leaves if it has ended already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import orjson
 
 from rondo.roles.rollout.reward_worker import LENGTH, NOTE
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, WorkerDied
+from rondo.runtime.process import exit_text
 from rondo.runtime.waits import waiting
 
 _MAX_FRAME_BYTES = 1 << 28
@@ -63,13 +64,14 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Counts since the start, but for `num_waiting`: groups that wait for a worker now."""
+    """Counts since the start; `num_waiting` are groups that wait for a worker now, `pids` the workers that live now."""
 
     num_scored: int
     num_errors: int
     num_timed_out: int
     num_restarts: int
     num_waiting: int
+    pids: tuple[int, ...]
 
 
 class RewardPool:
@@ -88,22 +90,20 @@ class RewardPool:
         self._queue: asyncio.Queue[_Group] = asyncio.Queue()
         self._unanswered: set[_Group] = set()
         self._keepers: list[asyncio.Task[None]] = []
+        self._workers: set[_Worker] = set()
         self._failure: Exception | None = None
         self._num_scored = self._num_errors = self._num_timed_out = self._num_restarts = 0
 
     async def start(self) -> None:
         """Starts the workers. ConfigError when the function cannot be loaded, with the traceback of its module."""
-        workers = await asyncio.gather(
-            *(self._start_worker() for _ in range(self._num_workers)), return_exceptions=True
-        )
-        failures = [worker for worker in workers if isinstance(worker, BaseException)]
-        ready = [worker for worker in workers if isinstance(worker, _Worker)]
-        if failures:
-            for worker in ready:
-                await worker.close()
-            raise failures[0]
-        for worker in ready:
-            keeper = asyncio.create_task(self._keep(worker), name="reward-worker")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                starting = [tasks.create_task(self._start_worker()) for _ in range(self._num_workers)]
+        except BaseException as error:
+            await self.close()
+            raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        for started in starting:
+            keeper = asyncio.create_task(self._keep(started.result()), name="reward-worker")
             keeper.add_done_callback(self._keeper_done)
             self._keepers.append(keeper)
 
@@ -135,7 +135,12 @@ class RewardPool:
 
     def stats(self) -> RewardStats:
         return RewardStats(
-            self._num_scored, self._num_errors, self._num_timed_out, self._num_restarts, self._queue.qsize()
+            self._num_scored,
+            self._num_errors,
+            self._num_timed_out,
+            self._num_restarts,
+            self._queue.qsize(),
+            tuple(worker.pid for worker in self._workers),
         )
 
     async def close(self) -> None:
@@ -144,6 +149,8 @@ class RewardPool:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        for worker in list(self._workers):
+            await self._stop_worker(worker)
 
     async def __aenter__(self) -> RewardPool:
         await self.start()
@@ -156,29 +163,27 @@ class RewardPool:
 
     async def _start_worker(self) -> _Worker:
         worker = _Worker(self._function)
-        try:
-            await worker.loaded(self._load_deadline_s)
-        except BaseException:
-            await worker.close()
-            raise
+        self._workers.add(worker)
+        await worker.loaded(self._load_deadline_s)
         return worker
+
+    async def _stop_worker(self, worker: _Worker) -> None:
+        await worker.close()
+        self._workers.discard(worker)
 
     async def _keep(self, worker: _Worker) -> None:
         """Feeds one worker after another, for as long as the pool lives."""
-        try:
-            while True:
-                group = await self._queue.get()
-                while not group.answer.done() and (todo := group.todo()):
-                    loss = await worker.score(group, todo, self._deadline_s)
-                    if loss is not None:
-                        await worker.close()
-                        group.charge(loss)
-                        self._num_restarts += 1
-                        worker = await self._start_worker()
-                if not group.answer.done():  # a caller that was cancelled wants no answer
-                    group.answer.set_result([result for result in group.results if result is not None])
-        finally:
-            await worker.close()
+        while True:
+            group = await self._queue.get()
+            while not group.answer.done() and (todo := group.todo()):
+                loss = await worker.score(group, todo, self._deadline_s)
+                if loss is not None:
+                    await self._stop_worker(worker)
+                    group.charge(loss)
+                    self._num_restarts += 1
+                    worker = await self._start_worker()
+            if not group.answer.done():  # a caller that was cancelled wants no answer
+                group.answer.set_result([result for result in group.results if result is not None])
 
     def _keeper_done(self, keeper: asyncio.Task[None]) -> None:
         error = None if keeper.cancelled() else keeper.exception()
@@ -253,12 +258,13 @@ class _Worker:
                 process_group=0,  # killed as a whole, with what the function started; still in the session of this role
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
+        self.pid = self._process.pid
         self._note = note
         self._socket = ours
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._exited = asyncio.Event()
-        self._pidfd = os.pidfd_open(self._process.pid)
+        self._pidfd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
         self._request = 0
         self._begin_ns = 0
@@ -291,6 +297,8 @@ class _Worker:
         """Scores the items `todo` of `group` and enters their results; or tells how the worker was lost."""
         assert self._writer is not None
         self._request += 1
+        if self._writer.transport.is_closing():
+            return await self._loss(deadline_s)
         body = b"[%d,[%b]]" % (self._request, b",".join([group.frames[i] for i in todo]))
         self._overdue = None
         self._begin_ns, self._deadline_ns = time.monotonic_ns(), int(deadline_s * 1e9)
@@ -339,7 +347,7 @@ class _Worker:
             cause = f"reward must return within {deadline_s:g} s, got no end. Its worker was killed"
             return _Loss(None if self._overdue < 0 else self._overdue, self._overdue >= 0, cause)
         request, item, _ = self._read_note()
-        cause = f"reward must return, got {self._ending()} of its process"
+        cause = f"reward must return, got {self._ending()}"
         return _Loss(item if request == self._request else None, False, cause)
 
     def _arm(self, delay_s: float) -> None:
@@ -372,12 +380,12 @@ class _Worker:
             self._writer.transport.abort()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:  # once it is collected, its number may belong to somebody else
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _ending(self) -> str:
-        code = self._process.wait()
-        return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+        return f"its process {exit_text(self._process.wait())}"
 
 
 def _encode(item: RewardItem) -> bytes | RewardResult:

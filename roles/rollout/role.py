@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,16 +25,15 @@ import orjson
 from rondo.comm.bus import POLL_S
 from rondo.comm.records import Column
 from rondo.models.load import load_model, load_tokenizer
-from rondo.roles.datasets import Dataset, Row, RowError, open_splits, train_order
+from rondo.roles.datasets import Row, RowError, open_splits, train_order
 from rondo.roles.forward import LOAD_LIMIT_S
-from rondo.roles.job import Job, follow, open_job
+from rondo.roles.job import follow, open_job
 from rondo.roles.prompts import render_prompt
 from rondo.roles.rollout.embedded import EmbeddedEngine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.rewards import RewardItem, RewardPool, RewardResult
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.context import WorkerContext
-from rondo.runtime.errors import Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +261,9 @@ class RolloutRole:
 
         async def one(index: int, number: int) -> float:
             row = data.row(index)
-            prompt = render_prompt(self._tokenizer, row, evaluation.data or config.data, config.rollout.max_prompt_tokens)
+            prompt = render_prompt(
+                self._tokenizer, row, evaluation.data or config.data, config.rollout.max_prompt_tokens
+            )
             seed = sample_seed(config.seed, "evaluation", index, number)
             request = Request(f"{label}/{index}/{number}", prompt, params, seed, kind="evaluation")
             (result,) = await self._rewards.score([self._item(row, await self._engine.generate(request))])
@@ -273,7 +273,7 @@ class RolloutRole:
             *(one(i, number) for i in range(len(data)) for number in range(evaluation.samples_per_prompt))
         )
         result = {"version": version, "reward": float(np.mean(scores)), "num_prompts": len(data)}
-        await self._ctx.coordinator.call("evaluated", label, result, deadline_s=60, retry=True)
+        await self._job.bus.call("evaluated", label, result)
 
 
 def sample_seed(run_seed: int, kind: str, position: int, sample: int) -> int:

@@ -32,7 +32,13 @@ class Driver:
         self.events: list[Event] = []
         self.pos: dict[str, int] = {}
         self.emit(event="attempt", attempt=0)
-        for member, ranks in (("rollout-0", 1), ("rollout-1", 1), ("actor_fwd-0", 1), ("advantages-0", 1), ("actor-0", 1)):
+        for member, ranks in (
+            ("rollout-0", 1),
+            ("rollout-1", 1),
+            ("actor_fwd-0", 1),
+            ("advantages-0", 1),
+            ("actor-0", 1),
+        ):
             self.start(member, 1, ranks)
         self.join()
         self.commit(0)
@@ -67,7 +73,15 @@ class Driver:
         )  # fmt: skip
         return found
 
-    def put(self, group: int, samples: list[int], *, epoch: int | None = None, member: str = "rollout-0", reward: float = 1.0) -> None:
+    def put(
+        self,
+        group: int,
+        samples: list[int],
+        *,
+        epoch: int | None = None,
+        member: str = "rollout-0",
+        reward: float = 1.0,
+    ) -> None:
         found = self.index.groups.get(group)
         at = found.epoch if epoch is None and found is not None else epoch
         self._put(

@@ -264,7 +264,9 @@ def random_run(seed: int) -> Driver:
             bus.forward("advantages", "advantages")
         while bus.train_rounds(step):
             pass
-        planned = {g for r in bus.index.rounds.lanes["actor"].rounds.get(f"step{step}", {}).values() for g in r.groups()}
+        planned = {
+            g for r in bus.index.rounds.lanes["actor"].rounds.get(f"step{step}", {}).values() for g in r.groups()
+        }
         if len(planned) == bus.index.rules.groups_per_step:
             bus.commit(step + 1)
     return bus

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.machine import folder_problem, mebibytes, memory_limit_bytes, port_problem
+from rondo.launch.machine import folder_problem, show_bytes, memory_limit_bytes, port_problem
 
 GIB = 1 << 30
 
@@ -54,7 +54,7 @@ def test_a_file_in_the_way_of_a_folder_is_a_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(512, "512 bytes"), (64 << 20, "64 MiB"), (3 * GIB // 2, "1.5 GiB")]
+    ("num_bytes", "text"), [(512, "512 bytes"), (11 << 10, "11 KiB"), (64 << 20, "64 MiB"), (3 * GIB // 2, "1.5 GiB")]
 )
 def test_bytes_are_shown_in_round_units(num_bytes: int, text: str) -> None:
-    assert mebibytes(num_bytes) == text
+    assert show_bytes(num_bytes) == text

@@ -56,6 +56,10 @@ def test_a_missing_field_is_told() -> None:
     assert told() == "count must be set, got nothing. Set it in run.py."
 
 
+def test_a_misspelt_field_that_must_be_set_is_one_mistake() -> None:
+    assert told(cont=1) == "cont must be a field of Outer, got an unknown name. Did you mean 'count'?"
+
+
 def test_a_mistake_inside_a_tuple_is_told_with_its_index() -> None:
     text = told(count=1, many=[{}, {"kind": "medium"}])
     assert text == "many.1.kind must be 'fast' or 'slow', got 'medium'. Change it in run.py."

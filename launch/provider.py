@@ -1,0 +1,122 @@
+"""What the admin endpoint shows of a run: the supervisor's snapshot, and what workers and coordinator answered last.
+
+Owns the polling of other processes, every few seconds and with a deadline, so that showing never waits for anybody. Owns no
+number itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rondo.runtime.actor import ActorRef
+from rondo.runtime.broadcast import Broadcast
+from rondo.runtime.errors import RondoError
+from rondo.runtime.supervisor import Supervisor
+
+_PERIOD_S = 2.0
+_ANSWER_S = 1.0
+_NUM_SAMPLES = 20
+
+
+class RunProvider:
+    """The `Provider` of a live run. `poll` runs beside the supervisor; `on_event` takes its records."""
+
+    def __init__(self, supervisor: Supervisor, run_dir: Path, stop: Callable[[str], None]) -> None:
+        self._supervisor = supervisor
+        self._run_dir = run_dir
+        self._stop = stop
+        self._broadcast = Broadcast()
+        self._refs: dict[str, ActorRef] = {}
+        self._waits: list[dict[str, Any]] = []
+        self._bus: dict[str, Any] = {}
+        self._last_step: dict[str, Any] = {}
+
+    async def poll(self) -> None:
+        """Ask every process what it waits for, and the coordinator for its counters, until cancelled."""
+        try:
+            while True:
+                await self._ask_all()
+                await asyncio.sleep(_PERIOD_S)
+        finally:
+            for ref in self._refs.values():
+                ref.close()
+            self._broadcast.close()
+
+    async def _ask_all(self) -> None:
+        names = [
+            "coordinator",
+            *(f"{g.name}.{r}" for g in self._supervisor.snapshot().groups for r in range(g.num_ranks)),
+        ]
+        answers = await asyncio.gather(*(self._ask(name, "rondo.waits") for name in names))
+        self._waits = [wait for answer in answers for wait in answer or ()]
+        self._bus = await self._ask("coordinator", "stats") or self._bus
+
+    async def _ask(self, name: str, method: str) -> Any:
+        """A process's answer, or None from one that is starting, stopping or busy."""
+        if name not in self._refs:
+            rt_dir, token = self._supervisor.rt_dir, self._supervisor.token
+            self._refs[name] = ActorRef(f"unix:{rt_dir}/{name}.sock", token=token, peer=name)
+        try:
+            return await self._refs[name].call(method, deadline_s=_ANSWER_S)
+        except (RondoError, OSError):
+            return None
+
+    def on_event(self, record: Mapping[str, Any]) -> None:
+        if "reward_mean" in record:
+            self._last_step = dict(record)
+        self._broadcast.publish(dict(record))
+
+    # ---- the Provider's methods -------------------------------------------------------------------------------------
+
+    def health(self) -> Mapping[str, Any]:
+        groups = self._supervisor.snapshot().groups
+        states = {group.name: str(group.state) for group in groups}
+        ready = bool(groups) and all(state in ("running", "done") for state in states.values())
+        return {"ready": ready, "healthy": not any(state == "failed" for state in states.values())} | {
+            "step": self._last_step.get("step"), "version": self._bus.get("version"), "attempt": self._bus.get("attempt"),
+        }  # fmt: skip
+
+    def roles(self) -> Any:
+        return [asdict(group) for group in self._supervisor.snapshot().groups]
+
+    def waits(self) -> Any:
+        return self._waits
+
+    def bus(self) -> Any:
+        return self._bus
+
+    def weights(self) -> Any:
+        return {"committed": self._bus.get("version"), "proved": self._bus.get("proved", {})}
+
+    def samples(self) -> Any:
+        """The newest samples that were written for people to read."""
+        files = sorted((self._run_dir / "samples").glob("step_*.jsonl"))
+        if not files:
+            return []
+        with files[-1].open("rb") as file:
+            lines = deque(file, maxlen=_NUM_SAMPLES)
+        return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+
+    def metrics(self) -> Mapping[str, Any]:
+        figures = {name: value for name, value in self._last_step.items() if isinstance(value, int | float)}
+        groups = self._supervisor.snapshot().groups
+        return figures | {
+            "groups": {"state": self._bus.get("groups", {})},
+            "refused_rows": self._bus.get("refused_rows", 0),
+            "restarts": {"group": {group.name: group.restarts for group in groups}},
+            "rss_bytes": {"group": {group.name: group.rss_bytes for group in groups}},
+            "ring_used_bytes": {"ring": {name: ring["used"] for name, ring in self._bus.get("rings", {}).items()}},
+        }
+
+    def subscribe(self) -> AsyncIterator[dict[str, Any]]:
+        return self._broadcast.subscribe()
+
+    def stop(self, reason: str) -> None:
+        self._stop(reason)

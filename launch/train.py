@@ -1,0 +1,136 @@
+"""`rondo train` and `rondo resume`: a run from its directory to its summary.
+
+Owns the order: claim the directory, prepare the model, start supervisor, view and admin endpoint, and when all of it has ended
+write the summary and the picture. Owns no rule: each piece knows its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.launch.cli import TrainOptions
+from rondo.launch.config import RunConfig, resolve, unresolve
+from rondo.launch.plan import coordinator_config, coordinator_json, group_specs
+from rondo.launch.prepare import prepare
+from rondo.launch.provider import RunProvider
+from rondo.launch.rundir import RunDir, write_json
+from rondo.launch.summary import print_table, summarize, write
+from rondo.launch.view import open_view
+from rondo.runtime.admin import AdminServer
+from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.launcher import ServiceSpec
+from rondo.runtime.supervisor import Outcome, Supervisor, SupervisorConfig
+
+_PLOT_LIMIT_S = 120.0
+
+
+def main(config: RunConfig, options: TrainOptions) -> int:
+    """Run `config` in a new run directory. The exit code of the run."""
+    with RunDir.create(config.run_dir, config.name, resolve(config), options.config_path) as run:
+        return _run(config, run, options, attempt=0)
+
+
+def resume(path: Path) -> int:
+    """Go on with the run at `path` from its newest whole checkpoint, under the next attempt."""
+    with RunDir.claim(path) as run:
+        checkpoint = newest_complete(run.checkpoints)
+        if checkpoint is None:
+            raise ConfigError(
+                f"RUN must have a whole checkpoint to go on from, got none in {run.checkpoints}. "
+                "Start it again with `rondo train`; set train.save_every to have checkpoints earlier."
+            )
+        config = unresolve(orjson.loads(run.config_json.read_bytes()))
+        print(f"run {run.path.name} goes on from {checkpoint.name}", flush=True)
+        return _run(config, run, TrainOptions(run.path / "config.py"), attempt=run.next_attempt())
+
+
+def _run(config: RunConfig, run: RunDir, options: TrainOptions, *, attempt: int) -> int:
+    started = time.time()
+    num_rows = prepare(config, run.path)
+    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(coordinator_config(config, num_rows)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        outcome = runner.run(_supervise(config, run, options, attempt))
+    summary = summarize(
+        run.path,
+        exit_code=outcome.exit_code,
+        wall_s=time.time() - started,
+        attempt=outcome.attempt,
+        first_cause=outcome.first_cause,
+        restarts=outcome.restarts,
+        recovery_s=outcome.recovery_s,
+        memory_bytes=outcome.memory_bytes,
+        cpu_share=outcome.cpu_share,
+        started=started,
+    )
+    write(run.path, summary)
+    _plot(run.path)
+    print_table(summary)
+    print(f"run directory: {run.path}")
+    if outcome.exit_code == 75:
+        print(f"stopped before the end: `rondo resume {run.path}` goes on")
+    return outcome.exit_code
+
+
+async def _supervise(config: RunConfig, run: RunDir, options: TrainOptions, attempt: int) -> Outcome:
+    listeners: list[Any] = []
+
+    def on_event(record: Mapping[str, Any]) -> None:
+        for listener in listeners:
+            listener.on_event(record)
+
+    limits = config.supervision
+    supervisor = Supervisor(
+        SupervisorConfig(
+            run_dir=run.path,
+            groups=group_specs(config),
+            coordinator=ServiceSpec("coordinator", "rondo.comm.serve", ()),
+            attempt=attempt,
+            max_restarts=limits.max_restarts,
+            restart_window_s=limits.restart_window_s,
+            max_global_restarts=limits.max_global_restarts,
+            silence_s=limits.silence_s,
+            grace_s=limits.grace_s,
+            no_progress_s=limits.no_progress_s,
+            kill=options.kill,
+            can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,
+        ),
+        on_event,
+    )
+    provider = RunProvider(supervisor, run.path, supervisor.request_stop)
+    view = open_view(run.path.name, config.num_steps, lambda: supervisor.snapshot().groups, plain=options.plain)
+    listeners += [view, provider]
+    admin = AdminServer(config.admin, provider, token=supervisor.token)
+    port = await admin.start()
+    run.write_supervisor(
+        rt_dir=supervisor.rt_dir, admin_host=config.admin.host, admin_port=port, token_path=supervisor.rt_dir / "token"
+    )
+    print(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}", flush=True)
+    try:
+        with view:
+            drawing, polling = asyncio.create_task(view.run()), asyncio.create_task(provider.poll())
+            try:
+                return await supervisor.run()
+            finally:
+                for task in (drawing, polling):
+                    task.cancel()
+                await asyncio.gather(drawing, polling, return_exceptions=True)
+    finally:
+        await admin.close()
+
+
+def _plot(run: Path) -> None:
+    """Draw the curves; a run is worth its summary also without a picture."""
+    command = [sys.executable, "-m", "rondo.launch.plot", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PLOT_LIMIT_S, check=False)
+    print(done.stdout.strip() or done.stderr.strip(), flush=True)

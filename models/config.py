@@ -1,0 +1,54 @@
+"""Settings of the model: where its Hugging Face folder comes from, and in which precision it is served.
+
+Owns the choice between an existing folder and one that is built. Does not own the model's shape (its config.json does) nor
+how it is trained (`roles/config.py`). Imports no torch.
+
+    ModelConfig(path="Qwen/Qwen3-0.6B")
+    ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"num_layers": 2})
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rondo.runtime.section import FunctionRef, Section
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ModelConfig(Section):
+    """The policy as it is before the first step."""
+
+    path: str | None = None
+    """A Hugging Face folder, or the name of one on the hub."""
+    build: FunctionRef | None = None
+    """Or a function `build(folder: Path, **build_args)` that writes such a folder: config, tokenizer and weights."""
+    build_args: dict[str, Any] = Field(default_factory=dict)
+    dtype: Dtype = "float32"
+    """Of the weights that engines serve. Training keeps float32 weights; `train.dtype` is that of its computation."""
+    attn: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention of the trained and scoring models, by its name in transformers."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.build is None):
+            raise ValueError(
+                "model.path and model.build must be set one without the other, "
+                f"got {'neither' if self.path is None else 'both'}. "
+                "Set model.path to a Hugging Face folder, or model.build to a function that writes one"
+            )
+        if self.build is None and self.build_args:
+            raise ValueError(
+                f"model.build_args must be empty without model.build, got {self.build_args!r}. "
+                "Set model.build, or remove model.build_args"
+            )
+        return self
+
+    def materialize(self, folder: Path) -> str:
+        """The path to load from; with `build` it is `folder`, written once. Imports transformers: see `load.prepare`."""
+        from rondo.models.load import prepare
+
+        return prepare(self, folder)

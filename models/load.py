@@ -1,0 +1,142 @@
+"""Config, tokenizer and model out of a Hugging Face folder, with errors that name the setting to change.
+
+Owns reading such folders, and building one where the settings say so. Does not own sharding (`parallel.py`), saving
+(`checkpoint.py`), nor any model's shape: config.json has it.
+
+Invariant: a model that loads has every weight from the folder; none is left at random silently.
+
+    path = prepare(config.model, run_dir / "model")
+    model = load_model(path, dtype="float32", device="cpu")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rondo.models.config import ModelConfig
+from rondo.models.names import disk_shapes
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import load_reference
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RECIPE = "build.json"
+
+
+def prepare(config: ModelConfig, folder: Path) -> str:
+    """The path to load the model from. With `config.build` it is `folder`, written unless it holds the same model already.
+
+    Raises ConfigError when there is no model of a known kind at the path, or `folder` holds another one.
+    """
+    if config.build is None:
+        assert config.path is not None
+        load_config(config.path)
+        return config.path
+    recipe = orjson.dumps({"build": config.build, "build_args": config.build_args}, option=orjson.OPT_SORT_KEYS)
+    if folder.exists() and any(folder.iterdir()):
+        found = (folder / _RECIPE).read_bytes() if (folder / _RECIPE).is_file() else b"something else"
+        if found != recipe:
+            raise ConfigError(
+                f"{folder} must be empty or hold the model of {recipe.decode()}, got {found.decode()}. "
+                "Remove it, or choose another run name"
+            )
+        return str(folder)
+    aside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    load_reference(config.build, "model.build")(aside, **config.build_args)
+    load_config(str(aside))
+    (aside / _RECIPE).write_bytes(recipe)
+    if folder.exists():
+        folder.rmdir()
+    aside.rename(folder)
+    return str(folder)
+
+
+def load_config(path: str) -> Any:
+    """The model's config. Raises ConfigError when there is none at `path`, or none that transformers knows."""
+    _check_folder(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path must name a model that transformers {transformers.__version__} can load, got {path!r} "
+            f"({_first_line(error)}). Check the path"
+        ) from error
+
+
+def load_tokenizer(path: str, *, needs_chat_template: bool = False) -> Any:
+    """The tokenizer. Raises ConfigError when there is none, or it has no chat template where one is needed."""
+    _check_folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path must hold a tokenizer that transformers can load, got {path!r} ({_first_line(error)}). "
+            "Copy the tokenizer's files beside config.json"
+        ) from error
+    if needs_chat_template and not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of {path!r} must have a chat template for data.apply_chat_template, got none. "
+            "Put a chat_template.jinja beside it, or set data.apply_chat_template to False"
+        )
+    return tokenizer
+
+
+def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: str = "sdpa") -> Any:
+    """The causal LM at `path` in evaluation mode, all its weights in `dtype`. Raises ConfigError for incomplete weights."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}. Change model.dtype or train.dtype")
+    config = load_config(path)
+    transformers.logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=DTYPES[dtype], attn_implementation=attn, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ConfigError(
+            f"model.path must hold the weights of a causal LM, got {path!r} ({_first_line(error)}). Check the folder"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"the weights at {path!r} must be complete, got {len(missing)} missing ({', '.join(missing[:3])}). "
+            "Export or download the folder again"
+        )
+    return model.to(device).eval()
+
+
+def empty_model(path: str) -> Any:
+    """The model's modules without memory: every tensor on the meta device, in float32."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(path), dtype=torch.float32)
+
+
+def num_parameters(path: str) -> tuple[int, int]:
+    """(elements, tensors) of the model as it lies on disk and is published; tied weights count once."""
+    shapes = disk_shapes(empty_model(path))
+    return sum(torch.Size(shape).numel() for shape in shapes.values()), len(shapes)
+
+
+def _check_folder(path: str) -> None:
+    """A local folder is told apart from a name on the hub before anything asks the network."""
+    local = Path(path)
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            found = ", ".join(sorted(os.listdir(local))[:5]) or "nothing"
+            raise ConfigError(
+                f"model.path must be a folder with a config.json, got {path!r} with {found}. Name a Hugging Face folder"
+            )
+    elif local.is_absolute() or path.startswith(".") or path.count("/") > 1:
+        raise ConfigError(f"model.path must be a folder that exists, got {path!r}. Check the path")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

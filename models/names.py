@@ -1,0 +1,151 @@
+"""Between a model's tensors in memory and their names on disk, which are also the names that are published.
+
+Owns the plan of a model: which tensors in memory become which on disk. Most only carry another name or none; a Qwen3-MoE layer
+has one tensor for all experts in memory and three for each expert on disk. The conversions themselves are transformers' own.
+Does not own gathering shards (`parallel.py`) or files (`checkpoint.py`).
+
+Invariant: the plan covers every parameter once (tied ones under their first name) and every persistent buffer; what is
+written by one direction is read back by the other, bit by bit.
+
+    memory  model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]
+    disk    model.layers.0.mlp.experts.{e}.gate_proj.weight [I, H], ...up_proj.weight [I, H]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from rondo.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors in memory (`sources`) that become tensors on disk (name -> shape) together, without any others."""
+
+    sources: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    renamed: bool
+    """One tensor under another name, or the same: nothing to convert."""
+
+
+_plans: WeakKeyDictionary[Any, tuple[Group, ...]] = WeakKeyDictionary()
+
+
+def memory_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Every parameter under its first name, and every persistent buffer; whole, or this rank's DTensor."""
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    persistent = buffers.keys() & model.state_dict().keys()
+    return parameters | {name: tensor for name, tensor in buffers.items() if name in persistent}
+
+
+def disk_groups(model: Any) -> tuple[Group, ...]:
+    """The plan of `model`, worked out once."""
+    if model not in _plans:
+        _plans[model] = tuple(_plan(model))
+    return _plans[model]
+
+
+def disk_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Name on disk -> shape."""
+    return {name: shape for group in disk_groups(model) for name, shape in group.shapes.items()}
+
+
+def to_disk(model: Any, group: Group, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole tensors of `group` as they are named on disk; views of `tensors` where the family allows it."""
+    if group.renamed:
+        return dict(zip(group.shapes, tensors.values(), strict=True))
+    return _flat(revert_weight_conversion(model, dict(tensors)))
+
+
+def load_disk_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy `tensors` (disk names, any dtype and device) into an unsharded `model`, in place.
+
+    A tied weight may also come under its other names, which are ignored. Raises ConfigError, having written nothing, unless
+    names and shapes are exactly the model's.
+    """
+    _check(model, tensors)
+    memory = memory_tensors(model)
+    renamings, converters = _conversions(model)
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    with torch.no_grad():
+        for group in disk_groups(model):
+            if group.renamed:
+                memory[group.sources[0]].copy_(tensors[next(iter(group.shapes))])
+                continue
+            pending: dict[str, WeightConverter] = {}
+            for name in sorted(group.shapes, key=dot_natural_key):
+                target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, memory)
+                if pattern is None:
+                    memory[target].copy_(tensors[name])
+                    continue
+                converter = pending.setdefault(target, deepcopy(of_pattern[pattern]))
+                converter.add_tensor(target, name, pattern, tensors[name])
+            for target, converter in pending.items():
+                for name, value in _flat(converter.convert(target, model=model, config=model.config)).items():
+                    memory[name].copy_(value)
+
+
+def _plan(model: Any) -> Iterator[Group]:
+    empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in memory_tensors(model).items()}
+    whole = {name: tuple(t.shape) for name, t in _flat(revert_weight_conversion(model, dict(empty))).items()}
+    groups = []
+    for name, tensor in empty.items():
+        alone = _flat(revert_weight_conversion(model, {name: tensor}))
+        renamed = len(alone) == 1 and next(iter(alone.values())) is tensor
+        groups.append(Group((name,), {key: tuple(value.shape) for key, value in alone.items()}, renamed))
+    covered = {key: shape for group in groups for key, shape in group.shapes.items()}
+    if covered == whole and len(covered) == sum(len(group.shapes) for group in groups):
+        yield from groups
+    else:  # the family joins tensors: they are converted all at once, in as much memory again
+        yield Group(tuple(empty), whole, False)
+
+
+def _conversions(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """Disk to memory: those that the model was loaded with, else its family's, as transformers itself decides it."""
+    found = getattr(model, "_weight_conversions", None)
+    if found is None:
+        found = [
+            entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, PrefixChange)
+        ]
+    renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
+    return renamings, [entry for entry in found if isinstance(entry, WeightConverter)]
+
+
+def _flat(converted: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def _check(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    shapes = disk_shapes(model)
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    wrong = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unknown": [name for name in tensors if name not in shapes and name not in tied],
+        "of another shape": [
+            f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
+            for name, shape in shapes.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ],
+    }
+    found = [f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in wrong.items() if names]
+    if found:
+        raise ConfigError(
+            f"tensors must have exactly the names and shapes of {type(model).__name__} on disk, got {'; '.join(found)}. "
+            "Take them from a model of the same config"
+        )

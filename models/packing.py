@@ -1,0 +1,135 @@
+"""Sequences of different lengths in rows of one length: hardly any padding, whatever the lengths.
+
+Owns which sequence lies where, and the indices that bring the response positions back in the callers' order. Does not own the
+attention masks: transformers makes them from `position_ids`, for every attention kernel and layer type (a row with several
+sequences restarts its positions, so each attends to itself only). Pure: equal sequences give equal batches.
+
+Invariant: every response token of every sequence is scored once, from the position before it; the order is the callers'.
+
+    lengths 7 5 4 3 2  ->  row length 7, bins by first fit, longest first
+
+    aaaaaaa
+    bbbbbee
+    ccccddd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rondo.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """`tokens`, integers [T], of which the last `response` are scored; 0 <= response < T."""
+
+    tokens: np.ndarray
+    response: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """B rows of L tokens that hold every sequence once; R response tokens over all sequences."""
+
+    input_ids: torch.Tensor  # int64 [B, L]; 0 where no sequence lies
+    position_ids: torch.Tensor | None  # int64 [B, L], restarting at 0; None: no row holds two sequences
+    positions: torch.Tensor  # int64 [R], index into the flat [B * L] of the position that predicts the token
+    targets: torch.Tensor  # int64 [R], the response tokens, sequence after sequence as given
+    responses: tuple[int, ...]
+    num_tokens: int
+
+    @property
+    def waste(self) -> float:
+        """Part of all positions that is padding."""
+        return 1 - self.num_tokens / self.input_ids.numel()
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with its tensors on `device`."""
+        names = ("input_ids", "position_ids", "positions", "targets")
+        moved = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{name: None if t is None else t.to(device, non_blocking=True) for name, t in moved.items()}
+        )
+
+
+def can_share_rows(model: Any) -> bool:
+    """Whether rows with several sequences keep these apart in `model`: all its layers are attention, and take positions."""
+    import inspect
+
+    base = getattr(model, "base_model", model)
+    takes_positions = "position_ids" in inspect.signature(type(base).forward).parameters
+    return takes_positions and not getattr(base, "_is_stateful", False)
+
+
+def pack(sequences: Ordered[Sequence], *, row_tokens: int | None = None, share_rows: bool = True) -> PackedBatch:
+    """Rows of `row_tokens`, by default the longest sequence's length; one sequence a row unless `share_rows`.
+
+    Raises ConfigError for no sequences, a sequence longer than `row_tokens`, or a response that leaves no prompt.
+    """
+    _check(sequences, row_tokens)
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    width = row_tokens or max(lengths)
+    places, num_rows = _first_fit(lengths, width) if share_rows else ([(row, 0) for row in range(len(lengths))], len(lengths))
+    input_ids = np.zeros((num_rows, width), np.int64)
+    shared = num_rows < len(lengths)
+    # What no sequence covers counts on, as one more sequence of its row, so no position is without anything to attend to.
+    position_ids = np.tile(np.arange(width), (num_rows, 1)) if shared else None
+    positions, targets = [], []
+    for sequence, length, (row, start) in zip(sequences, lengths, places, strict=True):
+        end = start + length
+        input_ids[row, start:end] = sequence.tokens
+        if position_ids is not None:
+            position_ids[row, start:] = np.arange(width - start)
+        first = row * width + end - sequence.response - 1
+        positions.append(np.arange(first, first + sequence.response))
+        targets.append(sequence.tokens[length - sequence.response :])
+    return PackedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=None if position_ids is None else torch.from_numpy(position_ids),
+        positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        responses=tuple(sequence.response for sequence in sequences),
+        num_tokens=sum(lengths),
+    )
+
+
+def _first_fit(lengths: list[int], width: int) -> tuple[list[tuple[int, int]], int]:
+    """(row, start) of each sequence, and the number of rows: first fit, longest first, ties in the order given."""
+    places = [(0, 0)] * len(lengths)
+    shortest = min(lengths)
+    used: list[int] = []
+    open_rows: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        row = next((row for row in open_rows if used[row] + length <= width), None)
+        if row is None:
+            row = len(used)
+            used.append(0)
+            open_rows.append(row)
+        places[index] = (row, used[row])
+        used[row] += length
+        if used[row] + shortest > width:
+            open_rows.remove(row)
+    return places, len(used)
+
+
+def _check(sequences: Ordered[Sequence], row_tokens: int | None) -> None:
+    if not sequences:
+        raise ConfigError("a batch must hold at least one sequence, got none. Skip empty micro-batches")
+    for index, sequence in enumerate(sequences):
+        length = len(sequence.tokens)
+        if not 0 <= sequence.response < length:
+            raise ConfigError(
+                f"response of sequence {index} must leave at least one prompt token, got {sequence.response} of {length} "
+                "tokens. Give every sample a prompt"
+            )
+        if row_tokens is not None and length > row_tokens:
+            raise ConfigError(
+                f"sequence {index} must fit a row of {row_tokens} tokens, got {length}. Raise row_tokens or cut the sequence"
+            )

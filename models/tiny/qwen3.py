@@ -1,0 +1,64 @@
+"""A small Qwen3 with seeded random weights, as a Hugging Face folder: what examples and tests train from scratch.
+
+Owns the sizes. Anything that loads a Qwen3 loads this one: AutoTokenizer, AutoModelForCausalLM, SGLang.
+
+    build(Path("model"), hidden_size=128, num_layers=2)      # 0.33 million parameters, well under a second
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.runtime.errors import ConfigError
+
+
+def build(
+    folder: Path,
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    intermediate_size: int | None = None,
+    max_positions: int = 2048,
+    tie_embeddings: bool = True,
+    chat_template: bool = True,
+    seed: int = 0,
+) -> None:
+    """Write config.json, tokenizer and float32 model.safetensors into `folder`. Equal arguments write equal weights.
+
+    `intermediate_size` is twice `hidden_size` unless given. Raises ConfigError for sizes that do not divide.
+    """
+    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
+        raise ConfigError(
+            f"hidden_size must be an even multiple of num_heads, got {hidden_size} and {num_heads}. Change model.build_args"
+        )
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}. Change model.build_args"
+        )
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = build_tokenizer(chat_template=chat_template)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size or 2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tie_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

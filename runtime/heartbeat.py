@@ -1,0 +1,116 @@
+"""Heartbeats: a few words in shared memory by which the supervisor sees that a process lives, moves, and what it does.
+
+Owns the layout of the words and both ends of them. Does not own what silence means: `supervision.py` decides. A process
+writes its own slot and nobody else's; the supervisor only reads; nobody waits for anybody.
+
+    slot of a rank, 128 bytes:  0 beat  8 progress  16 section limit  24 left  32 section name (96 bytes)
+
+`beat` is the time of the event loop's last sign of life and `section limit` the time by which the open section with the
+nearest limit must be over (0: none is open), both in milliseconds of the monotonic clock, which all processes of a node
+share. `left` is 1 from the moment a process ends on purpose. Words are aligned, so they are read and written whole; a
+torn name only misspells.
+
+    beat = HeartbeatWriter(client.segment(segment_name("actor-0", 2), 0).view(), rank=0)
+    with beat.section("load", limit_s=600): ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+SLOT_BYTES = 128
+BEAT_S = 0.25
+"""Seconds between two beats of a loop."""
+
+_BEAT, _PROGRESS, _LIMIT, _LEFT = range(4)
+_WORDS = SLOT_BYTES // 8
+_NAME_AT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One rank's slot. Times in monotonic seconds, 0 for never; `section` is "" outside of sections."""
+
+    rank: int
+    beat_s: float
+    progress: int
+    section: str = ""
+    section_limit_s: float = 0.0
+    left: bool = False
+
+
+def segment_name(group: str, incarnation: int) -> str:
+    """Each life of a group has a segment of its own, so that a late process of a past one touches nothing."""
+    return f"heartbeat/{group}/{incarnation}"
+
+
+def segment_bytes(num_ranks: int) -> int:
+    return num_ranks * SLOT_BYTES
+
+
+class HeartbeatWriter:
+    """A process's side. `beat` belongs to the event loop; sections and progress may come from any thread."""
+
+    def __init__(self, view: memoryview, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        slot = view[rank * SLOT_BYTES : (rank + 1) * SLOT_BYTES]
+        self._words = slot.cast("Q")
+        self._name = slot[_NAME_AT:]
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[int, tuple[float, str]] = {}
+        self._next = 0
+
+    def beat(self) -> None:
+        self._words[_BEAT] = round(self._clock() * 1000)
+
+    def progress(self) -> None:
+        with self._lock:
+            self._words[_PROGRESS] += 1
+
+    def leave(self) -> None:
+        """Says that the end of this process is on purpose; its exit code may be collected before anybody reads it."""
+        self._words[_LEFT] = 1
+
+    @contextlib.contextmanager
+    def section(self, name: str, limit_s: float) -> Iterator[None]:
+        """While it lasts the process may be silent, for `limit_s` seconds at most; of several, each keeps its limit."""
+        with self._lock:
+            key, self._next = self._next, self._next + 1
+            self._open[key] = (self._clock() + limit_s, name)
+            self._publish()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[key]
+                # The loop may have been silent until now, rightly; what comes next starts with a sign of life.
+                self.beat()
+                self._publish()
+
+    def _publish(self) -> None:
+        limit, name = min(self._open.values(), default=(0.0, ""))
+        self._name[:] = name.encode()[: len(self._name)].ljust(len(self._name), b"\0")
+        self._words[_LIMIT] = round(limit * 1000)
+
+
+def read_beats(view: memoryview) -> tuple[Beat, ...]:
+    """The slots of all ranks, by rank."""
+    words, beats = view.cast("Q"), []
+    for rank in range(len(view) // SLOT_BYTES):
+        at = rank * _WORDS
+        name = bytes(view[rank * SLOT_BYTES + _NAME_AT : (rank + 1) * SLOT_BYTES]).rstrip(b"\0")
+        beats.append(
+            Beat(
+                rank=rank,
+                beat_s=words[at + _BEAT] / 1000,
+                progress=words[at + _PROGRESS],
+                section=name.decode(errors="replace"),
+                section_limit_s=words[at + _LIMIT] / 1000,
+                left=bool(words[at + _LEFT]),
+            )
+        )
+    return tuple(beats)

@@ -1,0 +1,152 @@
+"""A real coordinator behind a real socket, with real memory; the supervisor is reduced to its roster and its reports."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rondo.comm.bus import Bus, Member, Round
+from rondo.comm.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.journal import Journal
+from rondo.comm.records import Column, worst_case_bytes
+from rondo.comm.serve import open_index
+from rondo.runtime.actor import Actor, ActorRef, Server, endpoint, serve
+from rondo.runtime.segments import SegmentClient, SegmentServer
+from tests.comm.driver import rules
+
+TOKEN = "t0ken"
+PROMPT, RESPONSE = 6, 4
+ROW_BYTES = worst_case_bytes(1, [("tokens", 4, PROMPT + RESPONSE), ("loss_mask", 1, RESPONSE)])
+GROUPS = ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0")
+
+
+class Roster(Actor):
+    def __init__(self) -> None:
+        self.alive: dict[str, int] = {}
+        self.dead: list[list[Any]] = []
+        self.reports: list[tuple[str, dict[str, Any]]] = []
+
+    @endpoint
+    async def roster(self) -> dict[str, Any]:
+        groups = {name: {"incarnation": incarnation, "alive": True} for name, incarnation in self.alive.items()}
+        return {"attempt": 0, "groups": groups, "dead": self.dead}
+
+    @endpoint
+    async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
+        self.reports.append((kind, data))
+
+
+class Served:
+    """The pieces of a bus; `restart` is a coordinator's death and return, `bus` a worker's client."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.folder = folder
+        rings = {"rollout": changes.pop("ring_bytes", 1 << 20), "columns": 1 << 20}
+        self.clock = 0.0
+        self.config = CoordinatorConfig(
+            rules=rules(row_bytes=ROW_BYTES, **changes), publisher="actor-0", rollout_ring_bytes=rings["rollout"],
+            column_ring_bytes=rings["columns"], rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(GROUPS, 1),
+            lease_deadline_s=100.0, evaluate_start=False, evaluate_end=False,
+        )  # fmt: skip
+        self.roster = Roster()
+        self.segments = SegmentServer(folder / "handover.sock", TOKEN, lambda _: None)
+        self.clients: list[SegmentClient] = []
+        self.refs: list[ActorRef] = []
+        self.coordinator: Coordinator
+        self._server: Server
+        self._journal: Journal
+
+    def client(self) -> SegmentClient:
+        self.clients.append(SegmentClient(self.folder / "handover.sock", TOKEN))
+        return self.clients[-1]
+
+    def ref(self, name: str) -> ActorRef:
+        self.refs.append(ActorRef(f"unix:{self.folder}/{name}.sock", token=TOKEN, peer=name))
+        return self.refs[-1]
+
+    async def start(self, attempt: int = 0) -> None:
+        self._journal = Journal(self.folder / "journal")
+        index = open_index(self.config, self._journal, self.folder, attempt)
+        self.coordinator = Coordinator(
+            self.config, self._journal, index, self.client(), self.ref("supervisor"), clock=lambda: self.clock
+        )
+        await self.coordinator.start()
+        self._server = await serve(
+            self.coordinator, f"unix:{self.folder}/coordinator.sock", token=TOKEN, name="coordinator"
+        )
+
+    async def stop(self) -> None:
+        await self._server.close()
+        self.coordinator.close()
+        self._journal.close()
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+    async def bus(self, group: str, incarnation: int = 1) -> Bus:
+        """A worker's bus; its group is reported as started the way the supervisor does."""
+        self.roster.alive[group] = incarnation
+        await self.ref("coordinator").call("member_started", group, incarnation, 1)
+        bus = Bus(Member(group, incarnation, 0, 1, 0), self.ref("coordinator"), self.client())
+        await bus.open()
+        return bus
+
+    async def die(self, group: str, incarnation: int = 1) -> None:
+        del self.roster.alive[group]
+        self.roster.dead.append([group, incarnation])
+        await self.ref("coordinator").call("member_dead", group, incarnation)
+
+
+@asynccontextmanager
+async def served(**changes: Any) -> AsyncIterator[Served]:
+    with tempfile.TemporaryDirectory(prefix="rondo-") as name:
+        run = Served(Path(name), **changes)
+        run.segments.start()
+        supervisor = await serve(run.roster, f"unix:{name}/supervisor.sock", token=TOKEN, name="supervisor")
+        try:
+            await run.start()
+            yield run
+            await run.stop()
+        finally:
+            for ref in run.refs:
+                ref.close()
+            await supervisor.close()
+            for client in run.clients:
+                client.close()
+            run.segments.close()
+
+
+async def prove(bus: Bus, version: int = 0) -> None:
+    await bus.call("proved", "rollout", version)
+
+
+def put_group(bus: Bus, grant: dict[str, Any], samples: list[int], value: float = 1.0) -> None:
+    tokens = [np.arange(PROMPT + RESPONSE, dtype=np.int32) + 100 * grant["group"] + s for s in samples]
+    columns = [
+        Column("tokens", "int32", tokens),
+        Column("loss_mask", "uint8", [np.ones(RESPONSE, np.uint8) for _ in samples]),
+    ]
+    info = [[PROMPT + RESPONSE, RESPONSE, value, 0, 0] for _ in samples]
+    bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns, info)
+
+
+async def score(bus: Bus, stream: str, column: str, rounds: int) -> list[Round]:
+    """Run `rounds` rounds of a forward stream: the column holds each row's first token."""
+    done = []
+    async for made in bus.stream(stream, tokens=1 << 20):
+        values = [
+            np.full(row.response, row.array("tokens" if stream == "actor_fwd" else "loss_mask")[0], np.float32)
+            for row in made.rows
+        ]
+        bus.put_columns(made, {column: values})
+        await bus.ack(made)
+        done.append(made)
+        if len(done) == rounds:
+            break
+    return done

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rondo.comm.audit import audit
+from rondo.runtime.errors import Refused
+from tests.comm.served import Served, prove, put_group, score, served
+
+
+async def train(run: Served, bus, step: int) -> list[list[int]]:
+    ids = []
+    async for made in bus.stream("actor", tokens=1 << 20, step=step):
+        for row in made.rows:
+            assert row.array("tokens")[0] == 100 * row.group + row.sample == row.array("log_probs")[0]
+        bus.check(made)
+        ids += made.ids()
+    await bus.call("commit", 0, step + 1, 7, ids)
+    return ids
+
+
+async def whole_step(run: Served, rollout, fwd, advantages, actor, step: int) -> list[list[int]]:
+    grants = []
+    while len(grants) < 3:
+        grants += (await rollout.call("lease", 8))["grants"]
+    assert {grant["step"] for grant in grants} <= {step, step + 1}
+    for grant in grants:
+        put_group(rollout, grant, [0, 1])
+    await asyncio.gather(score(fwd, "actor_fwd", "log_probs", 1), score(advantages, "advantages", "advantages", 1))
+    return await train(run, actor, step)
+
+
+async def everyone(run: Served):
+    buses = [await run.bus(name) for name in ("rollout-0", "actor_fwd-0", "advantages-0", "actor-0")]
+    await buses[3].call("commit", 0, 0, 7, [])
+    await prove(buses[0])
+    return buses
+
+
+async def test_rows_go_from_a_lease_through_every_role_to_a_commit():
+    async with served(max_staleness=0) as run:
+        rollout, fwd, advantages, actor = await everyone(run)
+        assert len(await whole_step(run, rollout, fwd, advantages, actor, 0)) == 6
+        found = audit(run.folder / "journal", 2, 3)
+        assert (found.num_admitted, found.num_put, found.num_trained) == (6, 6, 6)
+        assert (found.num_lost, found.num_trained_twice, found.num_unexpected) == (0, 0, 0)
+        rings = run.coordinator.status()["rings"]
+        assert {ring["used"] for ring in rings.values()} == {0} and {ring["reserved"] for ring in rings.values()} == {0}
+
+
+async def test_a_coordinator_that_dies_between_any_two_acts_goes_on_where_it_was():
+    async with served(max_staleness=0) as run:
+        rollout, fwd, advantages, actor = await everyone(run)
+        (first, *rest) = (await rollout.call("lease", 8))["grants"]
+        put_group(rollout, first, [1])
+        await run.restart()
+        put_group(rollout, first, [0])
+        for grant in rest:
+            put_group(rollout, grant, [0, 1])
+        await run.restart()  # puts that nobody had read yet are found in the rings
+        assert run.coordinator.index.counts["ready"] == 3
+        await score(fwd, "actor_fwd", "log_probs", 1)
+        await run.restart()
+        await score(advantages, "advantages", "advantages", 1)
+        before = run.coordinator.index.dump()
+        await run.restart()
+        assert run.coordinator.index.dump() == before
+        assert len(await train(run, actor, 0)) == 6
+        await run.restart()
+        assert run.coordinator.index.version == 1 and run.coordinator.index.imbalance() == ""
+
+
+async def test_a_repeated_commit_gets_the_same_answer_and_a_late_or_partial_one_is_refused():
+    async with served(max_staleness=0) as run:
+        rollout, fwd, advantages, actor = await everyone(run)
+        ids = await whole_step(run, rollout, fwd, advantages, actor, 0)
+        assert (await actor.call("commit", 0, 1, 7, ids))["version"] == 1
+        with pytest.raises(Refused, match="must make version 2"):
+            await actor.call("commit", 0, 5, 7, ids)
+        with pytest.raises(Refused, match="every sample of its step once"):
+            await actor.call("commit", 0, 2, 7, ids)
+        with pytest.raises(Refused, match="attempt 0"):
+            await actor.call("commit", 3, 2, 7, ids)
+
+
+async def test_leases_wait_for_a_proved_version_within_the_bound():
+    async with served(max_staleness=0) as run:
+        rollout, fwd, advantages, actor = await everyone(run)
+        await whole_step(run, rollout, fwd, advantages, actor, 0)
+        asking = asyncio.create_task(rollout.call("lease", 8))
+        await rollout.call("renew", [])
+        assert not asking.done()  # version 0 is one behind step 1
+        await prove(rollout, 1)
+        assert {grant["step"] for grant in (await asking)["grants"]} == {1}
+
+
+async def test_a_dead_replica_s_groups_go_to_another_which_makes_only_what_is_missing():
+    async with served(max_staleness=0) as run:
+        rollout, *_ = await everyone(run)
+        other = await run.bus("rollout-1")
+        await prove(other)
+        first, *_ = (await rollout.call("lease", 8))["grants"]
+        put_group(rollout, first, [1])
+        await run.die("rollout-0")
+        again = next(g for g in (await other.call("lease", 8))["grants"] if g["group"] == first["group"])
+        assert again["epoch"] == first["epoch"] + 1 and again["have"] == [[1, 1.0, 4]]
+        with pytest.raises(Refused, match="living incarnation"):
+            await rollout.call("renew", [])
+
+
+async def test_a_lease_without_progress_is_lost_and_its_late_put_refused():
+    async with served(max_staleness=0) as run:
+        rollout, *_ = await everyone(run)
+        first, second, _ = (await rollout.call("lease", 8))["grants"]
+        run.clock = 90.0
+        await rollout.call("renew", [[second["group"], 0]])
+        run.clock = 150.0
+        run.coordinator.tick()
+        assert run.coordinator.index.groups[first["group"]].state == "waiting"
+        assert run.coordinator.index.groups[second["group"]].state == "running"
+        assert (await rollout.call("renew", [[first["group"], 0]]))["lost"] == [[first["group"], 0]]
+        put_group(rollout, first, [0, 1])
+        await rollout.call("abandon", first["group"], 0)
+        assert run.coordinator.index.refused_rows == 2
+
+
+async def test_a_full_ring_holds_back_younger_steps_and_never_the_oldest_one():
+    # Room for five groups of three records (two samples and media); a step is three groups.
+    from tests.comm.served import ROW_BYTES
+
+    async with served(max_staleness=2, ring_bytes=5 * 3 * ROW_BYTES + 4096, num_steps=8) as run:
+        rollout, *_ = await everyone(run)
+        grants = (await rollout.call("lease", 99))["grants"]
+        assert 3 <= len(grants) <= 5 and {g["ring"] for g in grants} == {"ring/rollout-0/0"}
+        oldest = [g for g in grants if g["step"] == 0]
+        for grant in oldest[:2]:
+            await rollout.call("settle", grant["group"], 0, "filtered", "equal rewards")
+        for grant in grants[3:] + [oldest[2]]:
+            put_group(rollout, grant, [0, 1])
+        # Fill what the filtered groups gave back with younger steps, then ask for their replacements of step 0.
+        run.coordinator.index.space.reserve(
+            "other", "ring/rollout-0/0", [run.coordinator._rings["ring/rollout-0/0"].tail.capacity]
+        )
+        again = (await rollout.call("lease", 2))["grants"]
+        assert {g["step"] for g in again} == {0} and all(g["ring"].startswith("overflow/") for g in again)
+        for grant in again:
+            put_group(rollout, grant, [0, 1])
+        await rollout.call("renew", [])
+        assert run.coordinator.index.counts["ready"] == len(grants[3:]) + 1 + 2
+        names = [name for name, _ in run.segments.stats().segments if name.startswith("overflow/")]
+        assert len(names) == 2
+
+
+async def test_an_overflow_ring_is_taken_away_when_it_is_empty():
+    async with served(max_staleness=0) as run:
+        rollout, fwd, advantages, actor = await everyone(run)
+        run.coordinator.index.space.reserve(
+            "other", "ring/rollout-0/0", [run.coordinator._rings["ring/rollout-0/0"].tail.capacity]
+        )
+        await whole_step(run, rollout, fwd, advantages, actor, 0)
+        assert [n for n, _ in run.segments.stats().segments if n.startswith("overflow/")] == []
+        assert run.coordinator.index.version == 1
+
+
+async def test_weights_are_held_until_proved_and_a_dead_holder_lets_go():
+    async with served(max_staleness=0) as run:
+        rollout, *_, actor = await everyone(run)
+        for version in (0, 1):
+            slot = (await actor.call("begin_publish", version))["slot"]
+            await actor.call("end_publish", slot, version, 40 + version)
+        held = await rollout.call("weights", "rollout", -1)
+        assert (held["version"], held["checksum"]) == (1, 41)
+        slot = (await actor.call("begin_publish", 2))["slot"]
+        assert slot != held["slot"]
+        await actor.call("end_publish", slot, 2, 42)
+        waiting = asyncio.create_task(actor.call("begin_publish", 3))
+        await actor.call("committed")
+        assert not waiting.done()  # one slot is held, the other is the newest
+        await run.die("rollout-0")
+        assert (await waiting)["slot"] == held["slot"]
+
+
+async def test_evaluations_come_before_the_first_lease_and_after_the_last_commit():
+    async with served(max_staleness=0, num_steps=1) as run:
+        object.__setattr__(run.config, "evaluate_start", True)
+        object.__setattr__(run.config, "evaluate_end", True)
+        rollout, fwd, advantages, actor = await everyone(run)
+        assert (await rollout.call("lease", 8))["evaluate"] == {"label": "start", "version": 0}
+        await rollout.call("evaluated", "start", {"version": 0, "reward": 0.25, "num_prompts": 4})
+        await whole_step(run, rollout, fwd, advantages, actor, 0)
+        asking = asyncio.create_task(rollout.call("lease", 8))
+        await prove(rollout, 1)
+        assert (await asking)["evaluate"] == {"label": "end", "version": 1}
+        await rollout.call("evaluated", "end", {"version": 1, "reward": 0.5, "num_prompts": 4})
+        assert await rollout.call("lease", 8) == {"end": True}
+        assert await actor.call("next_round", "actor", 0, 0, 1) == {"end": True}
+
+
+async def test_readers_see_views_of_the_ring_and_stale_ones_are_found_out():
+    async with served(max_staleness=0) as run:
+        rollout, fwd, *_ = await everyone(run)
+        for grant in (await rollout.call("lease", 8))["grants"]:
+            put_group(rollout, grant, [0, 1])
+        async for made in fwd.stream("actor_fwd", tokens=1 << 20):
+            view = made.rows[0].array("tokens")
+            assert not view.flags.writeable and view.base is not None
+            assert isinstance(np.asarray(view), np.ndarray)
+            fwd.check(made)
+            break

@@ -1,0 +1,191 @@
+"""The check: what would stop a run is found before it starts, in words that say what to do."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+
+from rondo.launch import check_child
+from rondo.launch.check import Facts, Finding, inspect, judge, memory_order, segment_bytes
+from rondo.launch.config import RunConfig, load
+from rondo.launch.rundir import RunDir
+from rondo.roles.streams import row_bytes
+from tests.launch import configs
+
+GIB = 1 << 30
+FACTS = Facts(num_parameters=1_000_000, num_tensors=30, max_positions=512, num_devices=0, num_rows=32, num_held_out=8)
+Make = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def made(*sets: str) -> RunConfig:
+        return load(configs.write(tmp_path), [f"run_dir={tmp_path}/runs", *sets])
+
+    return made
+
+
+def errors(findings: list[Finding]) -> list[str]:
+    return [finding.text for finding in findings if finding.level == "error"]
+
+
+def judged(config: RunConfig, facts: Facts = FACTS, memory: tuple[int, str] = (8 * GIB, "the cgroup")) -> list[str]:
+    return errors(judge(config, facts, memory))
+
+
+def test_settings_that_fit_have_no_errors(make: Make) -> None:
+    assert judged(make()) == []
+
+
+def test_a_batch_that_cannot_fill_the_ranks_is_told(make: Make) -> None:
+    config = make("groups.1.processes=17")
+    assert judged(config) == [
+        "rollout.prompts_per_step * rollout.samples_per_prompt must be at least the processes that train, "
+        "17 in 'actor', got 4 * 4 = 16. Raise rollout.prompts_per_step, or lower the group's processes"
+    ]
+    assert judged(make("groups.1.processes=16")) == []
+
+
+def test_a_ring_that_cannot_hold_one_prompt_group_is_told(make: Make) -> None:
+    config = make("bus.ring_bytes=1048576", "bus.column_ring_bytes=1048576", "rollout.samples_per_prompt=1000")
+    row, needed = row_bytes(config.rollout), 1000 * row_bytes(config.rollout)
+    assert judged(config) == [
+        f"bus.ring_bytes must hold one prompt group, 1000 samples of up to {row} bytes = {needed}, got 1048576. "
+        f"Raise bus.ring_bytes to {needed} or more"
+    ]
+    assert judged(make(f"bus.ring_bytes={needed}", "rollout.samples_per_prompt=1000")) == []
+
+
+def test_more_ranks_than_devices_are_told(make: Make) -> None:
+    config = make("groups.0.devices=1", "groups.0.replicas=2", "groups.1.devices=1", "groups.1.processes=4")
+    assert judged(config) == [
+        "groups must ask for at most the devices of this machine, 0, got rollout 2 + actor 4 = 6. "
+        "Lower processes or replicas, or set devices=0 to compute on the CPU"
+    ]
+    assert judged(config, replace(FACTS, num_devices=6)) == []
+
+
+def test_samples_longer_than_the_models_positions_are_told(make: Make) -> None:
+    assert judged(make(), replace(FACTS, max_positions=23)) == [
+        "rollout.max_prompt_tokens + rollout.max_new_tokens must be at most the model's positions, 23, "
+        "got 16 + 8 = 24. Lower one of them"
+    ]
+    assert judged(make(), replace(FACTS, max_positions=24)) == []
+
+
+def test_shared_memory_that_does_not_fit_is_told_with_the_numbers(make: Make) -> None:
+    facts = replace(FACTS, num_parameters=100 * (1 << 20), num_tensors=0)
+    (text,) = judged(make(), facts, (2 * GIB, "the cgroup"))
+    assert text == (
+        "shared memory must fit into the memory of the cgroup, 2.0 GiB, got 3.2 GiB (rollout rings 64 MiB, "
+        "column rings 8 MiB, weight slab 800 MiB, hot snapshots 2.3 GiB, one step of the longest samples 11 KiB). "
+        "Lower bus.ring_bytes, set train.hot_snapshot=False, or use a machine with more memory"
+    )
+    assert judged(make("train.hot_snapshot=False"), facts, (2 * GIB, "the cgroup")) == []
+
+
+def test_segments_are_counted_for_every_rank_that_writes(make: Make) -> None:
+    config = make("groups.0.replicas=3", "groups.1.processes=2")
+    assert segment_bytes(config, 0, 0) == {
+        "rollout rings": 3 * config.bus.ring_bytes,
+        "column rings": config.bus.column_ring_bytes,
+        "weight slab": 0,
+        "hot snapshots": 0,
+    }
+
+
+def test_a_port_in_use_is_told(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert judged(make(f"admin.port={port}")) == [
+            f"admin.port must be free, got 127.0.0.1:{port} (Address already in use). "
+            "Set admin.port=0 for a free port on admin.host='127.0.0.1'"
+        ]
+
+
+def test_a_name_whose_run_is_alive_is_told_with_its_pid(make: Make, tmp_path: Path) -> None:
+    with RunDir.create(tmp_path / "runs", "demo", {}):
+        (text,) = judged(make())
+    assert "must have no other owner, got a live run with pid " in text
+    assert judged(make()) == []
+
+
+def test_a_run_directory_that_cannot_be_made_is_told(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert judged(make(f"run_dir={tmp_path}/file")) == [
+        f"run_dir must be a folder to write to, got {tmp_path}/file: {tmp_path}/file is a file. Choose another"
+    ]
+
+
+def test_the_name_latest_is_refused(make: Make) -> None:
+    assert judged(make("name=latest"))[0].startswith("name must not be 'latest'")
+
+
+def test_this_machine_keeps_the_order_of_shared_memory() -> None:
+    assert memory_order().level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("def reward(response): return 1.0", "reward.function must take (response, label, *, prompt, metadata), got "),
+        ("def rewards(): ...", "reward.function must name a function of "),
+        ("raise OSError('no disk')", "reward.function must load without errors, got OSError: no disk ("),
+        ("exit(4)", "reward.function must load without errors, got SystemExit: 4"),
+    ],
+)
+def test_a_reward_function_that_cannot_work_is_told(make: Make, tmp_path: Path, code: str, error: str) -> None:
+    file = tmp_path / "broken_rewards.py"
+    file.write_text(code + "\n")
+    report = check_child.Report()
+    config = make(f"reward.function={file}:reward")
+    report.look(lambda: check_child.look_at_reward(config), "reward.function")
+    (finding,) = report.findings
+    assert finding["level"] == "error"
+    assert finding["text"].startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (None, "data.path must "),
+        ([], "data must have rows, got none in "),
+        ([{"question": "1", "label": "2"}], "row"),
+    ],
+)
+def test_data_that_cannot_be_used_are_told(make: Make, tmp_path: Path, lines: list[object] | None, error: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    if lines is not None:
+        file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    report = check_child.Report()
+    config = make("data.rows=null", f"data.path={file}")
+    report.look(lambda: check_child.look_at_data(config, report, []), "data")
+    (finding,) = report.findings
+    assert finding["level"] == "error"
+    assert str(file.name) in finding["text"]
+
+
+def test_a_tokenizer_without_a_chat_template_is_told_where_one_is_asked_for(make: Make) -> None:
+    config = make("data.apply_chat_template=True", 'model.build_args={"hidden_size": 32, "chat_template": False}')
+    (text,) = errors(inspect(config))
+    assert "chat template" in text
+
+
+def test_code_that_kills_the_child_is_an_error_like_any_other(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "crash.py"
+    file.write_text("import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos._exit(9)\n")
+    (text,) = errors(inspect(make(f"reward.function={file}:reward")))
+    assert text.startswith("looking at model, data and reward must end with exit code 0, got 9: last words.")
+
+
+def test_the_check_itself_imports_neither_torch_nor_the_users_data() -> None:
+    code = "import sys, rondo.launch.check, rondo.launch.check_child; print('torch' in sys.modules, 'aiohttp' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"

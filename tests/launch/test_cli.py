@@ -1,0 +1,139 @@
+"""The command line, through real processes: exit codes, messages, and how light it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rondo.launch.cli import main
+from tests.launch import configs
+
+
+def rondo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rondo.launch.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_help_imports_nothing_heavy_and_names_every_verb(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom rondo.launch.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
+        "    heavy = {'torch', 'transformers', 'pydantic', 'aiohttp', 'rich', 'numpy', 'asyncio'} & set(sys.modules)\n"
+        "    print(end.code, sorted(heavy))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "0 []"
+    for verb in ("train", "sft", "check", "show", "status", "stop", "resume"):
+        assert any(line.split()[:1] == [verb] for line in lines)
+
+
+def test_reading_a_config_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    configs.write(tmp_path)
+    code = (
+        "import sys\nfrom rondo.launch.cli import main\nmain(['show', 'demo_config.py'])\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'aiohttp'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_show_prints_all_settings_as_json(tmp_path: Path) -> None:
+    configs.write(tmp_path)
+    done = rondo("show", "demo_config.py", "--set", "train.lr=2e-5", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["train"]["lr"] == 2e-5
+
+
+@pytest.mark.parametrize("verb", ["train", "check"])
+def test_wrong_settings_end_with_2_and_one_line_and_start_nothing(tmp_path: Path, verb: str) -> None:
+    configs.write(tmp_path)
+    done = rondo(verb, "demo_config.py", "--set", "train.lrr=1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "train.lrr must be a field of TrainConfig, got an unknown name. Did you mean 'lr'?\n"
+    assert {path.name for path in tmp_path.iterdir()} <= {"demo_config.py", "__pycache__"}
+
+
+def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path) -> None:
+    configs.write(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "noisy.py").write_text("print('hello')\nraise ImportError('no such thing')\n")
+    changes = [
+        "model.build=null",
+        "model.build_args={}",
+        f"model.path={tmp_path}/empty",
+        f"reward.function={tmp_path}/noisy.py:reward",
+        "data.label=answer",
+        "groups.1.processes=17",
+    ]
+    done = rondo("train", "demo_config.py", *(part for text in changes for part in ("--set", text)), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 4
+    assert lines[0] == (
+        f"reward.function must load without errors, got ImportError: no such thing ({tmp_path}/noisy.py:2). Correct it"
+    )
+    assert lines[1].startswith("model.path must be a folder with a config.json, got ")
+    assert "'answer'" in lines[2]
+    assert lines[3].startswith("rollout.prompts_per_step * rollout.samples_per_prompt must be at least ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_check_shows_what_it_found_and_ends_with_0_where_all_is_well(tmp_path: Path) -> None:
+    configs.write(tmp_path)
+    done = rondo("check", "demo_config.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {line.split()[0] for line in done.stdout.splitlines()} <= {"ok", "note"}
+    assert "32 rows to train on, 8 held out" in done.stdout
+    assert "the model has " in done.stdout
+    assert "shared memory takes " in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_output_to_a_reader_that_left_is_no_traceback(tmp_path: Path) -> None:
+    configs.write(tmp_path)
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        command = [sys.executable, "-m", "rondo.launch.cli", "show", "demo_config.py"]
+        done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+    finally:
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["tarin", "x.py"], "VERB must be one of train, sft, check, show, status, stop, resume, got 'tarin'. "),
+        (["train"], "the following arguments are required: CONFIG.py. Run `rondo train --help`"),
+        (["show", "none.py"], "CONFIG must be a file that exists, got none.py."),
+        (["status"], "RUN must be a run directory, got runs/latest. There are no runs in runs"),
+        (["stop", "runs/x"], "RUN must be a run directory, got runs/x."),
+        (["resume", "runs/x"], "RUN must be a run directory, got runs/x."),
+        (["train", "demo_config.py", "--kill", "actr@2"], "--kill must name a role of this run, got 'actr'. Did you mean 'actor'?"),
+        (["train", "demo_config.py", "--kill", "actor@9"], "--kill must look like ROLE or ROLE@STEP with STEP up to 4, got 'actor@9'."),
+        (["sft", "demo_config.py"], "sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to demo_config.py"),
+    ],
+)
+def test_wrong_usage_is_2_and_told_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    error: str,
+) -> None:
+    configs.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    try:
+        code: object = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    told = capsys.readouterr().err
+    assert code == 2
+    assert told.startswith(error)
+    assert len(told.splitlines()) == 1

@@ -1,0 +1,198 @@
+"""Config modules: how one becomes a run's settings, and the words for what is wrong in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rondo.launch.config import RunConfig, changed, load, resolve, unresolve
+from rondo.launch.groups import RoleGroup
+from rondo.launch.modes import colocate, fully_async, hybrid
+from rondo.runtime.errors import ConfigError
+from tests.launch import configs
+
+
+def told(folder: Path, *changes: tuple[str, str], sets: tuple[str, ...] = ()) -> str:
+    """The error of a changed module, with the folder cut away."""
+    with pytest.raises(ConfigError) as caught:
+        load(configs.write(folder, *changes), sets)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def groups_of(*groups: RoleGroup) -> list[tuple[str, tuple[str, ...], int, int]]:
+    return [(group.name, group.roles, group.replicas, group.processes) for group in groups]
+
+
+def test_settings_come_back_from_their_json_form_unchanged(tmp_path: Path) -> None:
+    config = load(configs.write(tmp_path))
+    tree = json.loads(json.dumps(resolve(config)))
+    again = unresolve(tree)
+    assert resolve(again) == resolve(config)
+    assert again.groups == config.groups and again.train == config.train
+
+
+def test_functions_of_a_config_module_are_named_by_its_file(tmp_path: Path) -> None:
+    config = load(configs.write(tmp_path))
+    assert config.reward.function == f"{tmp_path}/demo_config.py:reward"
+    assert config.data.rows == f"{tmp_path}/demo_config.py:rows"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("train.lr=2e-6", "train.lr", 2e-6),
+        ("groups.0.replicas=3", "groups.0.replicas", 3),
+        ("evaluation.at_start=false", "evaluation.at_start", False),
+        ("evaluation.at_start=False", "evaluation.at_start", False),
+        ("rollout.stop=['\\n', '<end>']", "rollout.stop", ("\n", "<end>")),
+        ('model.build_args={"hidden_size": 64}', "model.build_args", {"hidden_size": 64}),
+        ("name=2024", "name", "2024"),
+        ("name=second-try", "name", "second-try"),
+        ("data.metadata=extra=1", "data.metadata", "extra=1"),
+    ],
+)
+def test_a_setting_can_be_changed_from_the_command_line(tmp_path: Path, text: str, path: str, value: object) -> None:
+    assert dict(changed(load(configs.write(tmp_path), [text])))[path] == value
+
+
+def test_later_changes_win_and_a_missing_section_is_made(tmp_path: Path) -> None:
+    sets = ["sft.rows=demos.py:rows", "sft.steps=3", "sft.batch_size=4", "sft.steps=5"]
+    config = load(configs.write(tmp_path), sets)
+    assert config.sft is not None
+    assert (config.sft.steps, config.sft.batch_size) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("train.lr=-1", "train.lr must be greater than 0, got -1. Change it in the --set options."),
+        ("train.learning_rte=1", "train.learning_rte must be a field of TrainConfig, got an unknown name. Known: "),
+        ("tain.lr=1", "tain must be a field of RunConfig, got an unknown name. Did you mean 'train'?"),
+        ("groups.3.replicas=1", "--set groups.3 must end in an index below 3, got '3'. Count from 0"),
+        ("train.lr.x=1", "train.lr must be a section to have fields, got 1e-05. Set train.lr itself"),
+        ("train.lr", "--set must look like path=value, got 'train.lr'. For example: --set train.lr=1e-6"),
+        ("num_steps=many", "num_steps must be a valid integer, got 'many'. Change it in the --set options."),
+    ],
+)
+def test_a_change_that_does_not_fit_is_told(tmp_path: Path, text: str, error: str) -> None:
+    assert told(tmp_path, sets=(text,)).startswith(error)
+
+
+def test_a_mistake_in_the_module_is_told_with_path_file_and_line(tmp_path: Path) -> None:
+    line = configs.WHOLE.splitlines().index("    train=TrainConfig(lr=1e-5),") + 1
+    assert told(tmp_path, ("lr=1e-5", "lr=0")) == (
+        f"train.lr must be greater than 0, got 0. Change it in demo_config.py:{line}."
+    )
+    assert told(tmp_path, ("lr=1e-5", "lrr=1e-5")) == (
+        "train.lrr must be a field of TrainConfig, got an unknown name. Did you mean 'lr'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("    name=", "    nam=", "nam must be a field of RunConfig, got an unknown name. Did you mean 'name'?"),
+        ("config = RunConfig(", "cfg = RunConfig(", "demo_config.py must define `config = RunConfig(...)`, got no such name"),
+        ("from rondo.launch.modes", "from rondo.launch.mods", "demo_config.py:3: ModuleNotFoundError: No module named"),
+        ("lr=1e-5", "lr=1 / 0", "demo_config.py:"),
+        ("def rows():", "def rows(:", "demo_config.py:8: invalid syntax. Correct the Python code"),
+    ],
+)
+def test_a_module_that_gives_no_config_is_told_with_file_and_line(
+    tmp_path: Path, old: str, new: str, error: str
+) -> None:
+    text = told(tmp_path, (old, new))
+    assert text.startswith(error)
+    assert "Traceback" not in text
+
+
+def test_an_error_below_the_module_is_told_with_both_places(tmp_path: Path) -> None:
+    (tmp_path / "tasks_of_demo.py").write_text("def make():\n    raise KeyError('gone')\n")
+    text = told(tmp_path, ("\n\ndef rows():", "import tasks_of_demo\n\ntasks_of_demo.make()\n\n\ndef rows():"))
+    assert text == (
+        "tasks_of_demo.py:2 (called from demo_config.py:8): KeyError: 'gone'. "
+        "The config module must import without errors"
+    )
+
+
+def test_a_module_that_ends_the_process_is_told(tmp_path: Path) -> None:
+    assert "SystemExit: 3" in told(tmp_path, ("lr=1e-5", "lr=exit(3)"))
+
+
+def test_a_path_that_is_no_python_file_is_told(tmp_path: Path) -> None:
+    configs.write(tmp_path)
+    for path, error in [
+        (tmp_path, f"CONFIG must be a Python file, got {tmp_path}."),
+        (tmp_path / "demo_confg.py", "Did you mean 'demo_config.py'?"),
+        (tmp_path / "none" / "x.py", f"There is no folder {tmp_path / 'none'}"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        assert error in str(caught.value)
+
+
+def test_modes_are_lists_of_role_groups() -> None:
+    assert groups_of(*colocate(processes=2)) == [("actor", ("rollout", "actor", "advantages"), 1, 2)]
+    assert groups_of(*hybrid(rollout_replicas=2, reference=True)) == [
+        ("rollout", ("rollout",), 2, 1),
+        ("actor", ("actor", "advantages", "reference"), 1, 1),
+    ]
+    assert groups_of(*fully_async(reference_replicas=1, actor_fwd_replicas=2, actor_processes=4)) == [
+        ("rollout", ("rollout",), 1, 1),
+        ("actor", ("actor",), 1, 4),
+        ("advantages", ("advantages",), 1, 1),
+        ("reference", ("reference",), 1, 1),
+        ("actor_fwd", ("actor_fwd",), 2, 1),
+    ]
+    assert fully_async(rollout_replicas=2)[0].replica_names() == ("rollout-0", "rollout-1")
+
+
+def test_staleness_is_0_where_roles_take_turns_and_1_elsewhere_unless_set(tmp_path: Path) -> None:
+    def staleness(groups: str, *sets: str) -> int:
+        return load(configs.write(tmp_path, ("groups=fully_async()", f"groups={groups}"), name=f"{groups[:3]}.py"), sets).max_staleness
+
+    assert staleness("fully_async()") == 1
+    assert staleness("hybrid()") == 1
+    assert staleness("colocate()") == 0
+    assert staleness("colocate()", "train.lr=1e-6") == 0
+    assert staleness("colocate()", "max_staleness=2") == 2
+
+
+def test_the_staleness_of_the_mode_is_in_the_resolved_settings(tmp_path: Path) -> None:
+    config = load(configs.write(tmp_path, ("fully_async()", "colocate()")))
+    assert resolve(config)["max_staleness"] == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "error"),
+    [
+        ("fully_async()[:1]", "groups must hold the role 'actor', got rollout without it."),
+        ("fully_async()[1:]", "groups must hold the role 'rollout', got actor, advantages without it."),
+        ("fully_async() * 2", "groups must have different names, got 'rollout' twice. Rename one of them."),
+        ("fully_async(reference_replicas=1)", "groups must not hold the role 'reference' when algorithm.kl_coef is 0"),
+        (
+            "fully_async(), algorithm=AlgorithmConfig(kl_coef=0.1)",
+            "groups must hold the role 'reference' when algorithm.kl_coef is not 0, got kl_coef 0.1 without it.",
+        ),
+        ("colocate(actor_fwd=True)", "groups must not hold the role 'actor_fwd' when max_staleness is 0"),
+        ("fully_async(actor_processes=0)", "groups.processes must be greater than or equal to 1, got 0."),
+    ],
+)
+def test_groups_that_make_no_run_are_told(tmp_path: Path, groups: str, error: str) -> None:
+    assert told(tmp_path, ("groups=fully_async()", f"groups={groups}")).startswith(error)
+
+
+def test_a_group_that_trains_cannot_be_replicated(tmp_path: Path) -> None:
+    assert told(tmp_path, sets=("groups.1.replicas=2",)) == (
+        "groups[actor].replicas must be 1 for the group that holds the actor, got 2. "
+        "Use processes=2 to train on more ranks."
+    )
+
+
+def test_changes_from_the_defaults_are_listed_by_path(tmp_path: Path) -> None:
+    found = dict(changed(load(configs.write(tmp_path))))
+    assert found["train.lr"] == 1e-5
+    assert "train.warmup_steps" not in found
+    assert isinstance(load(configs.write(tmp_path)), RunConfig)

@@ -1,0 +1,244 @@
+"""Data sets: every source gives the same rows; what is missing is named; the split is exact."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rondo.roles.config import DataConfig, EvalConfig, JobConfig, ModelConfig, RewardConfig, RolloutConfig
+from rondo.roles.datasets import Dataset, Row, RowError, Without, open_dataset, open_splits, train_order
+from rondo.runtime.errors import ConfigError
+
+ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "info": {"level": i % 3}} for i in range(40)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompts(data: Dataset) -> list[Any]:
+    return [data.row(i).prompt for i in range(len(data))]
+
+
+def config(path: Path | str, **options: Any) -> DataConfig:
+    return DataConfig(**{"path": str(path), "prompt": "question", "label": "answer"} | options)
+
+
+def job(data: DataConfig, evaluation: EvalConfig | None = None, seed: int = 0) -> JobConfig:
+    return JobConfig(
+        name="test", seed=seed, num_steps=1, model=ModelConfig(path="unused"), data=data, evaluation=evaluation,
+        reward=RewardConfig(function="m:f"),
+        rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=8),
+    )  # fmt: skip
+
+
+def test_jsonl_rows_are_read_by_number(tmp_path: Path) -> None:
+    data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS), metadata="info"))
+    assert len(data) == 40
+    assert data.row(39) == Row("a.jsonl:40", "39 + 39?", "78", {"level": 0})
+    assert prompts(data) == [row["question"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"question": "a"}\n{"question": "ü\\n"}\n',
+        '{"question": "a"}\n{"question": "ü\\n"}',
+        '\n{"question": "a"}\r\n\r\n  \n{"question": "ü\\n"}\n\n',
+    ],
+    ids=["plain", "without a last newline", "with blank lines and carriage returns"],
+)
+def test_jsonl_is_read_however_it_is_laid_out(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(text.encode())
+    assert prompts(open_dataset(config(tmp_path / "a.jsonl", label=None))) == ["a", "ü\n"]
+
+
+def test_lines_longer_than_the_scanned_blocks_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rondo.roles.sources._SCAN_BYTES", 7)
+    data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS)))
+    assert prompts(data) == [row["question"] for row in ROWS]
+
+
+def test_a_row_is_named_by_its_line_also_behind_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "a"}\n\n\nnot json\n')
+    data = open_dataset(config(tmp_path / "a.jsonl", label=None))
+    with pytest.raises(RowError, match=r"^a.jsonl:4: row must be JSON, got b'not json'"):
+        data.row(1)
+
+
+def test_a_bad_row_leaves_the_others_readable(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "a"}\n[1, 2]\n{"question": 7}\n{"question": "d"}\n')
+    data = open_dataset(config(tmp_path / "a.jsonl", label=None))
+    with pytest.raises(RowError, match="a.jsonl:2: row must be a JSON object, got list"):
+        data.row(1)
+    with pytest.raises(RowError, match="a.jsonl:3: 'question' must be text or a list of chat messages, got int"):
+        data.row(2)
+    assert data.row(3).prompt == "d"
+
+
+def test_globs_and_folders_take_files_in_order_of_their_names(tmp_path: Path) -> None:
+    for name, rows in (("b", ROWS[10:]), ("a", ROWS[:10])):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    (tmp_path / "README.md").write_text("not data")
+    for path in (tmp_path / "*.jsonl", tmp_path):
+        data = open_dataset(config(path))
+        assert prompts(data) == [row["question"] for row in ROWS]
+        assert (data.row(9).name, data.row(10).name) == ("a.jsonl:10", "b.jsonl:1")
+
+
+def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{**row, "unused": b"\xff" * 100} for row in ROWS]
+    parquet.write_table(pyarrow.Table.from_pylist(rows[:15]), tmp_path / "a.parquet", row_group_size=4)
+    parquet.write_table(pyarrow.Table.from_pylist(rows[15:]), tmp_path / "b.parquet")
+    theirs = open_dataset(config(tmp_path, metadata="info"))
+    ours = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS), metadata="info"))
+    assert len(theirs) == 40
+    for i in range(40):
+        mine, other = ours.row(i), theirs.row(i)
+        assert (mine.prompt, mine.label, mine.metadata) == (other.prompt, other.label, other.metadata)
+
+
+def test_parquet_without_a_named_column_is_refused(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    with pytest.raises(RowError, match="a.parquet: must have the column 'anser', got .*Did you mean 'answer'"):
+        open_dataset(config(tmp_path / "a.parquet", label="anser"))
+
+
+def test_a_function_gives_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "def listed():\n    return [{'prompt': 'a', 'label': 1}]\n"
+        "def streamed():\n    yield {'prompt': 'b', 'label': (1, 2)}\n"
+        "def wrong():\n    return 'text'\n"
+        "def mixed():\n    return [{'prompt': 'a', 'label': 1}, 'b']\n"
+    )
+    assert open_dataset(DataConfig(rows=f"{tmp_path}/rows.py:listed")).row(0) == Row("listed row 0", "a", 1, {})
+    assert open_dataset(DataConfig(rows=f"{tmp_path}/rows.py:streamed")).row(0).prompt == "b"
+    with pytest.raises(ConfigError, match="data.rows must return rows, got str"):
+        open_dataset(DataConfig(rows=f"{tmp_path}/rows.py:wrong"))
+    with pytest.raises(RowError, match="mixed row 1: row must be a dict, got str"):
+        open_dataset(DataConfig(rows=f"{tmp_path}/rows.py:mixed")).row(1)
+
+
+def test_the_hub_is_asked_for_name_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    library = types.ModuleType("datasets")
+    library.load_dataset = lambda *a, **k: (asked.append((*a, k)), ROWS)[1]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert len(open_dataset(config("hub:openai/gsm8k@main/train"))) == 40
+    assert len(open_dataset(config("hub:squad/validation"))) == 40
+    assert asked == [("openai/gsm8k", "main", {"split": "train"}), ("squad", None, {"split": "validation"})]
+    with pytest.raises(ConfigError, match="must look like 'hub:name/split'"):
+        open_dataset(config("hub:squad"))
+
+
+@pytest.mark.parametrize(
+    ("library", "path"), [("datasets", "hub:squad/validation"), ("pyarrow", "a.parquet")], ids=["hub", "parquet"]
+)
+def test_a_missing_library_prints_its_install_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, path: str
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=r"Install it: pip install 'rondo-rl\[data\]'"):
+        open_dataset(config(path))
+
+
+def test_a_missing_column_names_the_row_and_the_nearest_column(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(RowError) as raised:
+        open_dataset(config(path, prompt="questoin"))
+    assert str(raised.value) == (
+        "a.jsonl:1: must have the column 'questoin', got 'question', 'answer', 'info'. Did you mean 'question'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "data.path must name files that exist"), ("", "data must have rows"), ("\n\n", "data must have rows")],
+)
+def test_a_missing_or_empty_data_set_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        open_dataset(config(tmp_path / "a.jsonl"))
+
+
+def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "b.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"one kind at a time, got \.jsonl and \.parquet"):
+        open_dataset(config(tmp_path))
+
+
+def test_metadata_may_be_null_and_nothing_else_but_an_object(tmp_path: Path) -> None:
+    rows = [{"question": "a", "info": None}, {"question": "b", "info": "x"}]
+    data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", rows), label=None, metadata="info"))
+    assert data.row(0).metadata == {}
+    with pytest.raises(RowError, match="'info' must be an object or null, got str"):
+        data.row(1)
+
+
+def test_the_split_is_exact_disjoint_and_seeded(tmp_path: Path) -> None:
+    data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS)))
+    kept, held_out = data.split(7, seed=1)
+    assert (len(kept), len(held_out)) == (33, 7)
+    everything = prompts(kept) + prompts(held_out)
+    assert sorted(everything) == sorted(prompts(data)) and len(set(everything)) == 40
+    assert [prompt for prompt in prompts(data) if prompt in prompts(kept)] == prompts(kept)
+    assert prompts(data.split(7, seed=1)[1]) == prompts(held_out)
+    assert prompts(data.split(7, seed=2)[1]) != prompts(held_out)
+
+
+def test_without_leaves_out_exactly_what_it_was_told() -> None:
+    for left_out in ([], [0], [4], [0, 1, 2], [2, 3], [0, 2, 4], [0, 1, 2, 3, 4]):
+        kept = Without("abcde", left_out)  # type: ignore[arg-type]
+        assert "".join(kept) == "".join(c for i, c in enumerate("abcde") if i not in left_out)
+        assert "".join(kept[:2]) == "".join(kept)[:2]
+
+
+def test_evaluation_takes_what_training_never_sees(tmp_path: Path) -> None:
+    settings = config(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out=10, limit=30)
+    train, held_out = open_splits(job(settings, EvalConfig(num_prompts=6)))
+    assert held_out is not None
+    assert (len(train), len(held_out)) == (20, 6)
+    assert not set(prompts(train)) & set(prompts(held_out))
+    order = train_order(job(settings), len(train))
+    assert sorted(order.locate(position).row for position in range(20)) == list(range(20))
+
+
+def test_evaluation_takes_rows_of_its_own_where_it_has_them(tmp_path: Path) -> None:
+    train = config(write_jsonl(tmp_path / "a.jsonl", ROWS))
+    own = config(write_jsonl(tmp_path / "test.jsonl", ROWS))
+    rows, evaluation = open_splits(job(train, EvalConfig(num_prompts=10, data=own)))
+    assert len(rows) == 40 and evaluation is not None and len(evaluation) == 10
+    assert evaluation.row(0).name.startswith("test.jsonl")
+    assert prompts(evaluation) != [row["question"] for row in ROWS[:10]]
+    first = open_splits(job(train, EvalConfig(num_prompts=10, data=own.model_copy(update={"shuffle": False}))))[1]
+    assert first is not None and prompts(first) == [row["question"] for row in ROWS[:10]]
+    with pytest.raises(ConfigError, match="evaluation.num_prompts must be at most the rows of evaluation.data, 40"):
+        open_splits(job(train, EvalConfig(num_prompts=41, data=own)))
+
+
+def test_holding_everything_out_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="data.held_out must be less than the data's rows, 40, got 40"):
+        open_splits(job(config(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out=40)))
+
+
+def test_light_modules_import_no_torch() -> None:
+    program = (
+        "import sys, rondo.roles.config, rondo.roles.datasets, rondo.roles.prompts, rondo.roles.advantage_functions, "
+        "rondo.roles.rollout.rewards, rondo.comm.config; "
+        "print([m for m in ('torch', 'transformers', 'pyarrow', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

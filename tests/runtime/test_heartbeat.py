@@ -1,0 +1,54 @@
+"""Heartbeats: what a process writes is what the supervisor reads."""
+
+from __future__ import annotations
+
+from rondo.runtime.heartbeat import Beat, HeartbeatWriter, read_beats, segment_bytes
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_slot_holds_beat_progress_and_leaving() -> None:
+    memory, clock = memoryview(bytearray(segment_bytes(2))), Clock()
+    writer = HeartbeatWriter(memory, 1, clock)
+    writer.beat()
+    writer.progress()
+    writer.progress()
+    assert read_beats(memory) == (Beat(0, 0.0, 0), Beat(1, 100.0, 2))
+    writer.leave()
+    assert read_beats(memory)[1].left
+
+
+def test_of_several_open_sections_the_nearest_limit_shows() -> None:
+    memory, clock = memoryview(bytearray(segment_bytes(1))), Clock()
+    writer = HeartbeatWriter(memory, 0, clock)
+
+    def seen() -> tuple[str, float]:
+        beat = read_beats(memory)[0]
+        return beat.section, beat.section_limit_s
+
+    with writer.section("save", 600):
+        assert seen() == ("save", 700.0)
+        with writer.section("sync", 60):
+            assert seen() == ("sync", 160.0)
+        assert seen() == ("save", 700.0)
+    assert seen() == ("", 0.0)
+
+
+def test_the_end_of_a_section_is_a_sign_of_life() -> None:
+    memory, clock = memoryview(bytearray(segment_bytes(1))), Clock()
+    writer = HeartbeatWriter(memory, 0, clock)
+    with writer.section("load", 600):
+        clock.now = 400.0
+    assert read_beats(memory)[0].beat_s == 400.0
+
+
+def test_a_long_section_name_is_cut_and_leaves_the_next_slot_alone() -> None:
+    memory = memoryview(bytearray(segment_bytes(2)))
+    with HeartbeatWriter(memory, 0, Clock()).section("x" * 500, 1):
+        first, second = read_beats(memory)
+    assert (first.section, second) == ("x" * 96, Beat(1, 0.0, 0))

@@ -1,0 +1,55 @@
+"""Records: whole lines of JSON, and log lines that a person and a program can read."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from rondo.runtime.record import JsonLines, KeyValueFormatter, last_lines, pairs
+
+
+def test_a_record_is_one_line_with_its_time(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "events.jsonl", clock=lambda: 12.5) as events:
+        assert events.write({"kind": "died", "group": "actor-0"}) == {"time": 12.5, "kind": "died", "group": "actor-0"}
+        events.write({"time": 1.0, "loss": np.float32(0.5), "rows": {1: 2}})
+    lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
+    assert lines == [b'{"time":12.5,"kind":"died","group":"actor-0"}', b'{"time":1.0,"loss":0.5,"rows":{"1":2}}']
+
+
+def test_records_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from rondo.runtime.record import JsonLines\n"
+        "lines = JsonLines(Path(sys.argv[1]))\n"
+        "for number in range(300): lines.write({'who': sys.argv[2], 'number': number, 'fill': 'x' * 3000})"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), who]) for who in "ab"]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    records = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    for who in "ab":
+        assert [record["number"] for record in records if record["who"] == who] == list(range(300))
+
+
+def test_pairs_quote_what_would_not_read_back() -> None:
+    assert pairs({"a": 1, "b": 0.1234567, "c": "x y", "d": "", "e": 'say "hi"'}) == (
+        'a=1 b=0.123457 c="x y" d="" e="say \\"hi\\""'
+    )
+
+
+def test_a_log_line_names_its_process_and_fields() -> None:
+    record = logging.LogRecord("rondo.actor", logging.WARNING, "f.py", 1, "step %d", (3,), None)
+    record.fields = {"loss": 0.25}
+    line = KeyValueFormatter({"group": "actor-0", "rank": 1}).format(record)
+    assert line.partition(" ")[2] == 'level=warning logger=rondo.actor group=actor-0 rank=1 message="step 3" loss=0.25'
+
+
+def test_the_last_lines_of_a_log_skip_empty_ones(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number}\n\n" for number in range(100)) + "the end")
+    assert last_lines(log, num_lines=2) == ("line 99", "the end")
+    assert last_lines(tmp_path / "none") == ()
