@@ -24,9 +24,8 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
-from typing import Any, cast
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import orjson
@@ -40,8 +39,10 @@ GROUP_BLOB = -1
 
 RECORD, PAD = 1, 2
 _MAGIC = b"RREC"
-_HEADER = struct.Struct("<4sIQQQIqqI")  # magic, kind, pos, seq, bytes, descriptor bytes, epoch, attempt, crc
-_CRC_AT = _HEADER.size - 4
+_FIELDS = struct.Struct("<4sIQQQIqq")  # magic, kind, pos, seq, bytes, descriptor bytes, epoch, attempt
+_CRC = struct.Struct("<I8x")  # of the fields and the descriptor
+_GENERATION = struct.Struct("<QQ")  # pos, seq
+_GENERATION_AT = 8
 _JSON = orjson.OPT_SERIALIZE_NUMPY
 
 # Up to which mean length of a row, and up to which length of a record, gathering pays.
@@ -58,8 +59,8 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 _NATIVE = ("bool", *_INTEGERS, "float16", "float32", "float64")
 _STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 STORAGE = {name: np.dtype(name) for name in _NATIVE} | {name: np.dtype(raw) for name, raw in _STORED_AS.items()}
-"""Every dtype a column can have -> the numpy dtype its arrays have (numpy knows no bfloat16: its bits travel as
-uint16)."""
+"""dtype of a column -> numpy dtype of its arrays (numpy knows no bfloat16: its bits travel as uint16)."""
+_ONLY = {name: {dtype} for name, dtype in STORAGE.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,7 @@ class Column:
     arrays: Sequence[np.ndarray]
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnLayout:
+class ColumnLayout(NamedTuple):
     """Where a column lies: `offset` bytes from the payload, rows end to end in the order of `shapes`."""
 
     name: str
@@ -80,16 +80,9 @@ class ColumnLayout:
     offset: int
     shapes: list[list[int]]
 
-    def bounds(self) -> list[int]:
-        """Element offsets of the rows in the extent: row `i` is `[bounds[i]:bounds[i + 1]]`."""
-        sizes = [shape[0] if len(shape) == 1 else prod(shape) for shape in self.shapes]
-        return list(accumulate(sizes, initial=0))
 
-
-@dataclass(frozen=True, slots=True)
-class Descriptor:
-    """What a record says about itself. `rows` are [group, sample] pairs; `payload` is its offset in the record, in
-    bytes."""
+class Descriptor(NamedTuple):
+    """What a record says about itself. `rows` are [group, sample]; `payload` is its offset in the record, in bytes."""
 
     rows: list[list[int]]
     epoch: int
@@ -100,8 +93,7 @@ class Descriptor:
     payload: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """The first 64 bytes. `pos` is the log offset it was written for, `seq` the generation."""
 
     kind: int
@@ -111,20 +103,15 @@ class Header:
     descriptor_bytes: int
     epoch: int
     attempt: int
-    crc: int
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A record before it is written: its descriptor and, for every column, (offset, bytes) in the payload."""
+class Plan(NamedTuple):
+    """A record before it is written: descriptor, offset of the payload, and (offset in it, bytes) of every column."""
 
     descriptor: bytes
+    payload: int
     extents: list[tuple[int, int]]
     num_bytes: int
-
-    @property
-    def payload(self) -> int:
-        return align(HEADER_BYTES + len(self.descriptor))
 
 
 def align(num_bytes: int) -> int:
@@ -133,28 +120,27 @@ def align(num_bytes: int) -> int:
 
 def plan(rows: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None) -> Plan:
     """Lay out a record. Raises ValueError for what no record can hold."""
-    if not rows:
+    num_rows = len(rows)
+    if not num_rows:
         raise ValueError("a record must have at least one row, got none.")
-    layouts: list[dict[str, Any]] = []
+    layouts: list[tuple[str, str, int, list[tuple[int, ...]]]] = []
     extents: list[tuple[int, int]] = []
     offset = 0
     for column in columns:
         arrays = column.arrays
+        if len(arrays) != num_rows or {array.dtype for array in arrays} != _ONLY.get(column.dtype):
+            raise ValueError(_column_fault(column, num_rows))
+        layouts.append((column.name, column.dtype, offset, [array.shape for array in arrays]))
         num_bytes = sum([array.nbytes for array in arrays])
-        if len(arrays) != len(rows) or {array.dtype for array in arrays} != {STORAGE.get(column.dtype)}:
-            raise ValueError(_column_fault(column, len(rows)))
-        shapes = [array.shape for array in arrays]
-        layouts.append({"name": column.name, "dtype": column.dtype, "offset": offset, "shapes": shapes})
         extents.append((offset, num_bytes))
         offset = align(offset + num_bytes)
     encoded_meta = orjson.dumps(meta or {}, option=_JSON)
-    fields = {"rows": rows, "columns": layouts, "meta": orjson.Fragment(encoded_meta)}
-    descriptor = orjson.dumps(fields)
-    names = [column.name for column in columns]
-    limit = _descriptor_limit(len(rows), names, len(encoded_meta))
-    if len(set(names)) != len(names) or len(descriptor) > limit:
-        raise ValueError(_record_fault(names, len(descriptor), limit))
-    return Plan(descriptor, extents, align(HEADER_BYTES + len(descriptor)) + offset)
+    descriptor = orjson.dumps({"rows": rows, "columns": layouts, "meta": orjson.Fragment(encoded_meta)})
+    names = {layout[0] for layout in layouts}
+    if len(names) != len(layouts) or len(descriptor) > _descriptor_limit(num_rows, names, len(encoded_meta)):
+        raise ValueError(_record_fault(columns, len(descriptor)))
+    payload = align(HEADER_BYTES + len(descriptor))
+    return Plan(descriptor, payload, extents, payload + offset)
 
 
 def record_bytes(
@@ -184,7 +170,8 @@ def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray, 
     copy of megabytes goes around the cache, which together costs less than many short copies into cold memory. Long
     rows and long records are copied straight in.
     """
-    if payload.nbytes > _GATHER_BYTES or payload.nbytes > _SHORT_ROW_BYTES * sum([len(c.arrays) for c in columns]):
+    size = len(payload)
+    if size > _GATHER_BYTES or (columns and size > _SHORT_ROW_BYTES * len(columns) * len(columns[0].arrays)):
         for column, (start, _) in zip(columns, record.extents, strict=True):
             for array in column.arrays:
                 end = start + array.nbytes
@@ -207,12 +194,10 @@ def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray, 
 
 
 def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = b"") -> None:
-    """Write descriptor and header at byte `at` of `view`; `header.crc` is computed here."""
-    view[at + HEADER_BYTES : at + HEADER_BYTES + len(descriptor)] = descriptor
-    fields = (header.kind, header.pos, header.seq, header.num_bytes, len(descriptor), header.epoch, header.attempt)
-    packed = _HEADER.pack(_MAGIC, *fields, 0)[:_CRC_AT]
-    crc = zlib.crc32(descriptor, zlib.crc32(packed))
-    view[at : at + _HEADER.size] = packed + crc.to_bytes(4, "little")
+    """Write header and descriptor at byte `at` of `view`, with their checksum."""
+    fields = _FIELDS.pack(_MAGIC, *header)
+    crc = _CRC.pack(zlib.crc32(descriptor, zlib.crc32(fields)))
+    view[at : at + HEADER_BYTES + len(descriptor)] = b"".join((fields, crc, descriptor))
 
 
 def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header, memoryview]:
@@ -220,8 +205,8 @@ def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header
 
     `limit` is how many bytes there are up to the end of the ring. Raises CorruptData when anything disagrees.
     """
-    magic, *fields = _HEADER.unpack_from(view, at)
-    header = Header(*fields)
+    magic, *fields = _FIELDS.unpack_from(view, at)
+    header = Header._make(fields)
     if magic != _MAGIC or header.pos != pos:
         found = f"one for {header.pos}" if magic == _MAGIC else f"the bytes {magic.hex()}"
         raise CorruptData(f"a record must stand at log offset {pos}, got {found}. It was overwritten or never written.")
@@ -231,24 +216,37 @@ def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header
             f"with a descriptor of {header.descriptor_bytes}."
         )
     descriptor = view[at + HEADER_BYTES : at + HEADER_BYTES + header.descriptor_bytes]
-    crc = zlib.crc32(descriptor, zlib.crc32(view[at : at + _CRC_AT]))
-    if crc != header.crc:
-        raise CorruptData(f"the record at {pos} must match its checksum {header.crc:08x}, got {crc:08x}.")
+    (wanted,) = _CRC.unpack_from(view, at + _FIELDS.size)
+    crc = zlib.crc32(descriptor, zlib.crc32(view[at : at + _FIELDS.size]))
+    if crc != wanted:
+        raise CorruptData(f"the record at {pos} must match its checksum {wanted:08x}, got {crc:08x}.")
     return header, descriptor
+
+
+def read_generation(view: memoryview, at: int) -> tuple[int, int]:
+    """(pos, seq) of whatever stands at byte `at`, unchecked: to be compared with what stood there."""
+    pos, seq = _GENERATION.unpack_from(view, at + _GENERATION_AT)
+    return pos, seq
 
 
 def read_descriptor(header: Header, descriptor: memoryview) -> Descriptor:
     """Decode what `read_header` checked. Nothing in it points into the ring any more."""
     fields = orjson.loads(descriptor)
-    columns = [ColumnLayout(**column) for column in fields["columns"]]
+    columns = [ColumnLayout._make(layout) for layout in fields["columns"]]
     payload = align(HEADER_BYTES + header.descriptor_bytes)
     return Descriptor(fields["rows"], header.epoch, header.attempt, header.seq, columns, fields["meta"], payload)
 
 
-def _descriptor_limit(num_rows: int, names: Sequence[str], meta_bytes: int) -> int:
-    fixed = len(b'{"rows":[],"columns":[],"meta":}') + meta_bytes + num_rows * _ROW_ID_BYTES
-    one = len(b'{"name":,"dtype":"","offset":,"shapes":[]},') + _DTYPE_BYTES + _NUMBER_BYTES + num_rows * _SHAPE_BYTES
-    return fixed + sum(one + len(orjson.dumps(name)) for name in names)
+def _descriptor_limit(num_rows: int, names: Iterable[str], meta_bytes: int) -> int:
+    limit = len(b'{"rows":[],"columns":[],"meta":}') + meta_bytes + num_rows * _ROW_ID_BYTES
+    for name in names:
+        limit += _column_bytes(name) + num_rows * _SHAPE_BYTES
+    return limit
+
+
+@cache
+def _column_bytes(name: str) -> int:
+    return len(b'[,"",,[]],') + len(orjson.dumps(name)) + _DTYPE_BYTES + _NUMBER_BYTES
 
 
 def _column_fault(column: Column, num_rows: int) -> str:
@@ -261,10 +259,11 @@ def _column_fault(column: Column, num_rows: int) -> str:
     return f"arrays of column {column.name} ({column.dtype}) must have dtype {wanted}, got {found} in row {row}."
 
 
-def _record_fault(names: Sequence[str], num_bytes: int, limit: int) -> str:
+def _record_fault(columns: Sequence[Column], num_bytes: int) -> str:
+    names = [column.name for column in columns]
     if len(set(names)) != len(names):
         return f"the columns of a record must have different names, got {', '.join(names)}."
     return (
-        f"the descriptor of a record must take at most {limit} bytes, got {num_bytes}. "
-        "Use shapes of at most 4 dimensions and 64-bit row ids."
+        f"the shapes of a record must have at most 4 dimensions and its rows 64-bit ids, got a descriptor of {num_bytes} "
+        f"bytes with the columns {', '.join(names)}."
     )

@@ -29,6 +29,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,10 +41,12 @@ from rondo.comm.records import (
     RECORD,
     STORAGE,
     Column,
+    ColumnLayout,
     Descriptor,
     Header,
     plan,
     read_descriptor,
+    read_generation,
     read_header,
     write_header,
     write_payload,
@@ -200,10 +203,10 @@ class RingWriter(_Log):
             )
         seq = self._words.load(_SEQ) + 1
         if pos != head:
-            write_header(self._data, head % self.capacity, Header(PAD, head, seq, pos - head, 0, epoch, attempt, 0))
+            write_header(self._data, head % self.capacity, Header(PAD, head, seq, pos - head, 0, epoch, attempt))
         at = pos % self.capacity
         write_payload(record, columns, self._bytes[at + record.payload : at + record.num_bytes], self._gathered)
-        header = Header(RECORD, pos, seq, record.num_bytes, len(record.descriptor), epoch, attempt, 0)
+        header = Header(RECORD, pos, seq, record.num_bytes, len(record.descriptor), epoch, attempt)
         write_header(self._data, at, header, record.descriptor)
         self._words.store(_SEQ, seq)
         self._words.store(_HEAD, pos + record.num_bytes)
@@ -286,33 +289,38 @@ class Record:
     def arrays(self, name: str) -> list[np.ndarray]:
         """The column `name`, one array a row in the order of `descriptor.rows`. Raises KeyError for an unknown
         column."""
-        if name not in self._rows_of:
-            self._rows_of[name] = self._views(name)
-        return self._rows_of[name]
+        arrays = self._rows_of.get(name)
+        if arrays is None:
+            arrays = self._rows_of[name] = self._views(self._layout(name))
+        return arrays
 
     def column(self, name: str, row: int) -> np.ndarray:
         """Row `row` of column `name`, in its shape, with the numpy dtype `records.STORAGE[dtype]`."""
         return self.arrays(name)[row]
 
     def dtype(self, name: str) -> str:
-        return next(column.dtype for column in self.descriptor.columns if column.name == name)
+        return self._layout(name).dtype
 
     def valid(self) -> bool:
         """Whether the bytes are still this record's."""
         return self._log.holds(self.ref)
 
-    def _views(self, name: str) -> list[np.ndarray]:
-        layout = next((column for column in self.descriptor.columns if column.name == name), None)
-        if layout is None:
-            held = ", ".join(column.name for column in self.descriptor.columns)
-            raise KeyError(f"column {name} must be in the record, which has {held or 'none'}.")
-        bounds, dtype = layout.bounds(), STORAGE[layout.dtype]
-        extent = self._payload[layout.offset : layout.offset + bounds[-1] * dtype.itemsize].view(dtype)
-        shapes = layout.shapes
-        return [
-            extent[start:end] if len(shape) == 1 else extent[start:end].reshape(shape)
-            for start, end, shape in zip(bounds, bounds[1:], shapes, strict=False)
-        ]
+    def _layout(self, name: str) -> ColumnLayout:
+        for layout in self.descriptor.columns:
+            if layout.name == name:
+                return layout
+        held = ", ".join(layout.name for layout in self.descriptor.columns)
+        raise KeyError(f"column {name} must be in the record, which has {held or 'none'}.")
+
+    def _views(self, layout: ColumnLayout) -> list[np.ndarray]:
+        dtype = STORAGE[layout.dtype]
+        arrays, start = [], layout.offset
+        for shape in layout.shapes:
+            end = start + prod(shape) * dtype.itemsize
+            array = self._payload[start:end].view(dtype)
+            arrays.append(array if len(shape) == 1 else array.reshape(shape))
+            start = end
+        return arrays
 
 
 class RingView(_Log):
@@ -342,10 +350,5 @@ class RingView(_Log):
 
     def holds(self, ref: RecordRef) -> bool:
         """Whether `ref` is neither released nor overwritten."""
-        if self.tail > ref.pos:
-            return False
-        try:
-            header, _ = self._header(ref.pos)
-        except CorruptData:
-            return False
-        return header.seq == ref.seq
+        here = read_generation(self._data, ref.pos % self.capacity) == (ref.pos, ref.seq)
+        return here and self.tail <= ref.pos

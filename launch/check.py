@@ -6,22 +6,24 @@ between settings are the settings' own. What needs torch, transformers or user c
 
     inspect(config) -> findings          `rondo check` prints them all
     judge(config, facts, memory)         the part without a child
-    require(config)                      `rondo train` raises ConfigError with every error, a line each
+    require(config, folder) -> facts     `rondo train` raises ConfigError with every error, a line each
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 
 from rondo.comm.litmus import litmus
 from rondo.launch.config import RunConfig, resolve
-from rondo.launch.machine import folder_problem, show_bytes, memory_limit_bytes, num_cores, port_problem
+from rondo.launch.machine import folder_problem, memory_limit_bytes, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
 from rondo.roles.streams import row_bytes
 from rondo.runtime.admin_token import read_token_file
@@ -47,6 +49,7 @@ class Finding:
 class Facts:
     """What the child saw. None where an error kept it from looking."""
 
+    model_path: str | None = None
     num_parameters: int | None = None
     num_tensors: int | None = None
     max_positions: int | None = None
@@ -55,18 +58,20 @@ class Facts:
     num_held_out: int | None = None
 
 
-def require(config: RunConfig) -> list[Finding]:
-    """Checks all; ConfigError with every error, a line each. Returns the rest of the findings."""
-    findings = inspect(config)
+def require(config: RunConfig, folder: Path) -> Facts:
+    """Checks all; ConfigError with every error, a line each. A model that is built stays in `folder`, for the run."""
+    child, facts = _in_child(config, folder)
+    findings = [*child, *judge(config, facts, memory_limit_bytes())]
     errors = [finding.text for finding in findings if finding.level == "error"]
     if errors:
         raise ConfigError("\n".join(errors))
-    return findings
+    return facts
 
 
 def inspect(config: RunConfig) -> list[Finding]:
     """Looks at everything; never raises for what it finds."""
-    child, facts = _in_child(config)
+    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
+        child, facts = _in_child(config, Path(folder))
     return [*child, *judge(config, facts, memory_limit_bytes())]
 
 
@@ -201,7 +206,9 @@ def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
             "Lower one of them",
         )
     if facts.num_parameters is not None:
-        yield Finding("ok", f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
+        yield Finding(
+            "ok", f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions"
+        )
 
 
 def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
@@ -237,11 +244,13 @@ def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator
         yield Finding("ok", f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} ({shown})")
 
 
-def _in_child(config: RunConfig) -> tuple[list[Finding], Facts]:
-    """Runs `check_child.py`; its crash is a finding like any other."""
-    command = [sys.executable, "-m", "rondo.launch.check_child"]
+def _in_child(config: RunConfig, folder: Path) -> tuple[list[Finding], Facts]:
+    """Runs `check_child.py`; its crash is a finding like any other. A model that is built is written into `folder`."""
+    command = [sys.executable, "-m", "rondo.launch.check_child", str(folder)]
     try:
-        done = subprocess.run(command, input=orjson.dumps(resolve(config)), capture_output=True, timeout=_CHILD_S, check=False)
+        done = subprocess.run(
+            command, input=orjson.dumps(resolve(config)), capture_output=True, timeout=_CHILD_S, check=False
+        )
     except subprocess.TimeoutExpired:
         text = f"looking at model, data and reward must end within {_CHILD_S:g} s, got no end. See what they wait for"
         return [Finding("error", text)], Facts()
@@ -254,4 +263,3 @@ def _in_child(config: RunConfig) -> tuple[list[Finding], Facts]:
         return [Finding("error", text)], Facts()
     answer: dict[str, Any] = orjson.loads(done.stdout)
     return [Finding(item["level"], item["text"]) for item in answer["findings"]], Facts(**answer["facts"])
-

@@ -3,7 +3,7 @@
 Reads a resolved config as JSON on stdin, writes one JSON object on stdout: {"findings": [...], "facts": {...}}. What user
 code prints goes to stderr. Owns no rule about numbers: it reports facts, and `check.py` judges them.
 
-    python -m rondo.launch.check_child < runs/latest/config.resolved.json
+    python -m rondo.launch.check_child FOLDER < runs/latest/config.resolved.json
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ class Report:
 
     def __init__(self) -> None:
         self.findings: list[dict[str, str]] = []
-        self.facts: dict[str, int | None] = {}
+        self.facts: dict[str, int | str | None] = {}
 
     def add(self, level: str, text: str) -> None:
         self.findings.append({"level": level, "text": text})
@@ -43,7 +42,10 @@ class Report:
         except RondoError as error:
             self.add("error", str(error))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any failure of user code is a finding
-            self.add("error", f"{what} must load without errors, got {type(error).__name__}: {error}{_place(error)}. Correct it")
+            self.add(
+                "error",
+                f"{what} must load without errors, got {type(error).__name__}: {error}{_place(error)}. Correct it",
+            )
 
 
 def main() -> int:
@@ -53,12 +55,11 @@ def main() -> int:
     config = unresolve(orjson.loads(sys.stdin.buffer.read()))
     report = Report()
     report.look(lambda: look_at_reward(config), "reward.function")
-    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
-        tokenizers: list[Any] = []
-        report.look(lambda: look_at_model(config, Path(folder) / "model", report, tokenizers), "model")
-        report.look(lambda: look_at_data(config, report, tokenizers), "data")
-        if config.sft is not None:
-            report.look(lambda: look_at_demonstrations(config, tokenizers), "sft")
+    tokenizers: list[Any] = []
+    report.look(lambda: look_at_model(config, Path(sys.argv[1]) / "model", report, tokenizers), "model")
+    report.look(lambda: look_at_data(config, report, tokenizers), "data")
+    if config.sft is not None:
+        report.look(lambda: look_at_demonstrations(config, tokenizers), "sft")
     if any(group.devices for group in config.groups):
         import torch
 
@@ -89,6 +90,7 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
 
     path = config.model.materialize(folder)
     shape = load_config(path)
+    report.facts["model_path"] = path
     report.facts["max_positions"] = getattr(shape.get_text_config(), "max_position_embeddings", None)
     report.facts["num_parameters"], report.facts["num_tensors"] = num_parameters(path)
     needs_template = config.data.apply_chat_template
@@ -100,9 +102,14 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
     from rondo.roles.prompts import render_prompt
 
     train, held_out = open_splits(config)
-    report.facts["num_rows"], report.facts["num_held_out"] = len(train), len(held_out) if held_out is not None else 0
-    for data, settings in ((train, config.data), (held_out, config.evaluation and config.evaluation.data or config.data)):
-        for index in range(min(_NUM_ROWS, len(data)) if data is not None else 0):
+    parts = [(train, config.data)]
+    if held_out is not None:
+        own = config.evaluation.data if config.evaluation is not None else None
+        parts.append((held_out, own or config.data))
+    report.facts["num_rows"] = len(train)
+    report.facts["num_held_out"] = len(held_out) if held_out is not None else 0
+    for data, settings in parts:
+        for index in range(min(_NUM_ROWS, len(data))):
             row = data.row(index)
             if tokenizers:
                 render_prompt(tokenizers[0], row, settings, config.rollout.max_prompt_tokens)
@@ -120,11 +127,15 @@ def look_at_demonstrations(config: RunConfig, tokenizers: list[Any]) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """" (file:line)" of the last step that is the user's, not ours and not a library's."""
+    """ " (file:line)" of the last step that is the user's, not ours and not a library's."""
     import traceback
 
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "/site-packages/" not in frame.filename and "/rondo/" not in frame.filename and not frame.filename.startswith("<"):
+        if (
+            "/site-packages/" not in frame.filename
+            and "/rondo/" not in frame.filename
+            and not frame.filename.startswith("<")
+        ):
             return f" ({frame.filename}:{frame.lineno})"
     return ""
 

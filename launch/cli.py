@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser, verbs = _parser()
     if arguments and not arguments[0].startswith("-") and arguments[0] not in verbs:
-        print(f"VERB must be one of {', '.join(verbs)}, got {arguments[0]!r}. {_similar(arguments[0], verbs)}", file=sys.stderr)
+        print(
+            f"VERB must be one of {', '.join(verbs)}, got {arguments[0]!r}. {_similar(arguments[0], verbs)}",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
     options = parser.parse_args(arguments)
     from rondo.runtime.errors import ConfigError, RondoError
@@ -86,9 +89,9 @@ def train(options: argparse.Namespace) -> int:
     roles = {role for group in config.groups for role in group.roles} | {group.name for group in config.groups}
     _known_roles(kill, roles)
     require(config)
-    from rondo.launch import train as program
+    from rondo.launch.train import main as run
 
-    return program.main(config, TrainOptions(options.config, kill, options.plain))
+    return run(config, TrainOptions(options.config, kill, options.plain))
 
 
 def sft(options: argparse.Namespace) -> int:
@@ -100,9 +103,9 @@ def sft(options: argparse.Namespace) -> int:
     if config.sft is None:
         raise ConfigError(f"sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to {options.config}")
     require(config)
-    from rondo.launch import sft as program
+    from rondo.launch.sft import main as run
 
-    return program.main(config, TrainOptions(options.config, (), options.plain))
+    return run(config, TrainOptions(options.config, (), options.plain))
 
 
 def check(options: argparse.Namespace) -> int:
@@ -189,7 +192,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         ("resume", resume, "Go on with a run from its newest checkpoint."),
     ):
         made = verb(name, run, text)
-        made.add_argument("run", metavar="RUN", type=Path, nargs="?", default=Path("runs/latest"), help="default: runs/latest")
+        made.add_argument(
+            "run", metavar="RUN", type=Path, nargs="?", default=Path("runs/latest"), help="default: runs/latest"
+        )
         if name == "status":
             made.add_argument("--json", action="store_true", help="one JSON object")
         if name == "stop":
@@ -210,7 +215,9 @@ def _kill(text: str, num_steps: int) -> tuple[str, int]:
 
     role, at, step = text.partition("@")
     if not role or (at and not step.isdigit()) or not int(step or _KILL_AT_STEP) <= num_steps:
-        raise ConfigError(f"--kill must look like ROLE or ROLE@STEP with STEP up to {num_steps}, got {text!r}. Try actor@1")
+        raise ConfigError(
+            f"--kill must look like ROLE or ROLE@STEP with STEP up to {num_steps}, got {text!r}. Try actor@1"
+        )
     return role, int(step or _KILL_AT_STEP)
 
 

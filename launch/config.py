@@ -87,9 +87,7 @@ class RunConfig(JobConfig):
                 "groups must not hold the role 'reference' when algorithm.kl_coef is 0, "
                 f"got it in {reference.name!r}. Remove the role, or set algorithm.kl_coef above 0"
             )
-        source = old_log_probs_source(
-            algorithm, on_policy=self.max_staleness == 0, has_actor_fwd=actor_fwd is not None
-        )
+        source = old_log_probs_source(algorithm, on_policy=self.max_staleness == 0, has_actor_fwd=actor_fwd is not None)
         if actor_fwd is not None and source != "actor_fwd":
             reason = (
                 "when max_staleness is 0, where the trainer's own log-probs are the old ones"
@@ -113,7 +111,9 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
     """The object named `config` in the module at `path`, which must be a `kind`."""
     path = Path(path)
     if path.is_dir() or path.suffix != ".py":
-        raise ConfigError(f"CONFIG must be a Python file, got {path}. Name a config module such as examples/quickstart.py")
+        raise ConfigError(
+            f"CONFIG must be a Python file, got {path}. Name a config module such as examples/quickstart.py"
+        )
     if not path.is_file():
         raise ConfigError(f"CONFIG must be a file that exists, got {path}. {_similar_file(path)}")
     file = str(path.resolve())
@@ -128,7 +128,7 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
         raise ConfigError(f"{shown}:{error.lineno}: {error.msg}. Correct the Python code") from error
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever user code raises, sys.exit too, is told as one line
+    except BaseException as error:  # whatever user code raises, sys.exit too, is told as one line
         raise ConfigError(
             f"{_where(error, file, path)}: {type(error).__name__}: {error}. The config module must import without errors"
         ) from error

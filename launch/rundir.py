@@ -33,7 +33,18 @@ import orjson
 from rondo.runtime.errors import ConfigError
 
 _FOLDERS = ("logs", "journal", "samples", "checkpoints", "dumps")
-_PACKAGES = ("rondo-rl", "torch", "transformers", "numpy", "safetensors", "pydantic", "aiohttp", "uvloop", "datasets", "pyarrow")
+_PACKAGES = (
+    "rondo-rl",
+    "torch",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "pydantic",
+    "aiohttp",
+    "uvloop",
+    "datasets",
+    "pyarrow",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +152,9 @@ class RunDir:
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -245,7 +258,9 @@ def _git() -> dict[str, Any] | None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
         if commit.returncode != 0:
             return None
-        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=False)
+        status = subprocess.run(
+            ["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=False
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return {"commit": commit.stdout.strip(), "changed": bool(status.stdout.strip())}

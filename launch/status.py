@@ -61,7 +61,9 @@ def ask_to_stop(path: Path, *, reason: str, wait: bool = True) -> int:
     if record is None:
         pid = owner(run)
         if pid is not None:
-            raise PeerGone(f"run {run.name} must have started to be stopped, got pid {pid} still starting. Try again soon")
+            raise PeerGone(
+                f"run {run.name} must have started to be stopped, got pid {pid} still starting. Try again soon"
+            )
         raise ConfigError(f"RUN must be alive to be stopped, got {run} which has ended. See `rondo status {path}`")
     ask(record, "/stop", {"reason": reason})
     print(f"run {run.name} saves and ends, pid {record.pid}", flush=True)
@@ -96,7 +98,9 @@ def ask(record: SupervisorRecord, path: str, body: dict[str, Any] | None = None)
             with error:
                 if error.code == 503:
                     return orjson.loads(error.read())
-                raise PeerGone(f"{request.full_url} must answer with data, got status {error.code}: {error.reason}") from None
+                raise PeerGone(
+                    f"{request.full_url} must answer with data, got status {error.code}: {error.reason}"
+                ) from None
     except OSError as error:
         raise PeerGone(
             f"the run's admin endpoint must answer, got {error} from pid {record.pid}. See its logs, or try again"

@@ -188,7 +188,9 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _pairs(values: Mapping[str, float]) -> str:
-    return " ".join(f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items())
+    return " ".join(
+        f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+    )
 
 
 def _audit(run: Path) -> dict[str, int]:

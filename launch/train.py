@@ -7,6 +7,8 @@ write the summary and the picture. Owns no rule: each piece knows its own.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,10 +20,10 @@ import orjson
 import uvloop
 
 from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.launch.check import Facts
 from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.plan import coordinator_config, coordinator_json, group_specs
-from rondo.launch.prepare import prepare
 from rondo.launch.provider import RunProvider
 from rondo.launch.rundir import RunDir, write_json
 from rondo.launch.summary import print_table, summarize, write
@@ -33,11 +35,13 @@ from rondo.runtime.launcher import ServiceSpec
 from rondo.runtime.supervisor import Outcome, Supervisor, SupervisorConfig
 
 _PLOT_LIMIT_S = 120.0
+PREPARED = "prepared.json"
 
 
-def main(config: RunConfig, options: TrainOptions) -> int:
+def main(config: RunConfig, options: TrainOptions, facts: Facts) -> int:
     """Run `config` in a new run directory. The exit code of the run."""
     with RunDir.create(config.run_dir, config.name, resolve(config), options.config_path) as run:
+        _prepare(config, run, facts)
         return _run(config, run, options, attempt=0)
 
 
@@ -51,14 +55,13 @@ def resume(path: Path) -> int:
                 "Start it again with `rondo train`; set train.save_every to have checkpoints earlier."
             )
         config = unresolve(orjson.loads(run.config_json.read_bytes()))
+        os.chdir(orjson.loads((run.path / "environment.json").read_bytes())["cwd"])  # relative paths of the settings
         print(f"run {run.path.name} goes on from {checkpoint.name}", flush=True)
         return _run(config, run, TrainOptions(run.path / "config.py"), attempt=run.next_attempt())
 
 
 def _run(config: RunConfig, run: RunDir, options: TrainOptions, *, attempt: int) -> int:
     started = time.time()
-    num_rows = prepare(config, run.path)
-    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(coordinator_config(config, num_rows)))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome = runner.run(_supervise(config, run, options, attempt))
     summary = summarize(
@@ -80,6 +83,17 @@ def _run(config: RunConfig, run: RunDir, options: TrainOptions, *, attempt: int)
     if outcome.exit_code == 75:
         print(f"stopped before the end: `rondo resume {run.path}` goes on")
     return outcome.exit_code
+
+
+def _prepare(config: RunConfig, run: RunDir, facts: Facts) -> None:
+    """What roles and coordinator read: where the model's files are, and the rules of the bus."""
+    assert facts.model_path is not None and facts.num_rows is not None
+    model_path = Path(facts.model_path)
+    if config.model.build is not None:
+        model_path = Path(shutil.move(model_path, run.path / "model"))
+    devices = {group.name: group.devices for group in config.groups}
+    write_json(run.path / PREPARED, {"model_path": str(model_path), "devices": devices})
+    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(coordinator_config(config, facts.num_rows)))
 
 
 async def _supervise(config: RunConfig, run: RunDir, options: TrainOptions, attempt: int) -> Outcome:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,9 @@ class View(Protocol):
 
     def __enter__(self) -> View: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -136,7 +139,9 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
 
@@ -173,7 +178,9 @@ class LiveView:
         self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.__exit__(kind, error, trace)
 
     def render(self) -> RenderableType:
@@ -233,14 +240,14 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
     """The course of the values in `width` characters at most, each the mean of its part, between their extremes."""
     num_parts = min(width, len(values))
     edges = [len(values) * index // num_parts for index in range(num_parts + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(_SPARK[1 + round((mean - low) / span * (len(_SPARK) - 2))] for mean in means)
 
 
 def duration(seconds: float) -> str:
-    """"42 s", "3 min 05 s", "2 h 07 min"."""
+    """ "42 s", "3 min 05 s", "2 h 07 min"."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

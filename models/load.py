@@ -51,6 +51,7 @@ def prepare(config: ModelConfig, folder: Path) -> str:
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+    transformers.logging.disable_progress_bar()
     load_reference(config.build, "model.build")(aside, **config.build_args)
     load_config(str(aside))
     (aside / _RECIPE).write_bytes(recipe)

@@ -78,14 +78,15 @@ def pack(sequences: Ordered[Sequence], *, row_tokens: int | None = None, share_r
     places, num_rows = _first_fit(lengths, width) if share_rows else ([(row, 0) for row in range(len(lengths))], len(lengths))
     input_ids = np.zeros((num_rows, width), np.int64)
     shared = num_rows < len(lengths)
-    # What no sequence covers counts on, as one more sequence of its row, so no position is without anything to attend to.
+    # Padding goes on where it lies: after two sequences that is one more sequence of the row, so it too has something to
+    # attend to.
     position_ids = np.tile(np.arange(width), (num_rows, 1)) if shared else None
     positions, targets = [], []
     for sequence, length, (row, start) in zip(sequences, lengths, places, strict=True):
         end = start + length
         input_ids[row, start:end] = sequence.tokens
         if position_ids is not None:
-            position_ids[row, start:] = np.arange(width - start)
+            position_ids[row, start:end] = np.arange(length)
         first = row * width + end - sequence.response - 1
         positions.append(np.arange(first, first + sequence.response))
         targets.append(sequence.tokens[length - sequence.response :])

@@ -27,7 +27,7 @@ from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.trainer import Trainer, TrainRow
-from rondo.runtime.checkpoints import newest_complete, rotate
+from rondo.runtime.checkpoints import folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import RondoError
 from rondo.runtime.waits import totals
@@ -210,12 +210,11 @@ class ActorRole:
     async def _save(self, version: int, *, final: bool) -> None:
         """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here."""
         ctx, config = self._ctx, self._job.config
-        folder = ctx.run_dir / "checkpoints" / f"step_{version:06d}"
+        folder = folder_of(ctx.run_dir / "checkpoints", version)
         with ctx.section("save", SAVE_LIMIT_S):
             index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 else {}
-            if final:
-                await ctx.compute(self._trainer.export, folder.with_name(f".{folder.name}.hf"), self._job.model_path)
-            await ctx.compute(self._trainer.save, folder, {"version": version, "index": index})
+            extra = {"version": version, "index": index}
+            await ctx.compute(self._trainer.save, folder, extra, tokenizer_path=self._job.model_path if final else None)
         if ctx.rank == 0:
             rotate(ctx.run_dir / "checkpoints", keep=config.train.keep_checkpoints)
             await ctx.report("checkpoint", {"version": version, "path": str(folder)})

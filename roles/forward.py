@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rondo.comm.bus import POLL_S, Round
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
+from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Sequence as Packable
 from rondo.models.packing import pack
 from rondo.roles.job import Job, follow, open_job
@@ -37,14 +39,10 @@ class Scorer:
         self._chunk = config.train.log_prob_chunk_tokens
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        from rondo.models.names import load_disk_tensors
-
         load_disk_tensors(self._model, tensors)
 
     def score(self, rows: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
         """rows: (tokens int32 [T], response length R) each. float32 [R] each, log-probs after the temperature."""
-        import torch
-
         packed = pack([Packable(tokens, response) for tokens, response in rows])
         with torch.inference_mode():
             flat, _ = response_log_probs(self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
 
 
-def render_prompt(tokenizer: Any, row: Row, config: DataConfig, max_tokens: int) -> np.ndarray:
+def render_prompt(
+    tokenizer: Any, row: Row, config: DataConfig, max_tokens: int, *, setting: str = "rollout.max_prompt_tokens"
+) -> np.ndarray:
     """The prompt's tokens, int32 [T] with 1 <= T <= max_tokens.
 
     Raises RowError for a prompt that is too long, empty, or of the wrong kind: one bad row must not stop a run, so
@@ -26,9 +28,7 @@ def render_prompt(tokenizer: Any, row: Row, config: DataConfig, max_tokens: int)
     """
     if config.apply_chat_template:
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        tokens = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **config.chat_template_args
-        )
+        tokens = _through_template(tokenizer, row, messages, config.chat_template_args)
     elif isinstance(row.prompt, str):
         tokens = tokenizer(row.prompt)["input_ids"]
     else:
@@ -39,9 +39,21 @@ def render_prompt(tokenizer: Any, row: Row, config: DataConfig, max_tokens: int)
     if not 1 <= len(tokens) <= max_tokens:
         raise RowError(
             f"{row.name}: prompt must have 1 to {max_tokens} tokens, got {len(tokens)}. "
-            "Raise rollout.max_prompt_tokens, or shorten or remove the row"
+            f"Raise {setting}, or shorten or remove the row"
         )
     return np.asarray(tokens, dtype=np.int32)
+
+
+def _through_template(tokenizer: Any, row: Row, messages: Any, arguments: dict[str, Any]) -> list[int]:
+    from jinja2 import TemplateError
+
+    try:
+        tokens: list[int] = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+        )
+    except TemplateError as error:
+        raise RowError(f"{row.name}: prompt must suit the chat template, got {error}. Correct the row") from error
+    return tokens
 
 
 def encode_answer(tokenizer: Any, row: Row) -> np.ndarray:

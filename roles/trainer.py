@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from rondo.models import checkpoint, parallel
 from rondo.models.load import load_model
@@ -164,7 +165,8 @@ class Trainer:
         """CRC-32 over this rank's weights, which tells equal versions of equal layouts apart from others; no collective."""
         crc = 0
         for parameter in self.model.parameters():
-            crc = zlib.crc32(parallel.local(parameter).contiguous().view(torch.uint8).numpy(force=True), crc)
+            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            crc = zlib.crc32(shard.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), crc)
         return crc
 
     def barrier(self) -> None:
@@ -174,11 +176,11 @@ class Trainer:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(disk name, whole tensor) one by one, gathered from the shards (collective: every rank iterates to the end)."""
-        return parallel.full_tensors(self.model)
+        return parallel.full_tensors(self.model, self.config.model.dtype)
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write model and optimizer as a complete checkpoint (collective)."""
-        checkpoint.save(folder, self.model, self.optimizer, extra)
+    def save(self, folder: Path, extra: dict[str, Any], *, tokenizer_path: str | None = None) -> None:
+        """Write a whole checkpoint, with a Hugging Face folder inside where a tokenizer is given (collective)."""
+        checkpoint.save(folder, self.model, self.optimizer, extra, tokenizer_path=tokenizer_path)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         return checkpoint.load(folder, self.model, self.optimizer)

@@ -15,7 +15,7 @@ coroutines of one loop, begun in the order in which they arrived; long computati
 Invariants: every call ends, with a value, with the endpoint's own error, or with `DeadlineExceeded`, `PeerGone` or
 `Closed`. A call that nobody waits for any more (cancelled, past its deadline, its caller gone) is cancelled at the
 actor. At most `mailbox` calls run at once, and at most as many of one caller are on the way; the next ones wait at the
-caller, in order. A cancellation is always read, however full the mailbox is, and so are the questions that every actor
+caller, in order. However full the mailbox is, cancellations are read, and the questions are answered that every actor
 answers by itself: `rondo.ping`, `rondo.waits`, `rondo.stacks`.
 """
 
@@ -177,6 +177,11 @@ class Server:
         method = self._endpoints.get(name)
         if method is None:
             self._answer_itself(caller, call_id, name)
+        elif call_id in caller.calls or len(caller.calls) >= self.mailbox:
+            raise ProtocolError(
+                f"a caller must number its calls and have at most {self.mailbox} on the way, "
+                f"got call {call_id} as number {len(caller.calls) + 1}"
+            )
         elif self._num_running < self.mailbox:
             self._begin(caller, call_id, method, arguments)
         else:
@@ -255,11 +260,6 @@ class _Caller(FrameProtocol):
             message = unpack(header, buffers)
             if type(message) is not list or len(message) != 3 or list(map(type, message)) != [str, list, dict]:
                 raise ProtocolError("a call must be a list of name, arguments and keywords, got something else")
-            if call_id in self.calls or len(self.calls) >= self._server.mailbox:
-                raise ProtocolError(
-                    f"a caller must number its calls and have at most {self._server.mailbox} on the way, "
-                    f"got call {call_id} as number {len(self.calls) + 1}"
-                )
             self._server.accept(self, call_id, message[0], (message[1], message[2]))
         elif kind == CANCEL:
             if call_id in self.calls:  # else it has ended meanwhile
@@ -363,7 +363,7 @@ class ActorRef:
         name = self._names.get(method) or self._names.setdefault(method, f"call {method}")
         left_s = deadline_s
         link = self._link
-        if link is not None and link.free and not self._num_queued:
+        if link is not None and ((link.free and not self._num_queued) or (link.open and method.startswith("rondo."))):
             wait = PROCESS.begin(name, self.peer, deadline_s)
             try:
                 return await link.ask(packed, wait)
@@ -522,13 +522,14 @@ class _Link(FrameProtocol):
             self.num_on_the_way -= 1
             if self._free_waiters:
                 self.resumed()
-            call = self._pending.pop(call_id, None)
+            call = self._pending.get(call_id)
             if call is None or call[0].done():
                 return  # cancelled meanwhile: nobody waits for it
             if kind == REPLY:
                 call[0].set_result(unpack(header, buffers))
             else:
                 call[0].set_exception(self._restored(header))
+            del self._pending[call_id]  # only now: what cannot be read ends the connection, and with it this call
         elif kind == WELCOME:
             facts = unpack(header, ())
             self._window, self.peer_max_frame_bytes = facts["window"], facts["max_frame_bytes"]

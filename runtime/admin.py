@@ -140,7 +140,9 @@ class AdminServer:
         scope = self._scopes.get((request.method, resource.canonical)) if resource is not None else None
         if scope is not None and not self._allowed(request, scope):
             status = 401 if "Authorization" not in request.headers else 403
-            return _error(status, f"{request.path} must be asked with a valid token. Send 'Authorization: Bearer TOKEN'")
+            return _error(
+                status, f"{request.path} must be asked with a valid token. Send 'Authorization: Bearer TOKEN'"
+            )
         if self._loopback and not _names_this_machine(request.host):
             return _error(403, f"Host must name this machine, got {request.host!r}. Use {self.url}")
         try:
@@ -159,8 +161,7 @@ class AdminServer:
         accepted = [self._run_token]
         if scope == "read" and self._read_token is not None:
             accepted.append(self._read_token)
-        # Every comparison is made, so that the time says nothing about which token was near.
-        return any([hmac.compare_digest(shown.encode(), token.encode()) for token in accepted])
+        return any(hmac.compare_digest(shown.encode(), token.encode()) for token in accepted)
 
     async def _livez(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -199,9 +200,9 @@ class AdminServer:
         finally:
             task.cancel()
             self._streams.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            if not isinstance(error, ConnectionError):
-                raise error
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, ConnectionError):
+            raise error
         return response
 
     async def _stream(self, response: web.StreamResponse) -> None:

@@ -15,11 +15,14 @@ def read_token_file(path: Path) -> str:
         mode = path.stat().st_mode & 0o777
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"admin.token_file must be readable, got {path} ({error.strerror}). Check the path") from error
+        raise ConfigError(
+            f"admin.token_file must be readable, got {path} ({error.strerror}). Check the path"
+        ) from error
     if mode & 0o077:
         raise ConfigError(f"admin.token_file must have mode 0600, got {mode:04o}. Run: chmod 600 {path}")
     if len(token) < MIN_CHARACTERS:
         raise ConfigError(
-            f"admin.token_file must hold at least {MIN_CHARACTERS} characters, got {len(token)}. Run: openssl rand -hex 32 > {path}"
+            f"admin.token_file must hold at least {MIN_CHARACTERS} characters, got {len(token)}. "
+            f"Run: openssl rand -hex 32 > {path}"
         )
     return token

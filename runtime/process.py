@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,16 @@ def kill_session(session: int) -> int:
         raise ValueError(f"session must not be this process's own, got {session}")
     members = [found for found in processes() if found.session == session and found.alive]
     return sum(kill(member.pid, member.start_time) for member in members)
+
+
+def end_all(markers: Set[bytes], deadline_s: float, sessions: Set[int] = frozenset()) -> list[Stat]:
+    """SIGKILLs what `scan` finds until it finds nothing. Blocks; returns what would not die within `deadline_s`."""
+    deadline = time.monotonic() + deadline_s
+    while (left := scan(markers, sessions)) and time.monotonic() < deadline:
+        for found in left:
+            kill(found.pid, found.start_time)
+        time.sleep(0.01)  # dying takes the kernel a moment, and tells nobody but the parent
+    return left
 
 
 def exit_code(status: int) -> int:

@@ -55,7 +55,7 @@ def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigErro
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """"Did you mean 'x'?" when a known name is near, else the list of known names."""
+    """ "Did you mean 'x'?" when a known name is near, else the list of known names."""
     match = _closest(name, known)
     return f"Did you mean {match!r}?" if match is not None else f"Known: {', '.join(sorted(known))}."
 
@@ -108,7 +108,9 @@ def _path(item: Any, title: type[Section] | None) -> list[str]:
     names: list[str] = []
     owner: type[BaseModel] | None = title
     for part in item["loc"]:
-        known = title is None or (owner is not None and (part in owner.model_fields or item["type"] == "extra_forbidden"))
+        known = title is None or (
+            owner is not None and (part in owner.model_fields or item["type"] == "extra_forbidden")
+        )
         if isinstance(part, int):
             names.append(str(part))
         elif known:

@@ -416,7 +416,7 @@ class SegmentClient:
         try:
             with self._lock:  # one request at a time: replies carry no number
                 if self._socket.fileno() < 0:
-                    raise Closed(f"the segment client must be open, got a call after close(). Make a new one")
+                    raise Closed("the segment client must be open, got a call after close(). Make a new one")
                 return self._exchange(request["ask"], orjson.dumps(request), deadline_s)
         except TimeoutError:
             self._socket.close()  # a late reply must not be taken for the next one

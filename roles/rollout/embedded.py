@@ -3,11 +3,11 @@
 Owns the futures of its callers and the order of what reaches the slot engine. Does not own the thread: `compute` is a
 coroutine function that runs a function on the process's one compute thread, for example `WorkerContext.compute`.
 
-Invariant: the slot engine is touched inside a turn only, and at most one turn runs. A turn first carries out what arrived,
-in order, then decodes, and between any two decode steps carries out what arrived since; so weights flip and requests end
-between steps. Every `generate` ends: with its completion, with the error that a step raised, or with Closed.
+Invariant: the slot engine is touched inside a turn only, and at most one turn runs. A turn carries out what has arrived, in
+order, before each decode step; so weights flip, and requests begin and end, between steps. Every `generate` ends: with its
+completion, with the error that a step raised, or with Closed.
 
-    generate / cancel / update_weights --> inbox --> turn on the compute thread (steps for about turn_s) --> futures
+    generate, cancel, update_weights --> inbox --> turn on the compute thread (steps for about turn_s) --> futures
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from rondo.roles.rollout.hf_forward import HFForward
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
 from rondo.roles.rollout.slots import Forward, SlotEngine
 from rondo.runtime.errors import Closed, ConfigError
+from rondo.runtime.waits import waiting
 
 Compute = Callable[..., Awaitable[Any]]
 Path = Literal["auto", "fused", "hf"]
@@ -63,3 +65,206 @@ def slot_engine(
         fixed_shapes=fixed_shapes,
         version=version,
     )
+
+
+@dataclass(slots=True, eq=False)
+class _Generate:
+    request: Request
+    done: asyncio.Future[Completion]
+
+
+@dataclass(slots=True, eq=False)
+class _Cancel:
+    request_id: str
+
+
+@dataclass(slots=True, eq=False)
+class _Drop:
+    """The caller of this `generate` is gone."""
+
+    of: _Generate
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    done: asyncio.Future[None]
+    withdrawn: bool = False
+
+
+_Outcome = tuple[asyncio.Future[Any], Any, Exception | None]
+"""(whose, value, error): settled on the event loop after the turn."""
+
+
+class EmbeddedEngine:
+    """`Engine` in this process. Made and used on one event loop; `compute(fn)` awaits `fn()` on the compute thread.
+
+    A turn holds the compute thread for about `turn_s` seconds, at least one step, so that other work on it gets its share.
+    When a step fails, every request here fails with that error and the cache is emptied; the engine goes on. When writing
+    weights fails half-way, it fails what is here too and refuses requests until other weights are in.
+    """
+
+    def __init__(
+        self, slots: SlotEngine, compute: Compute, *, turn_s: float = 0.02, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._slots = slots
+        self._compute = compute
+        self._turn_s = turn_s
+        self._clock = clock
+        self._inbox: deque[_Generate | _Cancel | _Drop | _Load] = deque()  # append and popleft are atomic
+        self._ids: set[str] = set()
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._turns: asyncio.Task[None] | None = None
+        self._closed: Exception | None = None
+        # The rest belongs to the turn.
+        self._running: dict[str, _Generate] = {}
+        self._torn: Exception | None = None
+
+    @property
+    def version(self) -> int:
+        return self._slots.version
+
+    def stats(self) -> EngineStats:
+        return self._slots.stats()
+
+    async def generate(self, request: Request) -> Completion:
+        self._slots.check(request)
+        if request.id in self._ids:
+            raise ConfigError(f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one.")
+        command = _Generate(request, self._future())
+        self._ids.add(request.id)
+        try:
+            self._send(command)
+            async with waiting("generate", peer="engine", deadline_s=None):
+                return await command.done
+        except asyncio.CancelledError:
+            self._send(_Drop(command), even_closed=True)
+            raise
+        finally:
+            self._ids.discard(request.id)
+            self._pending.discard(command.done)
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._ids:
+            self._send(_Cancel(request_id), even_closed=True)
+
+    async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        command = _Load(version, tensors, self._future())
+        self._send(command)
+        try:
+            async with waiting("update weights", peer="engine", deadline_s=None):
+                await asyncio.shield(command.done)
+        except asyncio.CancelledError:
+            command.withdrawn = True
+            await asyncio.wait([command.done])  # the turn may be reading the tensors
+            raise
+        finally:
+            self._pending.discard(command.done)
+
+    async def close(self) -> None:
+        self._closed = self._closed or Closed("the engine must be open, got a call after close. Start another engine")
+        if self._turns is not None:
+            await asyncio.wait([self._turns])
+        self._fail_pending(self._closed)
+
+    def _future(self) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        self._pending.add(future)
+        return future
+
+    def _send(self, command: _Generate | _Cancel | _Drop | _Load, even_closed: bool = False) -> None:
+        """Hands a command to the running turn, or starts turning."""
+        if self._closed is not None:
+            if even_closed:
+                return
+            raise self._closed
+        self._inbox.append(command)
+        if self._turns is None or self._turns.done():
+            self._turns = asyncio.create_task(self._turn_until_idle(), name="embedded engine")
+
+    async def _turn_until_idle(self) -> None:
+        try:
+            while (self._inbox or self._slots.has_work) and self._closed is None:
+                for future, value, error in await self._compute(self._turn):
+                    if future.done():
+                        continue  # its caller was cancelled
+                    if error is None:
+                        future.set_result(value)
+                    else:
+                        future.set_exception(error)
+        except BaseException as error:
+            # The compute thread itself is gone or broken: nothing here can run any more.
+            self._closed = Closed(f"the engine must have its compute thread, got {error!r}. Start another engine")
+            self._closed.__cause__ = error
+            self._fail_pending(self._closed)
+            if not isinstance(error, Exception):
+                raise
+
+    def _fail_pending(self, error: Exception) -> None:
+        for future in self._pending:
+            if not future.done():
+                future.set_exception(error)
+        self._inbox.clear()
+
+    def _turn(self) -> list[_Outcome]:
+        """On the compute thread: steps until `turn_s` is over, or nothing is left to do, or `close`."""
+        outcomes: list[_Outcome] = []
+        until = self._clock() + self._turn_s
+        while self._closed is None:
+            while self._inbox:
+                self._carry_out(self._inbox.popleft(), outcomes)
+            if not self._slots.has_work:
+                break
+            try:
+                completions = self._slots.step()
+            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait for it get it
+                self._fail_running(error, outcomes)
+                break
+            outcomes += [(self._running.pop(done.request_id).done, done, None) for done in completions]
+            if self._clock() >= until:
+                break
+        return outcomes
+
+    def _carry_out(self, command: _Generate | _Cancel | _Drop | _Load, outcomes: list[_Outcome]) -> None:
+        match command:
+            case _Generate(request, done):
+                if self._torn is not None:
+                    outcomes.append((done, None, self._torn))
+                else:
+                    self._slots.add(request)
+                    self._running[request.id] = command
+            case _Cancel(request_id):
+                if (completion := self._slots.cancel(request_id)) is not None:
+                    outcomes.append((self._running.pop(request_id).done, completion, None))
+            case _Drop(of):
+                if self._running.get(of.request.id) is of:
+                    del self._running[of.request.id]
+                    self._slots.cancel(of.request.id)
+            case _Load(version, tensors, done):
+                self._load(version, tensors, done, command.withdrawn, outcomes)
+
+    def _load(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        done: asyncio.Future[None],
+        withdrawn: bool,
+        outcomes: list[_Outcome],
+    ) -> None:
+        error: Exception | None = None
+        if not withdrawn:
+            try:
+                self._slots.load_weights(version, tensors)
+                self._torn = None
+            except ConfigError as refused:  # before anything was written
+                error = refused
+            except Exception as torn:  # noqa: BLE001 - handed to everyone who waits, and kept
+                error = self._torn = torn
+                self._fail_running(torn, outcomes)
+        outcomes.append((done, None, error))
+
+    def _fail_running(self, error: Exception, outcomes: list[_Outcome]) -> None:
+        outcomes += [(command.done, None, error) for command in self._running.values()]
+        self._running.clear()
+        self._slots.clear()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
-from rondo.roles.rollout.loading import DiskLoader
+from rondo.models.names import load_disk_tensors
 from rondo.roles.rollout.slots import Batch
 from rondo.runtime.errors import ConfigError
 
@@ -101,7 +101,6 @@ class HFForward:
         if len(windows) > 1:
             raise ConfigError(f"all sliding layers must share one window, got {sorted(windows)}. Use an SGLang engine.")
         self._model = model
-        self._loader = DiskLoader(model)
         self._kinds = sorted(set(kinds))
         self._window = windows.pop() if windows else 0
         self._length = -(-max_length // KV_BLOCK) * KV_BLOCK
@@ -129,7 +128,7 @@ class HFForward:
             layer.reset()
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._loader.load(tensors)
+        load_disk_tensors(self._model, tensors)
 
     def _decode(self, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         at = torch.from_numpy(positions).to(self._device)

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rondo.roles.rollout.loading import DiskLoader
+from rondo.models.names import load_disk_tensors
+from rondo.roles.rollout.products import Product
 from rondo.roles.rollout.slots import Batch
 
 KV_BLOCK = 16
@@ -47,12 +48,13 @@ def is_plain_qwen3(model: Any) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     module: Any
-    qkv: torch.Tensor
+    qkv: Product
     """[(H + 2K) D, E], rows of q and k permuted within each head"""
-    out: torch.Tensor
+    out: Product
     """[E, G K D], columns permuted to the order in which attention leaves its heads"""
-    gate_up: torch.Tensor
+    gate_up: Product
     """[2F, E]"""
+    down: Product
     qk_norm: torch.Tensor
     """[H + K, D], the q norm's weight for every query head, then the k norm's"""
 
@@ -64,7 +66,6 @@ class Qwen3Forward:
         config = model.config
         weight = model.model.embed_tokens.weight
         self._model = model
-        self._loader = DiskLoader(model)
         self._device, self._dtype = weight.device, weight.dtype
         self._num_q, self._num_kv = config.num_attention_heads, config.num_key_value_heads
         self._dim = config.head_dim
@@ -77,12 +78,12 @@ class Qwen3Forward:
             self._cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._flat = list(self._cache.view(shape[0], -1, self._dim).unbind(0))
             self._mask = torch.full((num_slots, self._length), -torch.inf, dtype=self._dtype, device=self._device)
-            self._layers = [self._fused(layer) for layer in model.model.layers]
+            self._layers = [self._built(layer) for layer in model.model.layers]
+            self._head = Product(model.lm_head.weight, num_slots)
             positions = torch.arange(self._length, device=self._device)[None]
             cos, sin = model.model.rotary_emb(torch.zeros(1, device=self._device), positions)
             half = self._dim // 2
             self._turn = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
-            self._refresh()
         heads = 2 * self._num_kv
         self._row_of_slot = (np.arange(num_slots) * heads * self._length)[:, None] + np.arange(heads) * self._length
         self._views: tuple[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = ((-1, -1), [])
@@ -112,7 +113,7 @@ class Qwen3Forward:
             keep = np.concatenate([np.arange(num_decode), last])
             x_NE = x_NE.index_select(0, torch.from_numpy(keep).to(device))
         norm = self._model.model.norm.weight
-        return F.linear(F.rms_norm(x_NE, norm.shape, norm, self._eps), self._model.lm_head.weight)
+        return self._head(F.rms_norm(x_NE, norm.shape, norm, self._eps))
 
     def copy(self, source: int, target: int, length: int) -> None:
         self._cache[:, target, :, :length].copy_(self._cache[:, source, :, :length])
@@ -122,7 +123,7 @@ class Qwen3Forward:
         self._cache.zero_()
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._loader.load(tensors)
+        load_disk_tensors(self._model, tensors)
         with torch.inference_mode():
             self._refresh()
 
@@ -141,7 +142,7 @@ class Qwen3Forward:
         num_rows, num_q, num_kv, dim = len(x_NE), self._num_q, self._num_kv, self._dim
         group = num_q // num_kv
         norm = layer.module.input_layernorm.weight
-        heads_NAD = F.linear(F.rms_norm(x_NE, norm.shape, norm, self._eps), layer.qkv).view(num_rows, -1, dim)
+        heads_NAD = layer.qkv(F.rms_norm(x_NE, norm.shape, norm, self._eps)).view(num_rows, -1, dim)
         qk_NBD = heads_NAD[:, : num_q + num_kv]
         normed = F.rms_norm(qk_NBD.float(), (dim,), None, self._eps).mul_(layer.qk_norm)
         turned = torch.view_as_complex(normed.view(num_rows, -1, dim // 2, 2)).mul_(turn_N1d)
@@ -171,11 +172,11 @@ class Qwen3Forward:
                 seen_NGKD[start:end] = seen.permute(2, 1, 0, 3)
                 start = end
             seen_NX = seen_NGKD.view(num_rows, -1)
-        x_NE.addmm_(seen_NX, layer.out.t())
+        x_NE = layer.out.add(x_NE, seen_NX)
         norm = layer.module.post_attention_layernorm.weight
-        gate_up = F.linear(F.rms_norm(x_NE, norm.shape, norm, self._eps), layer.gate_up)
+        gate_up = layer.gate_up(F.rms_norm(x_NE, norm.shape, norm, self._eps))
         gate, up = gate_up.chunk(2, -1)
-        return x_NE.addmm_(F.silu(gate).mul_(up), layer.module.mlp.down_proj.weight.t())
+        return layer.down.add(x_NE, F.silu(gate).mul_(up))
 
     def _attended(
         self, num_decode: int, positions: np.ndarray, at_N: torch.Tensor
@@ -196,33 +197,34 @@ class Qwen3Forward:
         self._mask[slot, :length] = 0.0
         self._mask[slot, length:] = -torch.inf
 
-    def _fused(self, module: Any) -> _Layer:
+    def _fuse(self, module: Any) -> tuple[torch.Tensor, ...]:
+        """The weights of a layer's products, computed from the module's parameters, and the norm of q and k."""
         attention, mlp = module.self_attn, module.mlp
-        num_heads, hidden = self._num_q + 2 * self._num_kv, attention.q_proj.weight.shape[1]
-        new = attention.q_proj.weight.new_empty
-        return _Layer(
-            module=module,
-            qkv=new(num_heads * self._dim, hidden),
-            out=new(hidden, self._num_q * self._dim),
-            gate_up=new(2 * mlp.up_proj.weight.shape[0], hidden),
-            qk_norm=torch.empty(self._num_q + self._num_kv, self._dim, device=self._device),
-        )
+        num_q, num_kv, half = self._num_q, self._num_kv, self._dim // 2
+
+        def adjacent(weight: torch.Tensor) -> torch.Tensor:
+            """Rows of each head reordered so that dimension j lies beside its rotation partner j + D / 2."""
+            return weight.view(-1, 2, half, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+        qkv = torch.cat([adjacent(attention.q_proj.weight), adjacent(attention.k_proj.weight), attention.v_proj.weight])
+        out = attention.o_proj.weight
+        out = out.view(-1, num_kv, num_q // num_kv, self._dim).transpose(1, 2).reshape(out.shape)
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        q_norm, k_norm = adjacent(attention.q_norm.weight), adjacent(attention.k_norm.weight)
+        return qkv, out, gate_up, torch.cat([q_norm.expand(num_q, -1), k_norm.expand(num_kv, -1)]).float()
+
+    def _built(self, module: Any) -> _Layer:
+        qkv, out, gate_up, qk_norm = self._fuse(module)
+        down, rows = module.mlp.down_proj.weight, self._num_slots
+        return _Layer(module, Product(qkv, rows), Product(out, rows), Product(gate_up, rows), Product(down, rows), qk_norm)
 
     def _refresh(self) -> None:
-        """Writes the fused copies from the module's parameters."""
-        num_q, num_kv, dim = self._num_q, self._num_kv, self._dim
+        """Takes the module's parameters over after they changed."""
         for layer in self._layers:
-            attention, mlp = layer.module.self_attn, layer.module.mlp
-            q, k, v = layer.qkv.split((num_q * dim, num_kv * dim, num_kv * dim))
-            for fused, weight in ((q, attention.q_proj.weight), (k, attention.k_proj.weight)):
-                # [heads, half, D / 2, E] -> [heads, D / 2, half, E]: dimension j lies beside its partner j + D / 2.
-                fused.view(-1, dim // 2, 2, fused.shape[1]).copy_(weight.view(-1, 2, dim // 2, weight.shape[1]).transpose(1, 2))
-            v.copy_(attention.v_proj.weight)
-            q_norm, k_norm = layer.qk_norm.split((num_q, num_kv))
-            q_norm.copy_(attention.q_norm.weight.view(2, -1).t().reshape(-1))
-            k_norm.copy_(attention.k_norm.weight.view(2, -1).t().reshape(-1))
-            out = attention.o_proj.weight.view(-1, num_kv, num_q // num_kv, dim)
-            layer.out.view(-1, num_q // num_kv, num_kv, dim).copy_(out.transpose(1, 2))
-            gate, up = layer.gate_up.chunk(2)
-            gate.copy_(mlp.gate_proj.weight)
-            up.copy_(mlp.up_proj.weight)
+            qkv, out, gate_up, qk_norm = self._fuse(layer.module)
+            layer.qkv.set(qkv)
+            layer.out.set(out)
+            layer.gate_up.set(gate_up)
+            layer.down.set(layer.module.mlp.down_proj.weight)
+            layer.qk_norm.copy_(qk_norm)
+        self._head.set(self._model.lm_head.weight)

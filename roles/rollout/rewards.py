@@ -96,12 +96,14 @@ class RewardPool:
 
     async def start(self) -> None:
         """Starts the workers. ConfigError when the function cannot be loaded, with the traceback of its module."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                starting = [tasks.create_task(self._start_worker()) for _ in range(self._num_workers)]
-        except BaseException as error:
-            await self.close()
-            raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    starting = [tasks.create_task(self._start_worker()) for _ in range(self._num_workers)]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None  # one function, one error: the others say the same
+            undo.pop_all()
         for started in starting:
             keeper = asyncio.create_task(self._keep(started.result()), name="reward-worker")
             keeper.add_done_callback(self._keeper_done)

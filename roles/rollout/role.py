@@ -29,7 +29,7 @@ from rondo.roles.datasets import Row, RowError, open_splits, train_order
 from rondo.roles.forward import LOAD_LIMIT_S
 from rondo.roles.job import follow, open_job
 from rondo.roles.prompts import render_prompt
-from rondo.roles.rollout.embedded import EmbeddedEngine
+from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.rewards import RewardItem, RewardPool, RewardResult
 from rondo.roles.rollout.slots import SlotEngine
@@ -93,7 +93,7 @@ class RolloutRole:
         def build() -> SlotEngine:
             model = load_model(self._job.model_path, dtype=config.model.dtype, device=device).eval()
             length = rollout.max_prompt_tokens + rollout.max_new_tokens
-            return SlotEngine(model, num_slots=rollout.num_slots, max_length=length)
+            return slot_engine(model, num_slots=rollout.num_slots, max_length=length)
 
         return EmbeddedEngine(await self._ctx.compute(build), self._ctx.compute)
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 class MemorySegment:
-    """A segment as the ring needs it. `fd` goes to a child, which opens the same memory with `MemorySegment(fd=...)`."""
+    """A segment as the ring needs it. `fd` goes to a child, which opens the same memory with
+    `MemorySegment(fd=...)`."""
 
     def __init__(self, num_bytes: int = 0, *, fd: int | None = None, name: str = "test") -> None:
         if fd is None:

@@ -31,7 +31,7 @@ def written(columns: list[Column], *, pos: int = 640) -> tuple[bytearray, Header
     """A record's header and descriptor in plain memory, payload left out."""
     record = plan(ROWS, columns, {"reservation": "group.7.1", "info": [[8, 0.5]]})
     memory = bytearray(record.num_bytes)
-    header = Header(RECORD, pos, 3, record.num_bytes, len(record.descriptor), 2, 1, 0)
+    header = Header(RECORD, pos, 3, record.num_bytes, len(record.descriptor), 2, 1)
     write_header(memoryview(memory), 0, header, record.descriptor)
     return memory, header
 
@@ -47,7 +47,6 @@ def test_a_descriptor_says_what_was_put() -> None:
         ColumnLayout("tokens", "int32", 0, [[5], [0]]),
         ColumnLayout("value é", "bfloat16", 64, [[2, 3], [2, 3]]),
     ]
-    assert [column.bounds() for column in descriptor.columns] == [[0, 5, 5], [0, 6, 12]]
     assert descriptor.payload == align(64 + header.descriptor_bytes)
 
 
@@ -109,7 +108,7 @@ def test_columns_that_contradict_their_rows_are_refused(columns: list[Column], t
 
 
 def test_an_object_array_is_refused() -> None:
-    with pytest.raises(ValueError, match="the dtype of column tokens must be one of bool, int8, .*, got object"):
+    with pytest.raises(ValueError, match=r"the dtype of column tokens must be one of bool, int8, .*, got object"):
         plan(ROWS, [Column("tokens", "object", [np.array([{}])] * 2)])
 
 
@@ -120,7 +119,7 @@ def test_a_record_has_rows() -> None:
 
 def test_a_descriptor_longer_than_its_bound_is_refused() -> None:
     shape = (1,) * 64
-    with pytest.raises(ValueError, match="the descriptor of a record must take at most"):
+    with pytest.raises(ValueError, match=r"shapes of a record must have at most 4 dimensions .* columns odd"):
         plan(ROWS * 4, [Column("odd", "int8", [np.zeros(shape, np.int8)] * 8)])
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.comm.records import GROUP_BLOB, STORAGE, Column, record_bytes
-from rondo.comm.ring import RecordRef, RingTail, RingView, RingWriter, fits, place, ring_bytes
+from rondo.comm.records import GROUP_BLOB, STORAGE, Column, read_header, record_bytes, write_header
+from rondo.comm.ring import CONTROL_BYTES, RecordRef, RingTail, RingView, RingWriter, fits, place, ring_bytes
 from rondo.comm.words import drain, new_doorbell
 from rondo.runtime.errors import CorruptData, OutOfSpace
 from tests.comm.memory import MemorySegment, TestRing, tokens
@@ -315,6 +315,16 @@ def test_memory_that_was_overwritten_under_a_reader_is_noticed() -> None:
     assert not record.valid()
     with pytest.raises(CorruptData, match="must stand at log offset 0, got one for 1024"):
         ring.view.read(first.pos, first.seq)
+
+
+def test_another_generation_at_the_same_place_is_noticed() -> None:
+    ring = TestRing(4096)
+    ref = put(ring, 0, 4)
+    record = ring.view.read(ref.pos, ref.seq)
+    data = ring.segment.view()[CONTROL_BYTES:]
+    header, descriptor = read_header(data, ref.pos, ref.pos, 4096)
+    write_header(data, ref.pos, header._replace(seq=ref.seq + 1), bytes(descriptor))
+    assert not record.valid()
 
 
 def test_a_reader_that_names_another_generation_is_refused() -> None:

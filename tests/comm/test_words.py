@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -13,7 +14,7 @@ from tests.comm.memory import ROOT, MemorySegment
 
 
 @pytest.fixture
-def doorbell():
+def doorbell() -> Iterator[int]:
     fd = new_doorbell()
     yield fd
     os.close(fd)

@@ -60,7 +60,10 @@ def test_a_ring_that_cannot_hold_one_prompt_group_is_told(make: Make) -> None:
         f"bus.ring_bytes must hold one prompt group, 1000 samples of up to {row} bytes = {needed}, got 1048576. "
         f"Raise bus.ring_bytes to {needed} or more"
     ]
-    assert judged(make(f"bus.ring_bytes={needed}", "rollout.samples_per_prompt=1000")) == []
+    assert (
+        judged(make(f"bus.ring_bytes={needed}", "bus.column_ring_bytes=1048576", "rollout.samples_per_prompt=1000"))
+        == []
+    )
 
 
 def test_more_ranks_than_devices_are_told(make: Make) -> None:
@@ -85,7 +88,7 @@ def test_shared_memory_that_does_not_fit_is_told_with_the_numbers(make: Make) ->
     (text,) = judged(make(), facts, (2 * GIB, "the cgroup"))
     assert text == (
         "shared memory must fit into the memory of the cgroup, 2.0 GiB, got 3.2 GiB (rollout rings 64 MiB, "
-        "column rings 8 MiB, weight slab 800 MiB, hot snapshots 2.3 GiB, one step of the longest samples 11 KiB). "
+        "column rings 8 MiB, weight slab 800 MiB, hot snapshots 2.3 GiB, one step of the longest samples 32 KiB). "
         "Lower bus.ring_bytes, set train.hot_snapshot=False, or use a machine with more memory"
     )
     assert judged(make("train.hot_snapshot=False"), facts, (2 * GIB, "the cgroup")) == []

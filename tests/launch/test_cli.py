@@ -115,9 +115,18 @@ def test_output_to_a_reader_that_left_is_no_traceback(tmp_path: Path) -> None:
         (["status"], "RUN must be a run directory, got runs/latest. There are no runs in runs"),
         (["stop", "runs/x"], "RUN must be a run directory, got runs/x."),
         (["resume", "runs/x"], "RUN must be a run directory, got runs/x."),
-        (["train", "demo_config.py", "--kill", "actr@2"], "--kill must name a role of this run, got 'actr'. Did you mean 'actor'?"),
-        (["train", "demo_config.py", "--kill", "actor@9"], "--kill must look like ROLE or ROLE@STEP with STEP up to 4, got 'actor@9'."),
-        (["sft", "demo_config.py"], "sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to demo_config.py"),
+        (
+            ["train", "demo_config.py", "--kill", "actr@2"],
+            "--kill must name a role of this run, got 'actr'. Did you mean 'actor'?",
+        ),
+        (
+            ["train", "demo_config.py", "--kill", "actor@9"],
+            "--kill must look like ROLE or ROLE@STEP with STEP up to 4, got 'actor@9'.",
+        ),
+        (
+            ["sft", "demo_config.py"],
+            "sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to demo_config.py",
+        ),
     ],
 )
 def test_wrong_usage_is_2_and_told_in_one_line(

@@ -94,7 +94,11 @@ def test_a_mistake_in_the_module_is_told_with_path_file_and_line(tmp_path: Path)
     ("old", "new", "error"),
     [
         ("    name=", "    nam=", "nam must be a field of RunConfig, got an unknown name. Did you mean 'name'?"),
-        ("config = RunConfig(", "cfg = RunConfig(", "demo_config.py must define `config = RunConfig(...)`, got no such name"),
+        (
+            "config = RunConfig(",
+            "cfg = RunConfig(",
+            "demo_config.py must define `config = RunConfig(...)`, got no such name",
+        ),
         ("from rondo.launch.modes", "from rondo.launch.mods", "demo_config.py:3: ModuleNotFoundError: No module named"),
         ("lr=1e-5", "lr=1 / 0", "demo_config.py:"),
         ("def rows():", "def rows(:", "demo_config.py:8: invalid syntax. Correct the Python code"),
@@ -151,7 +155,8 @@ def test_modes_are_lists_of_role_groups() -> None:
 
 def test_staleness_is_0_where_roles_take_turns_and_1_elsewhere_unless_set(tmp_path: Path) -> None:
     def staleness(groups: str, *sets: str) -> int:
-        return load(configs.write(tmp_path, ("groups=fully_async()", f"groups={groups}"), name=f"{groups[:3]}.py"), sets).max_staleness
+        file = configs.write(tmp_path, ("groups=fully_async()", f"groups={groups}"), name=f"{groups[:3]}.py")
+        return load(file, sets).max_staleness
 
     assert staleness("fully_async()") == 1
     assert staleness("hybrid()") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.machine import folder_problem, show_bytes, memory_limit_bytes, port_problem
+from rondo.launch.machine import folder_problem, memory_limit_bytes, port_problem, show_bytes
 
 GIB = 1 << 30
 

@@ -41,9 +41,7 @@ def test_the_curves_are_a_png_in_the_run_directory(run: Path) -> None:
 def test_without_matplotlib_the_install_line_is_told(run: Path) -> None:
     done = draw(str(run), without_matplotlib=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "plots need matplotlib, got no such package. Install it: pip install 'rondo-rl[plot]'\n"
-    )
+    assert done.stderr == ("plots need matplotlib, got no such package. Install it: pip install 'rondo-rl[plot]'\n")
 
 
 def test_a_run_without_a_step_is_told(tmp_path: Path) -> None:

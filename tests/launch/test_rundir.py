@@ -40,16 +40,22 @@ def test_a_new_run_has_its_files_and_is_the_latest(tmp_path: Path) -> None:
     config_file.write_text("config = 1\n")
     with RunDir.create(tmp_path / "runs", "demo", {"name": "demo"}, config_file) as run:
         names = {path.name for path in run.path.iterdir()}
-        expected = {"config.py", "config.resolved.json", "environment.json", "logs", "journal", "samples", "checkpoints"}
+        expected = {
+            "config.py",
+            "config.resolved.json",
+            "environment.json",
+            "logs",
+            "journal",
+            "samples",
+            "checkpoints",
+        }
         assert expected <= names
         assert json.loads(run.config_json.read_text()) == {"name": "demo"}
         assert json.loads((run.path / "environment.json").read_text())["packages"]["pydantic"]
         assert (tmp_path / "runs" / "latest").resolve() == run.path.resolve()
 
 
-def test_a_directory_of_a_live_run_is_refused_with_its_pid(
-    tmp_path: Path, other_owner: subprocess.Popen[str]
-) -> None:
+def test_a_directory_of_a_live_run_is_refused_with_its_pid(tmp_path: Path, other_owner: subprocess.Popen[str]) -> None:
     assert owner(tmp_path / "demo") == other_owner.pid
     for claim in (lambda: RunDir.create(tmp_path, "demo", {}), lambda: RunDir.claim(tmp_path / "demo")):
         with pytest.raises(ConfigError) as caught:

@@ -50,7 +50,9 @@ asyncio.run(main(Path(sys.argv[1])))
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", LIVE_RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LIVE_RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
@@ -87,7 +89,9 @@ def test_a_finished_run_is_shown_by_its_summary(tmp_path: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["summary"]["steps"] == 4
 
 
-def test_a_run_that_was_killed_is_shown_with_what_it_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_killed_is_shown_with_what_it_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunDir.create(tmp_path, "demo", {}) as run:
         run.metrics.write_text('{"time": 1, "source": "actor-0", "kind": "metrics", "step": 2, "reward_mean": 0.5}\n')
     assert show_status(tmp_path / "demo") == 1
@@ -108,5 +112,5 @@ def test_a_run_that_starts_is_shown_and_cannot_be_stopped_yet(
 
 def test_a_run_that_has_ended_cannot_be_stopped(tmp_path: Path) -> None:
     RunDir.create(tmp_path, "demo", {}).close()
-    with pytest.raises(ConfigError, match="RUN must be alive to be stopped, got .*/demo which has ended"):
+    with pytest.raises(ConfigError, match=r"RUN must be alive to be stopped, got .*/demo which has ended"):
         ask_to_stop(tmp_path / "demo", reason="x")

@@ -160,4 +160,3 @@ def test_a_sparkline_keeps_the_course_in_a_bounded_width() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(42.9, "42 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")])
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-

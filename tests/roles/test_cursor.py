@@ -44,7 +44,8 @@ def test_all_orders_of_three_rows_appear() -> None:
 
 def test_the_order_never_changes_between_versions_and_machines() -> None:
     order = Order(num_rows=10, seed=7)
-    assert [order.locate(position).row for position in range(20)] == [3, 9, 5, 2, 8, 7, 0, 4, 6, 1, 2, 5, 3, 6, 0, 8, 1, 9, 4, 7]
+    rows = [order.locate(position).row for position in range(20)]
+    assert rows == [3, 9, 5, 2, 8, 7, 0, 4, 6, 1, 2, 5, 3, 6, 0, 8, 1, 9, 4, 7]
 
 
 def test_every_pass_takes_every_row_once_in_an_order_of_its_own() -> None:

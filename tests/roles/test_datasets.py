@@ -76,9 +76,9 @@ def test_a_row_is_named_by_its_line_also_behind_blank_lines(tmp_path: Path) -> N
 def test_a_bad_row_leaves_the_others_readable(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"question": "a"}\n[1, 2]\n{"question": 7}\n{"question": "d"}\n')
     data = open_dataset(config(tmp_path / "a.jsonl", label=None))
-    with pytest.raises(RowError, match="a.jsonl:2: row must be a JSON object, got list"):
+    with pytest.raises(RowError, match=r"a.jsonl:2: row must be a JSON object, got list"):
         data.row(1)
-    with pytest.raises(RowError, match="a.jsonl:3: 'question' must be text or a list of chat messages, got int"):
+    with pytest.raises(RowError, match=r"a.jsonl:3: 'question' must be text or a list of chat messages, got int"):
         data.row(2)
     assert data.row(3).prompt == "d"
 
@@ -109,7 +109,7 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
 def test_parquet_without_a_named_column_is_refused(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    with pytest.raises(RowError, match="a.parquet: must have the column 'anser', got .*Did you mean 'answer'"):
+    with pytest.raises(RowError, match=r"a.parquet: must have the column 'anser', got .*Did you mean 'answer'"):
         open_dataset(config(tmp_path / "a.parquet", label="anser"))
 
 
@@ -122,7 +122,7 @@ def test_a_function_gives_rows(tmp_path: Path) -> None:
     )
     assert open_dataset(DataConfig(rows=f"{tmp_path}/rows.py:listed")).row(0) == Row("listed row 0", "a", 1, {})
     assert open_dataset(DataConfig(rows=f"{tmp_path}/rows.py:streamed")).row(0).prompt == "b"
-    with pytest.raises(ConfigError, match="data.rows must return rows, got str"):
+    with pytest.raises(ConfigError, match=r"data.rows must return rows, got str"):
         open_dataset(DataConfig(rows=f"{tmp_path}/rows.py:wrong"))
     with pytest.raises(RowError, match="mixed row 1: row must be a dict, got str"):
         open_dataset(DataConfig(rows=f"{tmp_path}/rows.py:mixed")).row(1)
@@ -225,12 +225,12 @@ def test_evaluation_takes_rows_of_its_own_where_it_has_them(tmp_path: Path) -> N
     assert prompts(evaluation) != [row["question"] for row in ROWS[:10]]
     first = open_splits(job(train, EvalConfig(num_prompts=10, data=own.model_copy(update={"shuffle": False}))))[1]
     assert first is not None and prompts(first) == [row["question"] for row in ROWS[:10]]
-    with pytest.raises(ConfigError, match="evaluation.num_prompts must be at most the rows of evaluation.data, 40"):
+    with pytest.raises(ConfigError, match=r"evaluation.num_prompts must be at most the rows of evaluation.data, 40"):
         open_splits(job(train, EvalConfig(num_prompts=41, data=own)))
 
 
 def test_holding_everything_out_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data.held_out must be less than the data's rows, 40, got 40"):
+    with pytest.raises(ConfigError, match=r"data.held_out must be less than the data's rows, 40, got 40"):
         open_splits(job(config(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out=40)))
 
 

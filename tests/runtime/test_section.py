@@ -118,7 +118,10 @@ def test_text_that_names_no_function_is_refused() -> None:
     [
         ("{file}:exct", "reward.function must name a function of {file}, got 'exct'. Did you mean 'exact'?"),
         ("{file}.py:exact", "reward.function must name a file that exists, got '{file}.py:exact'. Check the path"),
-        ("no_such_module_here:f", "reward.function must name a function that can be imported, got 'no_such_module_here:f'"),
+        (
+            "no_such_module_here:f",
+            "reward.function must name a function that can be imported, got 'no_such_module_here:f'",
+        ),
     ],
 )
 def test_a_reference_to_nothing_is_told(tmp_path: Path, reference: str, text: str) -> None:

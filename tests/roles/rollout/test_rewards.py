@@ -188,11 +188,11 @@ async def test_a_label_that_is_no_json_is_an_error_of_its_item_alone(functions: 
 
 
 async def test_an_item_stuck_in_c_is_killed_at_its_deadline_and_the_others_are_scored(functions: str) -> None:
-    async with pool_of(functions, deadline_s=0.3) as pool:
+    async with pool_of(functions, deadline_s=0.5) as pool:
         results = await pool.score(scripts("score 1", "score 2", "hang", "score 4", "hang"))
         assert scores(results) == [1, 2, None, 4, None]
         assert [result.timed_out for result in results] == [False, False, True, False, True]
-        assert results[2].error == "reward must return within 0.3 s, got no end. Its worker was killed"
+        assert results[2].error == "reward must return within 0.5 s, got no end. Its worker was killed"
         assert (pool.stats().num_timed_out, pool.stats().num_errors, pool.stats().num_restarts) == (2, 0, 2)
         assert scores(await pool.score(scripts("score 5"))) == [5]
 
@@ -223,7 +223,7 @@ async def test_a_killed_item_takes_the_processes_it_started_with_it(functions: s
     await_end(child)
 
 
-async def test_an_item_that_crashes_its_worker_twice_carries_the_error_and_the_others_are_scored(functions: str) -> None:
+async def test_an_item_that_crashes_its_worker_twice_carries_the_error_alone(functions: str) -> None:
     async with pool_of(functions) as pool:
         results = await pool.score(scripts("score 1", "die", "score 3"))
         assert scores(results) == [1, None, 3]
@@ -326,10 +326,14 @@ async def test_workers_import_neither_torch_nor_numpy(tmp_path: Path) -> None:
 
 def test_the_pool_works_on_uvloop(functions: str, tmp_path: Path) -> None:
     async def scored() -> list[float | None]:
-        async with pool_of(functions, deadline_s=0.3, num_workers=2) as pool:
+        async with pool_of(functions, deadline_s=0.5, num_workers=2) as pool:
             first = await pool.score(scripts("score 1", "hang", "die", f"die-once {tmp_path / 'died'}"))
             os.kill(pool.stats().pids[0], signal.SIGKILL)
-            return scores(first) + scores(await pool.score(scripts("score 2"))) + scores(await pool.score(scripts("score 3")))
+            return (
+                scores(first)
+                + scores(await pool.score(scripts("score 2")))
+                + scores(await pool.score(scripts("score 3")))
+            )
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(scored()) == [1, None, None, 1, 2, 3]

@@ -1,0 +1,188 @@
+"""What training leaves on disk: checkpoints to go on from with any number of processes, and Hugging Face folders.
+
+Owns what lies in such a folder. Does not own which checkpoints count, their names and rotation (`runtime/checkpoints.py`), nor
+what belongs to the state (`state.py`). torch's distributed checkpoint writes the shards and reshards them; its metadata, which
+it pickles, is read only from folders that carry the marker.
+
+Invariant: a folder is written aside, flushed, renamed and then marked; so whoever is killed when, what counts is whole.
+
+    step_000050/
+        shards/        parameters, moments and random states, a file a rank, and their metadata
+        trainer.json   number of processes, learning rates
+        index.json     whatever the caller gave as `extra`
+        hf/            optional: config, safetensors, tokenizer
+        COMPLETE
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from rondo.models.load import load_tokenizer
+from rondo.models.parallel import full_tensors
+from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
+from rondo.runtime.checkpoints import MARKER, publish
+from rondo.runtime.errors import CorruptData
+
+SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
+MAX_FILE_BYTES = 4 << 30
+
+
+def save(
+    folder: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    extra: Mapping[str, Any],
+    *,
+    tokenizer_path: str | None = None,
+) -> None:
+    """Write the checkpoint `folder` (`step_000050`, on storage that all ranks share). Collective when sharded.
+
+    `extra` is any JSON object, rank 0's counts. With `tokenizer_path` the checkpoint holds a Hugging Face folder `hf` too.
+    """
+    aside = _aside(folder)
+    if _rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / SHARDS).mkdir(parents=True)
+        (aside / TRAINER).write_bytes(orjson.dumps({"num_ranks": _num_ranks(), **options(optimizer)}))
+        (aside / EXTRA).write_bytes(orjson.dumps(extra))
+    _barrier()
+    tensors = named_tensors(model, optimizer) | {_of_rank(name): t for name, t in random_states(model).items()}
+    dcp.save(tensors, checkpoint_id=aside / SHARDS, no_dist=not dist.is_initialized())
+    if tokenizer_path is not None:
+        _write_hf(aside / HF, model, tokenizer_path, "float32")
+    if _rank() == 0:
+        publish(aside, folder)
+    _barrier()
+
+
+def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Put the checkpoint `folder` into model and optimizer, in place, and return its `extra`. Collective when sharded.
+
+    It may come from another number of processes; only the random states, which belong to a rank, are then left as they are.
+    Raises CorruptData for a checkpoint without its marker, or of another model.
+    """
+    if not (folder / MARKER).is_file():
+        raise CorruptData(f"a checkpoint must carry its {MARKER} marker, got {folder} without. Choose a whole one")
+    trainer = orjson.loads((folder / TRAINER).read_bytes())
+    tensors, randoms = named_tensors(model, optimizer), {}
+    if trainer["num_ranks"] == _num_ranks():
+        randoms = {_of_rank(name): tensor for name, tensor in random_states(model).items()}
+    _check(folder, tensors | randoms)
+    dcp.load(tensors | randoms, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+    set_options(optimizer, trainer)
+    if randoms:
+        set_random_states({name: randoms[_of_rank(name)] for name in random_states(model)})
+    return dict(orjson.loads((folder / EXTRA).read_bytes()))
+
+
+def export_hf(folder: Path, model: Any, tokenizer_path: str, *, dtype: str = "float32") -> None:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load, replacing what was there. Collective when sharded."""
+    aside = _aside(folder)
+    if _rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+    _write_hf(aside, model, tokenizer_path, dtype)
+    if _rank() == 0:
+        for path in [*sorted(aside.rglob("*")), aside]:
+            _flush(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        aside.rename(folder)
+        _flush(folder.parent)
+    _barrier()
+
+
+def _write_hf(folder: Path, model: Any, tokenizer_path: str, dtype: str) -> None:
+    """Weights in files of at most MAX_FILE_BYTES, one of which is in memory at a time, and what belongs to them."""
+    if _rank() != 0:
+        for _ in full_tensors(model, dtype):
+            pass  # this rank's part of the gathering
+        return
+    folder.mkdir(parents=True)
+    files = []
+    for file in _files(full_tensors(model, dtype)):
+        path = folder / f"part-{len(files)}.safetensors"
+        save_file(file, path, metadata={"format": "pt"})
+        files.append((path, {name: tensor.nbytes for name, tensor in file.items()}))
+    places, total = {}, 0
+    for number, (path, sizes) in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        path.rename(folder / name)
+        places |= dict.fromkeys(sizes, name)
+        total += sum(sizes.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
+    config = copy.deepcopy(model.config)
+    config.dtype = getattr(torch, dtype)
+    # FSDP2 puts its own class, named so, in front of the model's.
+    config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    load_tokenizer(tokenizer_path).save_pretrained(folder)
+
+
+def _files(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Copies on the CPU, as many as fit into a file."""
+    file: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if file and size + tensor.nbytes > MAX_FILE_BYTES:
+            yield file
+            file, size = {}, 0
+        file[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        size += tensor.nbytes
+    yield file
+
+
+def _check(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    entries = dcp.FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    stored = {name: tuple(entry.size) for name, entry in entries.items() if not name.startswith("random.")}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.startswith("random.")}
+    wrong = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
+    if wrong:
+        raise CorruptData(
+            f"{folder} must hold exactly the tensors of this model, got {len(wrong)} that differ ({', '.join(wrong[:3])}). "
+            "Resume with the model that the checkpoint was made from"
+        )
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _of_rank(name: str) -> str:
+    return f"{name}.{_rank()}"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

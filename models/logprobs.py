@@ -1,0 +1,191 @@
+"""Log-probs of the response tokens of a packed batch, and their entropy, for any Hugging Face causal LM.
+
+Owns the way from hidden states to log-probs. The model runs through its own root forward, so whatever hangs on it (FSDP2's
+gathering, lent bfloat16 copies, a tower's dummy input) happens as always; only its output layer is taken over by hooks for
+the call: it gets no rows to multiply, and in its place the R hidden states that predict response tokens go through the same
+weight in chunks. Does not own packing, nor any loss.
+
+Invariant: at most `chunk_tokens` rows of float32 logits exist at a time, in forward and in backward, which computes them
+again. Log-probs are those of the whole vocabulary after the temperature, as engines report them.
+
+Shapes: B rows, L tokens a row, R response tokens, C tokens a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+
+from rondo.models.packing import PackedBatch, can_share_rows
+from rondo.models.parallel import drop_copies
+from rondo.runtime.errors import ConfigError
+
+
+def response_log_probs(
+    model: Any,
+    packed: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 2048,
+    with_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(log-probs float32 [R], entropy in nats float32 [R] or None), in the order of the packed sequences.
+
+    Differentiable in both under grad mode. Collective when the model is sharded. Raises ConfigError for a temperature that
+    is not positive, a model that mixes the sequences of a row, and one that changes logits after its output layer.
+    """
+    if temperature <= 0 or chunk_tokens < 1:
+        raise ConfigError(
+            f"temperature and chunk_tokens must be greater than 0, got {temperature} and {chunk_tokens}. "
+            "Greedy samples have no log-probs to train on"
+        )
+    arguments = {"input_ids": packed.input_ids, "use_cache": False, "return_dict": True}
+    if packed.position_ids is not None:
+        if not can_share_rows(model):
+            raise ConfigError(
+                f"rows must hold one sequence each for {type(model).__name__}, which carries state from token to token, "
+                "got rows with several. Pack with share_rows=False"
+            )
+        arguments["position_ids"] = packed.position_ids
+    with _scoring(model.get_output_embeddings(), packed, temperature, chunk_tokens, with_entropy) as found:
+        output = model(**arguments)
+    if found.log_probs is None or output.logits is not found.log_probs:
+        raise ConfigError(
+            f"{type(model).__name__} must return what its output layer gives, got logits that it scales or caps. "
+            "Train a model without logit soft-capping or scaling"
+        )
+    if not torch.is_grad_enabled() and isinstance(model, FSDPModule):
+        drop_copies(model)  # no backward will
+    return found.log_probs, found.entropy
+
+
+@dataclass(slots=True)
+class _Found:
+    hidden_BLH: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+@contextmanager
+def _scoring(
+    head: Any, packed: PackedBatch, temperature: float, chunk_tokens: int, with_entropy: bool
+) -> Iterator[_Found]:
+    """While the body runs, `head` returns log-probs [R] instead of logits [B, L, V]."""
+    found = _Found()
+
+    def take(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        found.hidden_BLH = args[0]
+        return (args[0][:0],)
+
+    def score(module: Any, args: tuple[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
+        assert found.hidden_BLH is not None
+        hidden_RH = found.hidden_BLH.flatten(0, 1).index_select(0, packed.positions)
+        bias = getattr(module, "bias", None)
+        found.log_probs, found.entropy = _Score.apply(
+            hidden_RH, module.weight, bias, packed.targets, temperature, chunk_tokens, with_entropy
+        )
+        return found.log_probs
+
+    handles = [head.register_forward_pre_hook(take), head.register_forward_hook(score)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Score(torch.autograd.Function):
+    """hidden [R, H], weight [V, H], bias [V] or None, targets int64 [R] -> log-probs, entropy or None, both [R].
+
+    With z = logits / temperature, p = softmax(z), t the target: d log p_t / dz = onehot(t) - p, and for the entropy
+    E = -sum(p log p): dE / dz = -p (log p + E).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_R: torch.Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.save_for_backward(hidden_RH, weight_VH, bias_V, targets_R)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.set_materialize_grads(False)
+        log_probs_R = hidden_RH.new_empty(len(hidden_RH), dtype=torch.float32)
+        entropy_R = torch.empty_like(log_probs_R) if with_entropy else None
+        for start in range(0, len(hidden_RH), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            all_CV = _all_log_probs(hidden_RH[part], weight_VH, bias_V, temperature)
+            log_probs_R[part] = all_CV.gather(1, targets_R[part, None])[:, 0]
+            if entropy_R is not None:
+                entropy_R[part] = _entropy(all_CV, all_CV.exp())
+        return log_probs_R, entropy_R
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: torch.Tensor | None, entropy_grad_R: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden_RH, weight_VH, bias_V, targets_R = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden_RH) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
+        for start in range(0, len(hidden_RH), ctx.chunk_tokens):
+            part = slice(start, start + ctx.chunk_tokens)
+            all_CV = _all_log_probs(hidden_RH[part], weight_VH, bias_V, ctx.temperature)
+            grad_CV = _grad_logits(
+                all_CV,
+                targets_R[part, None],
+                None if grad_R is None else grad_R[part, None] / ctx.temperature,
+                None if entropy_grad_R is None else entropy_grad_R[part, None] / ctx.temperature,
+            )
+            if grad_bias is not None:
+                grad_bias += grad_CV.sum(0)
+            grad_CV = grad_CV.to(weight_VH.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_CV, weight_VH, out=grad_hidden[part])
+            if grad_weight is not None:
+                if weight_VH.dtype == torch.float32:
+                    grad_weight.addmm_(grad_CV.T, hidden_RH[part])
+                else:
+                    grad_weight += grad_CV.T @ hidden_RH[part]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VH.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias_V.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _all_log_probs(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    """float32 [C, V], after the temperature; the product is in the model's dtype, as in its own forward."""
+    logits_CV = F.linear(hidden_CH, weight_VH, bias_V).float()
+    if temperature != 1:
+        logits_CV /= temperature
+    return torch.log_softmax(logits_CV, -1)
+
+
+def _entropy(all_CV: torch.Tensor, probs_CV: torch.Tensor) -> torch.Tensor:
+    return -(probs_CV * all_CV).sum(-1)
+
+
+def _grad_logits(
+    all_CV: torch.Tensor, targets_C1: torch.Tensor, grad_C1: torch.Tensor | None, entropy_grad_C1: torch.Tensor | None
+) -> torch.Tensor:
+    """float32 [C, V]: gradient of the logits before the temperature, whose factor is in both gradients."""
+    probs_CV = all_CV.exp()
+    grad_CV = torch.zeros_like(probs_CV) if grad_C1 is None else probs_CV * -grad_C1
+    if grad_C1 is not None:
+        grad_CV.scatter_add_(1, targets_C1, grad_C1)
+    if entropy_grad_C1 is not None:
+        grad_CV -= entropy_grad_C1 * probs_CV * (all_CV + _entropy(all_CV, probs_CV)[:, None])
+    return grad_CV

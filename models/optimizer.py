@@ -1,0 +1,68 @@
+"""The optimizer and its learning rate.
+
+Owns which parameters decay, and that moments exist from the start: so the size of a snapshot is known before the first step,
+and every rank holds the same tensors at every version. Does not own gradients (`parallel.py`) or when to step.
+
+    optimizer = make_optimizer(model, lr=1e-6)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, 1e-6, warmup_steps=10, schedule="cosine", total=100)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def make_optimizer(
+    model: Any,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+) -> torch.optim.AdamW:
+    """AdamW over the trained parameters of `model`, sharded or not; vectors (norms, biases) do not decay.
+
+    Fused: the fastest of torch's three on CPU too (0.3 ms a step for 0.33 million parameters; for-each takes 0.8).
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    for parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
+
+
+def learning_rate(
+    step: int,
+    base: float,
+    *,
+    warmup_steps: int = 0,
+    schedule: Schedule = "constant",
+    total: int,
+    min_fraction: float = 0.0,
+) -> float:
+    """The rate of step `step`, counted from 0, of `total`.
+
+    Rises to `base` in `warmup_steps` equal parts, none of them 0; then stays, or falls from `base` towards
+    `base * min_fraction`, which the step after the last one would have. Later steps keep that.
+    """
+    if step < warmup_steps:
+        return base * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return base
+    progress = min(1.0, (step - warmup_steps) / max(1, total - warmup_steps))
+    left = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return base * (min_fraction + (1 - min_fraction) * left)

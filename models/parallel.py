@@ -1,0 +1,226 @@
+"""One model over several processes: FSDP2, mixed precision, activation checkpointing, and what is done to its gradients.
+
+Owns how a model is cut (every decoder layer is a unit, the rest is the root's), which dtype its computation has, and how
+gradients are summed, scaled and clipped. Does not own forward passes (`logprobs.py`) or the optimizer (`optimizer.py`).
+
+Precision: parameters, gradients and moments are float32; with `param_dtype="bfloat16"` a unit computes with bfloat16 copies of
+its parameters and gradients flow back through the cast. FSDP2's mixed precision does that over several processes; one process
+without it does the same by lending each unit the copies while its forward runs. torch.autocast is not used: it would keep
+norms and the residual stream in float32, and so give other log-probs than several processes, or a scoring model in bfloat16.
+
+Invariant: after the last backward of a step a gradient is the mean over ranks, however the step is cut into micro-batches.
+
+    model = shard(load_model(path), world_size=2, param_dtype="bfloat16")
+    for each micro-batch: set_sync(model, last); loss.backward()
+    scale_gradients(model, 1 / count); norm = clip_grad_norm(model, 1.0)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rondo.models.names import disk_groups, memory_tensors, to_disk
+from rondo.runtime.errors import ConfigError
+
+_Owned = list[tuple[nn.Module, str, nn.Parameter]]
+
+
+def shard(
+    model: Any,
+    *,
+    world_size: int = 1,
+    param_dtype: str = "float32",
+    reduce_dtype: str = "float32",
+    activation_checkpointing: bool = False,
+) -> Any:
+    """`model` (float32, whole on every rank), ready to train; in place. Collective when `world_size` > 1.
+
+    With one process in float32 and without checkpointing the model stays untouched. Checkpointing applies in training mode.
+    """
+    layers = decoder_layers(model)
+    disk_groups(model)  # the plan of names, before FSDP2 renames the classes that transformers knows families by
+    if activation_checkpointing:
+        if not layers:
+            raise ConfigError(
+                f"train.activation_checkpointing must have decoder layers to recompute, got none in {type(model).__name__}. "
+                "Set it to False"
+            )
+        if world_size > 1 or param_dtype == "float32":
+            for layer in layers:
+                layer.forward = _recomputed(layer, layer.forward)
+    compute, reduce = getattr(torch, param_dtype), getattr(torch, reduce_dtype)
+    if world_size > 1:
+        mesh = dist.init_device_mesh(next(model.parameters()).device.type, (world_size,), mesh_dim_names=("fsdp",))
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    elif compute != torch.float32:
+        for layer in layers:
+            forward = _lent(layer, _owned([layer]), compute)
+            layer.forward = _recomputed(layer, forward) if activation_checkpointing else forward
+        model.forward = _lent(model, _owned([model], but=layers), compute)
+    return model
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated blocks of `model` (a vision tower's too), outermost first; each is sharded and recomputed as a whole."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(outer + ".") for outer in found)
+        if not inside and (type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer)):
+            found[name] = module
+    return list(found.values())
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def set_sync(model: Any, last: bool) -> None:
+    """Whether the next backward sums gradients over ranks: only the last of a step needs to."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+
+
+def scale_gradients(model: Any, factor: float) -> None:
+    """Multiply every gradient by `factor`."""
+    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_grad_norm(model: Any, max_norm: float) -> float:
+    """The norm of the whole gradient, which is then scaled down to `max_norm` if it is greater (collective when sharded).
+
+    A norm that is not finite is returned, and the gradient left as it is: such a step must not be taken.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not gradients:
+        return 0.0
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([_local(g) for g in gradients])))
+    mesh = next((g.device_mesh for g in gradients if isinstance(g, DTensor)), None)
+    if mesh is not None:
+        square = total.square()
+        dist.all_reduce(square, group=mesh.get_group())
+        total = square.sqrt()
+    norm = float(total)
+    if max_norm < norm < float("inf"):
+        scale_gradients(model, max_norm / norm)
+    return norm
+
+
+def discard_gradients(model: Any) -> None:
+    """Forget all gradients, also what FSDP2 holds back between `set_sync(model, False)` and the last backward."""
+    drop_copies(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for unit in _units(model):
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for held in group.fsdp_params if group is not None else ():
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None
+
+
+# ---- whole tensors ------------------------------------------------------------------------------------------------------
+
+
+def full_tensors(model: Any, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name on disk, whole tensor), one group of tensors at a time; cast to `dtype` before they are gathered.
+
+    Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own.
+    """
+    drop_copies(model)
+    memory = memory_tensors(model)
+    target = getattr(torch, dtype) if dtype is not None else None
+    for group in disk_groups(model):
+        whole = {name: _whole(memory[name], target) for name in group.sources}
+        yield from to_disk(model, group, whole).items()
+
+
+def drop_copies(model: Any) -> None:
+    """Free what FSDP2 gathered, so that the model's parameters are the shards again, and the next forward gathers anew.
+
+    FSDP2 keeps the root's copies from a forward to its backward, in place of the shards: also when no backward comes.
+    """
+    for unit in _units(model):
+        unit.reshard()
+
+
+def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = tensor.detach()
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _units(model: Any) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+# ---- forward of a unit --------------------------------------------------------------------------------------------------
+
+
+def _recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` that keeps its inputs only, and runs again in the backward."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if unit.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _lent(unit: nn.Module, owned: _Owned, dtype: torch.dtype) -> Callable[..., Any]:
+    """The forward of `unit` on copies of its parameters in `dtype`."""
+    forward = unit.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _lending(owned, dtype):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _lending(owned: _Owned, dtype: torch.dtype) -> Iterator[None]:
+    copies = {parameter: parameter.to(dtype) for _, _, parameter in owned}  # tied parameters share one copy
+    try:
+        for module, name, parameter in owned:
+            module._parameters[name] = copies[parameter]  # type: ignore[assignment]  # as FSDP2 does: not a leaf
+        yield
+    finally:
+        for module, name, parameter in owned:
+            module._parameters[name] = parameter
+
+
+def _owned(units: Iterable[nn.Module], but: Iterable[nn.Module] = ()) -> _Owned:
+    """Where the float parameters of `units` are attached, without those inside of `but`."""
+    skipped = {module for unit in but for module in unit.modules()}
+    return [
+        (module, name, parameter)
+        for unit in units
+        for module in unit.modules()
+        if module not in skipped
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_floating_point()
+    ]

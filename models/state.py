@@ -1,0 +1,96 @@
+"""Everything that the next step of training depends on, as this rank holds it: for snapshots, without any collective.
+
+Owns the names and the completeness of that state: parameters and buffers, optimizer moments, learning rates, torch's random
+state. Does not own where it is kept (`comm/snapshot.py` in memory, `checkpoint.py` on disk). Hyper-parameters are not part of
+it; they come from the settings.
+
+Invariant: loading what was taken restores every bit, in place, and training goes on bit by bit as it would have.
+
+    tensors, state = training_state(model, optimizer)      # "model.<name>", "optimizer.<name>.exp_avg", "random.cpu"
+    load_training_state(model, optimizer, tensors, state)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rondo.models.names import memory_tensors
+from rondo.models.parallel import drop_copies
+from rondo.runtime.errors import CorruptData
+
+FORMAT = 1
+
+
+def named_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The live tensors of model and optimizer by name: DTensors where the model is sharded, detached."""
+    drop_copies(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {f"model.{name}": tensor.detach() for name, tensor in memory_tensors(model).items()}
+    for parameter, moments in optimizer.state.items():
+        found |= {f"optimizer.{names[id(parameter)]}.{key}": value.detach() for key, value in moments.items()}
+    return found
+
+
+def training_state(
+    model: Any, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors of this rank, JSON values). The tensors are the live ones: copy them before training goes on."""
+    tensors = {name: _local(tensor) for name, tensor in named_tensors(model, optimizer).items()}
+    return tensors | random_states(model), options(optimizer)
+
+
+def load_training_state(
+    model: Any, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+) -> None:
+    """Put back what `training_state` gave, into a model sharded the same way.
+
+    Raises CorruptData, having changed nothing, unless names, shapes and format are those of `model` and `optimizer`.
+    """
+    targets, randoms = named_tensors(model, optimizer), random_states(model)
+    expected = {name: _local(tensor) for name, tensor in targets.items()} | randoms
+    wrong = sorted(expected.keys() ^ tensors.keys()) + [
+        name for name in expected if name in tensors and expected[name].shape != tensors[name].shape
+    ]
+    if wrong or state.get("format") != FORMAT or len(state["lr"]) != len(optimizer.param_groups):
+        raise CorruptData(
+            f"a snapshot must have format {FORMAT} and exactly this rank's tensors, got format {state.get('format')} and "
+            f"{len(wrong)} that differ ({', '.join(wrong[:3])}). Restore it with the settings and processes that wrote it"
+        )
+    with torch.no_grad():
+        for name, target in targets.items():
+            _local(target).copy_(tensors[name])
+    set_options(optimizer, state)
+    set_random_states({name: tensors[name] for name in randoms})
+
+
+def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What changes in an optimizer beside tensors, as JSON values."""
+    return {"format": FORMAT, "lr": [float(group["lr"]) for group in optimizer.param_groups]}
+
+
+def set_options(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    for group, lr in zip(optimizer.param_groups, state["lr"], strict=True):
+        group["lr"] = lr
+
+
+def random_states(model: Any) -> dict[str, torch.Tensor]:
+    """torch's random states as uint8 tensors: the CPU's, and that of the model's device if it is another."""
+    found = {"random.cpu": torch.get_rng_state()}
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        found["random.cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["random.cpu"].cpu().contiguous())
+    if "random.cuda" in states:
+        torch.cuda.set_rng_state(states["random.cuda"].cpu().contiguous())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

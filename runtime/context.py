@@ -1,0 +1,132 @@
+"""Context: what a role is given. The one object through which it reaches its process, its run and its group.
+
+Owns the compute thread and the group's readiness. Does not own what a role does. A role's coroutines live on the event
+loop; everything long runs in `compute`, on the process's one compute thread, in order.
+
+    class ActorRole:
+        def __init__(self, ctx: WorkerContext) -> None: ...
+        async def run(self) -> None:
+            with ctx.section("load", limit_s=600):
+                model = await ctx.compute(load_model, path)
+            await ctx.ready()
+            while not ctx.stopping.is_set(): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from rondo.runtime.actor import ActorRef
+from rondo.runtime.membership import Membership
+from rondo.runtime.segments import SegmentClient
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CALL_S = 30.0
+
+
+class Process:
+    """What the roles of one worker process share. `close` lets nothing wait for a computation that still runs."""
+
+    def __init__(self, me: Membership, world_size: int, local_rank: int) -> None:
+        self.me = me
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.stopping = asyncio.Event()
+        self.supervisor = me.ref("supervisor")
+        self.coordinator = me.ref("coordinator")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self.not_ready: set[object] = set()
+        """The roles that have not called `ready` yet."""
+
+    def close(self) -> None:
+        self.supervisor.close()
+        self.coordinator.close()
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerContext:
+    """One role's view of its worker process. Attributes are fixed for the life of the process."""
+
+    group: str
+    """"actor-0"; `role_group` is "actor"."""
+    role_group: str
+    incarnation: int
+    attempt: int
+    rank: int
+    world_size: int
+    local_rank: int
+    run_dir: Path
+    rt_dir: Path
+    token: str
+    segments: SegmentClient
+    stopping: asyncio.Event
+    """Set when the supervisor asks this process to save and leave: the role returns from `run` within the grace."""
+    supervisor: ActorRef
+    coordinator: ActorRef
+
+    def __init__(self, process: Process) -> None:
+        me = process.me
+        self.group, self.incarnation, self.attempt, self.rank = me.group, me.incarnation, me.attempt, me.rank
+        self.role_group = me.group.rpartition("-")[0] or me.group
+        self.world_size, self.local_rank = process.world_size, process.local_rank
+        self.run_dir, self.rt_dir, self.token, self.segments = me.run_dir, me.rt_dir, me.token, me.segments
+        self.stopping, self.supervisor, self.coordinator = process.stopping, process.supervisor, process.coordinator
+        self._process = process
+        process.not_ready.add(self)
+
+    async def compute(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a function on the compute thread and gives its result. A cancelled wait leaves the function running."""
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._process.thread, call)
+
+    def section(self, name: str, limit_s: float) -> contextlib.AbstractContextManager[None]:
+        """While it lasts this process may be silent, but no longer than `limit_s`; then it is killed and replaced."""
+        return self._process.me.heartbeat.section(name, limit_s)
+
+    def progress(self) -> None:
+        """Counts one more thing done, for the status view."""
+        self._process.me.heartbeat.progress()
+
+    async def ready(self) -> None:
+        """This role can do its work. The supervisor hears of it when every role of the process has said so."""
+        waiting_for = self._process.not_ready
+        waiting_for.discard(self)
+        if not waiting_for:
+            arguments = self.group, self.incarnation, self.rank
+            await self.supervisor.call("ready", *arguments, deadline_s=_CALL_S, retry=True)
+
+    async def report(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Writes a record: kind "metrics" to metrics.jsonl, any other to events.jsonl; the status view sees both."""
+        await self.supervisor.call("report", self.group, kind, dict(data), deadline_s=_CALL_S)
+
+    def init_process_group(self, backend: str = "gloo", timeout_s: float = 600.0) -> None:
+        """Makes torch's default process group over the ranks of this incarnation. To be called on the compute thread.
+
+        Does nothing in a group of one. `timeout_s` is the deadline of every collective.
+        """
+        if self.world_size == 1:
+            return
+        import torch
+        from torch.distributed import PrefixStore, TCPStore, init_process_group
+
+        timeout = datetime.timedelta(seconds=timeout_s)
+        host, port = self._process.me.store
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
+        if backend == "nccl":
+            torch.cuda.set_device(self.local_rank)
+        init_process_group(
+            backend,
+            store=PrefixStore(f"{self.group}/{self.incarnation}", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )

@@ -1,0 +1,173 @@
+"""Incarnation: the processes of one life of a role group or service, as the supervisor holds them.
+
+Owns their pidfds, signals, usage, and the proof that all of them are gone. Does not own what an exit means: it reports
+exits to its `Watcher`. Invariant: after `end()` no process of this life exists, whatever it had started, or its deadline
+has passed and DeadlineExceeded names it.
+
+    main      torchrun, or the service itself: our child; its exit code is collected here
+    worker    registered by itself; torchrun's child, or ours once torchrun is dead
+    others    what workers started: found by the run's variables in their environment
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rondo.runtime import process
+from rondo.runtime.heartbeat import Beat, read_beats
+from rondo.runtime.segments import Registration, Segment
+from rondo.runtime.waits import waiting
+
+_END_S = 60.0
+"""A process in an uninterruptible wait of a driver may take its time to die."""
+_DUMP_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A registered process."""
+
+    rank: int
+    pid: int
+    start_time: int
+    session: int
+    pidfd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Memory and processor time of all living processes of an incarnation."""
+
+    rss_bytes: int
+    cpu_s: float
+
+
+class Watcher(Protocol):
+    """Who is told of exits. `code` as Python gives it, None when somebody else collected it unseen."""
+
+    def worker_exited(self, life: Incarnation, worker: Worker, code: int | None) -> None: ...
+
+    def main_exited(self, life: Incarnation, code: int) -> None: ...
+
+
+class Incarnation:
+    """One life. Made around the started main process; `heartbeat` is None for a service without one."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        main: subprocess.Popen[bytes],
+        log: Path,
+        markers: frozenset[bytes],
+        heartbeat: Segment | None,
+        watcher: Watcher,
+    ) -> None:
+        self.name = name
+        self.number = number
+        self.main = main
+        self.log = log
+        self.workers: dict[int, Worker] = {}
+        self.ending: asyncio.Task[None] | None = None
+        """The task that ends it, once there is one."""
+        self._markers = markers
+        self._heartbeat = heartbeat
+        self._watcher = watcher
+        self._loop = asyncio.get_running_loop()
+        self._main_fd = os.pidfd_open(main.pid)
+        self._cpu_ticks: dict[int, int] = {}
+        self._loop.add_reader(self._main_fd, self._main_ended)
+
+    def add(self, registration: Registration, pidfd: int) -> None:
+        """A worker names itself. `pidfd` belongs to this object from now on."""
+        worker = Worker(registration.rank, registration.pid, registration.start_time, registration.session, pidfd)
+        self.workers[worker.rank] = worker
+        self._loop.add_reader(pidfd, self._worker_ended, worker)
+
+    def beats(self) -> tuple[Beat, ...]:
+        """The heartbeats of its ranks; empty where there are none."""
+        return read_beats(self._heartbeat.view(readonly=True)) if self._heartbeat is not None else ()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Its workers, by rank; a service's only process."""
+        return tuple(self.workers[rank].pid for rank in sorted(self.workers)) or (self.main.pid,)
+
+    def usage(self) -> Usage:
+        """What it uses now. Processor time counts processes that are gone, as far as they were seen."""
+        rss_bytes = 0
+        for pid in {self.main.pid, *self.pids}:
+            found = process.stat(pid)
+            if found is not None and found.alive:
+                rss_bytes += found.rss_bytes
+                self._cpu_ticks[pid] = found.cpu_ticks
+        return Usage(rss_bytes, sum(self._cpu_ticks.values()) / process.TICKS_PER_S)
+
+    def signal(self, number: int) -> None:
+        """To its workers, not to torchrun, which would pass it on with rules of its own; to a service itself."""
+        if self.workers:
+            for worker in self.workers.values():
+                process.kill(worker.pid, worker.start_time, number)
+        elif self.main.poll() is None:
+            self.main.send_signal(number)
+
+    async def dump(self) -> None:
+        """Workers write the stacks of all their threads to the log; those that are stopped cannot."""
+        if self.workers:  # others have no handler: the signal would end them
+            self.signal(signal.SIGUSR2)
+            await asyncio.sleep(_DUMP_S)
+
+    async def end(self) -> None:
+        """SIGKILLs all its processes until none is left."""
+        async with waiting("end of processes", peer=f"{self.name}.{self.number}", deadline_s=_END_S):
+            pause_s = 0.005
+            while True:
+                sessions = {worker.session for worker in self.workers.values()} | {self.main.pid}
+                left = process.scan(self._markers, sessions)
+                for found in left:
+                    process.kill(found.pid, found.start_time)
+                if not left and self.main.poll() is not None:
+                    break
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.1)
+        self.close()
+
+    def close(self) -> None:
+        """Stops watching. Safe to call twice."""
+        for worker in self.workers.values():
+            self._forget(worker.pidfd)
+        self._forget(self._main_fd)
+        self._main_fd = -1
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    def _worker_ended(self, worker: Worker) -> None:
+        code = self._exit_code(worker)
+        self._loop.remove_reader(worker.pidfd)
+        self._watcher.worker_exited(self, worker, code)
+
+    def _exit_code(self, worker: Worker) -> int | None:
+        found = process.stat(worker.pid)
+        if found is not None and found.start_time == worker.start_time and not found.alive:
+            return process.exit_code(found.exit_status)
+        left = any(beat.left for beat in self.beats() if beat.rank == worker.rank)
+        return 0 if left else None  # torchrun was quicker and collected it
+
+    def _main_ended(self) -> None:
+        self._loop.remove_reader(self._main_fd)
+        self._watcher.main_exited(self, self.main.wait())
+
+    def _forget(self, descriptor: int) -> None:
+        if descriptor >= 0:
+            self._loop.remove_reader(descriptor)
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                raise AssertionError(f"a pidfd is closed once, got {error}") from error

@@ -1,0 +1,119 @@
+"""Launcher: the command line, environment and log of everything that the supervisor starts.
+
+Owns how processes are started: through the guard, in a session of their own (a Ctrl-C on the terminal reaches the
+supervisor alone), their output in `logs/attempt_N/<group>.<incarnation>.log`. Does not own when.
+
+torchrun starts the workers of a role group and never restarts them (`--max-restarts 0`): that is the supervisor's
+business. It meets in the run's one store, under an id of this incarnation, and opens no listening socket of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rondo.runtime import guard
+from rondo.runtime.spec import ATTEMPT, GROUP, INCARNATION, RT_DIR, RUN_DIR, STORE, GroupSpec, ServiceSpec
+
+_LOG = re.compile(r"(.+)\.(\d+)\.log")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all processes of a run share. `store` is the host and port of its TCPStore."""
+
+    run_dir: Path
+    rt_dir: Path
+    store: tuple[str, int]
+
+    def environment(self, name: str, incarnation: int, attempt: int) -> dict[str, str]:
+        """This process's environment and the run's own variables."""
+        return {
+            **os.environ,
+            RT_DIR: str(self.rt_dir),
+            RUN_DIR: str(self.run_dir),
+            GROUP: name,
+            INCARNATION: str(incarnation),
+            ATTEMPT: str(attempt),
+            STORE: "{}:{}".format(*self.store),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def markers(self, name: str, incarnation: int) -> frozenset[bytes]:
+        """By these entries of its environment a process is known to belong to this life of a group."""
+        entries = {RT_DIR: str(self.rt_dir), GROUP: name, INCARNATION: str(incarnation)}
+        return frozenset(f"{key}={value}".encode() for key, value in entries.items())
+
+    def log_path(self, name: str, incarnation: int, attempt: int) -> Path:
+        folder = self.run_dir / "logs" / f"attempt_{attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.{incarnation}.log"
+
+    def used_incarnations(self) -> dict[str, int]:
+        """The highest incarnation of each group that ever ran in this run directory, from its logs."""
+        highest: dict[str, int] = {}
+        for path in (self.run_dir / "logs").glob("attempt_*/*.log"):
+            match = _LOG.fullmatch(path.name)
+            if match is not None:
+                highest[match[1]] = max(highest.get(match[1], 0), int(match[2]))
+        return highest
+
+    def start_group(self, spec: GroupSpec, incarnation: int, attempt: int, grace_s: float) -> subprocess.Popen[bytes]:
+        """Starts the torchrun of a role group."""
+        host, port = self.store
+        command = [
+            sys.executable, "-m", "torch.distributed.run",
+            "--nnodes", "1",
+            "--nproc-per-node", str(spec.num_processes),
+            "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"{host}:{port}",
+            "--rdzv-conf", "is_host=false",
+            "--rdzv-id", f"{spec.name}.{incarnation}",
+            "--local-addr", host,
+            "--max-restarts", "0",
+            "--shutdown-timeout", str(math.ceil(grace_s)),
+            "--log-dir", str(self.rt_dir / "torchrun"),
+            "-m", "rondo.runtime.worker", *spec.roles,
+        ]  # fmt: skip
+        environment = {
+            **self.environment(spec.name, incarnation, attempt),
+            "OMP_NUM_THREADS": str(spec.threads),
+            "MKL_NUM_THREADS": str(spec.threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Else torchrun opens a store of its own, for everyone on the network.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            **spec.env,
+        }
+        return start(command, environment, self.log_path(spec.name, incarnation, attempt))
+
+    def start_service(
+        self, spec: ServiceSpec, incarnation: int, attempt: int, pass_fds: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Starts a plain Python process."""
+        command = [sys.executable, "-m", spec.module, *spec.args]
+        environment = {**self.environment(spec.name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
+        return start(command, environment, self.log_path(spec.name, incarnation, attempt), pass_fds)
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a command that dies with this process. To be called from the main thread only."""
+    # By its path and without `site`: the guard needs the standard library only, and starts in a tenth of the time.
+    guarded = [sys.executable, "-I", "-S", guard.__file__, "--parent", str(os.getpid()), "--", *command]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            guarded,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+            pass_fds=tuple(pass_fds),
+        )

@@ -1,0 +1,50 @@
+"""Store: the run's one TCPStore, in a process of its own. `python -m rondo.runtime.store FD`, started by the supervisor.
+
+Owns nothing but the process: the socket was bound by the supervisor (to loopback or the private interface) and comes in
+as descriptor FD, so the port never changes. Here torchrun meets, and process groups find each other. Stores have no
+authentication: whoever reaches the socket can write, which is why it listens on a private interface only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import signal
+import sys
+
+from rondo.runtime.guard import die_with_parent
+from rondo.runtime.membership import Membership
+from rondo.runtime.waits import set_waiter
+
+_IMPORT_LIMIT_S = 300.0
+
+
+async def run(fd: int) -> None:
+    """Serves until SIGTERM."""
+    me = Membership.join(rank=0)
+    set_waiter(me.group)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    with me.heartbeat.section("load", _IMPORT_LIMIT_S):
+        from torch.distributed import TCPStore
+
+        host, port = me.store
+        # Clients that came before this moment wait in the socket's backlog.
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    async with me.beating():
+        with me.ref("supervisor") as supervisor:
+            await supervisor.call("ready", me.group, me.incarnation, me.rank, deadline_s=30, retry=True)
+            await ended.wait()
+    me.heartbeat.leave()
+    del store
+
+
+def main() -> None:
+    die_with_parent()
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    asyncio.run(run(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

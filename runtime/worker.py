@@ -1,0 +1,120 @@
+"""Worker: one process of a role group. `python -m rondo.runtime.worker ROLE_CLASS...`, started by torchrun.
+
+Owns the life of the process: it dies with its torchrun, registers, beats, loads the role classes on the compute thread,
+runs all roles in one task group, and leaves. Does not own what a role does (`context.py` is what it is given).
+
+    exit 0    every role has returned, by itself or because it was asked to (SIGTERM sets `ctx.stopping`)
+    exit 1    a role raised: its traceback is in the log; the supervisor replaces the whole role group
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import uvloop
+
+from rondo.runtime.actor import Actor, endpoint, serve
+from rondo.runtime.context import Process, WorkerContext
+from rondo.runtime.guard import PARENT_PID, die_with_parent
+from rondo.runtime.membership import Membership
+from rondo.runtime.record import log_to_stderr
+from rondo.runtime.reference import load_reference
+from rondo.runtime.waits import set_waiter
+
+LOAD_LIMIT_S = 600.0
+"""Importing torch and a model class from a cold network disk takes minutes."""
+_SWITCH_S = 0.0002
+"""The interpreter's switch interval: beside busy Python code the loop answers in 40 us instead of 5 ms."""
+
+log = logging.getLogger("rondo.worker")
+
+
+class Role(Protocol):
+    """What a role class is: made with a `WorkerContext`, then run once."""
+
+    async def run(self) -> None: ...
+
+
+class WorkerActor(Actor):
+    """Answers for the process itself; like every actor it also gives its waits and stacks."""
+
+    def __init__(self, process: Process, references: Sequence[str]) -> None:
+        self._process = process
+        self._references = list(references)
+
+    @endpoint
+    async def info(self) -> dict[str, Any]:
+        me = self._process.me
+        return {
+            "group": me.group, "incarnation": me.incarnation, "attempt": me.attempt, "rank": me.rank,
+            "pid": os.getpid(), "roles": self._references, "stopping": self._process.stopping.is_set(),
+        }  # fmt: skip
+
+
+async def run(me: Membership, references: Sequence[str]) -> None:
+    """Runs the roles to their end. Raises what the first of them raised, in a group."""
+    process = Process(me, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.stopping.set)
+    address = f"unix:{me.rt_dir}/{me.group}.{me.rank}.sock"
+    try:
+        async with me.beating(), await serve(WorkerActor(process, references), address, token=me.token, name=me.group):
+            contexts = [WorkerContext(process) for _ in references]
+            with me.heartbeat.section("load", LOAD_LIMIT_S):
+                classes = await contexts[0].compute(_load, references)
+            roles: list[Role] = [role(context) for role, context in zip(classes, contexts, strict=True)]
+            async with asyncio.TaskGroup() as group:
+                for role, reference in zip(roles, references, strict=True):
+                    group.create_task(role.run(), name=reference)
+            # Nothing that fails from here on is a reason to run the roles again.
+            me.heartbeat.leave()
+    finally:
+        process.close()
+
+
+def _load(references: Sequence[str]) -> list[Any]:
+    return [load_reference(reference, "a role class") for reference in references]
+
+
+def main(references: Sequence[str]) -> None:
+    die_with_parent()
+    os.environ[PARENT_PID] = str(os.getpid())  # what this process starts asks for this parent
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    sys.setswitchinterval(_SWITCH_S)
+    me = Membership.join(int(os.environ["RANK"]))
+    name = f"{me.group}.{me.rank}"
+    set_waiter(name)
+    log_to_stderr({"group": me.group, "rank": me.rank, "incarnation": me.incarnation})
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run(me, references))
+    except BaseException as error:  # noqa: BLE001  # whatever it is, it is told, and then this process ends
+        _fail(error)
+    _destroy_process_group()
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """Tells the error and ends at once: the compute thread may hang in a collective that no peer will ever join."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    log.error("a role failed", exc_info=error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _destroy_process_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from rondo.runtime.checkpoints import newest_complete
+from tests.e2e.runs import command, finish, left_behind, read_until, start, train
+
+ROLES = ("rollout", "actor_fwd", "reference", "advantages", "actor", "coordinator")
+
+
+def test_each_role_killed_once_comes_back_alone_and_nothing_is_lost_or_trained_twice(tmp_path: Path) -> None:
+    kills = [part for step, role in enumerate(ROLES) for part in ("--kill", f"{role}@{2 * step + 1}")]
+    ended = train(tmp_path, *kills)
+    assert ended.code == 0, ended.output
+    summary = ended.summary
+    assert summary["restarts"] == dict.fromkeys(ROLES, 1)
+    assert summary["recovery_s"].keys() == set(ROLES)
+    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
+    assert summary["samples_trained"] == summary["samples_admitted"] == 12 * 8 * 8
+    assert summary["steps"] == 12 and summary["attempt"] == 0
+    assert 0 <= summary["reward_before"] <= 1 and 0 <= summary["reward_after"] <= 1
+    assert sum(summary["staleness_histogram"].values()) == 12 * 8 * 8
+    assert max(map(int, summary["staleness_histogram"])) <= 1
+    assert (ended.run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert left_behind(tmp_path) == []
+
+
+def test_the_checkpoint_of_a_run_loads_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # On-policy without KL: neither actor_fwd nor reference is needed, so none is there.
+    ended = train(
+        tmp_path,
+        sets=("num_steps=3", "max_staleness=0", "algorithm.kl_coef=0", "groups.3.replicas=1")
+        if False
+        else ("num_steps=3",),
+    )
+    assert ended.code == 0, ended.output
+    folder = newest_complete(ended.run_dir / "checkpoints")
+    assert folder is not None and folder.name == "step_000003"
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    prompt = tokenizer("s3142>", return_tensors="pt")["input_ids"]
+    assert model.generate(prompt, max_new_tokens=4).shape == (1, prompt.shape[1] + 4)
+
+
+def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> None:
+    running = start(command(tmp_path, sets=("num_steps=60",)), tmp_path)
+    read_until(running, "step=4/60")
+    running.send_signal(signal.SIGTERM)
+    stopped = finish(running, tmp_path / "quickstart")
+    assert stopped.code == 75, stopped.output
+    folder = newest_complete(stopped.run_dir / "checkpoints")
+    assert folder is not None and left_behind(tmp_path) == []
+    line = [*command(tmp_path)[:3], "resume", str(stopped.run_dir)]
+    resumed = start(line, tmp_path)
+    read_until(resumed, "step=7/60")
+    resumed.send_signal(signal.SIGINT)
+    ended = finish(resumed, stopped.run_dir)
+    assert ended.code == 75, ended.output
+    summary = ended.summary
+    assert summary["attempt"] == 1 and summary["steps"] >= 7
+    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
+    assert left_behind(tmp_path) == []

@@ -1,0 +1,104 @@
+"""Tiny models of several families, random sequences, and a training step written out, for the tests beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rondo.models import parallel
+from rondo.models.logprobs import response_log_probs
+from rondo.models.optimizer import learning_rate
+from rondo.models.packing import Sequence, pack
+from rondo.models.tiny import qwen3
+from rondo.models.tiny.tokenizer import build_tokenizer
+
+VOCABULARY = 266
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def tiny(family: str, *, tied: bool = True) -> Any:
+    """A seeded model of `family`, in float32. Weights are larger than at the usual start, so that log-probs spread."""
+    import transformers as hf
+
+    sizes = SIZES | {"tie_word_embeddings": tied, "initializer_range": 0.1}
+    torch.manual_seed(5)
+    if family == "qwen3":
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes))
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts))
+    if family == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    if family == "gpt2":
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=256))
+    if family == "gemma2":
+        return hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes))
+    raise KeyError(family)
+
+
+def folder_of(folder: Path, family: str, *, tied: bool = True) -> str:
+    """A Hugging Face folder of `tiny(family)` with a tokenizer."""
+    tiny(family, tied=tied).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def default_folder(folder: Path) -> str:
+    folder.mkdir()
+    qwen3.build(folder, hidden_size=32, num_layers=2, max_positions=256)
+    return str(folder)
+
+
+def sequences(lengths: Ordered[tuple[int, int]], seed: int = 0) -> list[Sequence]:
+    """(tokens, response) each, of random tokens."""
+    rng = np.random.default_rng(seed)
+    return [Sequence(rng.integers(0, 256, length).astype(np.int32), response) for length, response in lengths]
+
+
+RAGGED = ((13, 5), (4, 3), (30, 11), (7, 1), (21, 20), (2, 1), (9, 0), (16, 8))
+
+
+def unpacked(model: Any, one: Sequence, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropy of one sequence's response through the plain Hugging Face forward."""
+    ids = torch.from_numpy(one.tokens.astype(np.int64))
+    last = len(ids) - 1
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, last - one.response : last].float() / temperature
+    everything = torch.log_softmax(logits, -1)
+    chosen = everything.gather(1, ids[len(ids) - one.response :, None])[:, 0]
+    return chosen, -(everything.exp() * everything).sum(-1)
+
+
+STEPS = [sequences([(5 + (3 * i + s) % 17, 2 + (i + s) % 3) for i in range(16)], seed=s) for s in range(3)]
+"""Three steps of 16 sequences: two micro-batches of 8, which two ranks share evenly."""
+LR = 1e-3
+EPS = 1e-4
+"""Large: with the usual one Adam makes the rounding of tiny gradients visible."""
+
+
+def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int, *, rank: int = 0, world_size: int = 1) -> list[float]:
+    """One step over this rank's part of STEPS[step]: [this rank's loss sum, gradient norm]."""
+    total = 0.0
+    batches = [STEPS[step][start : start + 8][rank::world_size] for start in (0, 8)]
+    num_tokens = sum(one.response for one in STEPS[step])
+    model.train()
+    for number, batch in enumerate(batches):
+        parallel.set_sync(model, number == len(batches) - 1)
+        log_probs, _ = response_log_probs(model, pack(batch), temperature=0.9, chunk_tokens=7)
+        loss = -log_probs.sum()
+        loss.backward()
+        total += loss.item()
+    parallel.scale_gradients(model, world_size / num_tokens)
+    norm = parallel.clip_grad_norm(model, 0.5)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, LR, warmup_steps=2, schedule="cosine", total=3)
+    optimizer.step()
+    parallel.discard_gradients(model)
+    return [total, norm]

@@ -1,0 +1,139 @@
+"""What torchrun starts for test_fsdp.py: trains and saves on two ranks, and writes what it saw as JSON.
+
+    torchrun --nproc-per-node 2 fsdp_worker.py OUT DENSE_FOLDER MOE_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rondo.models import checkpoint, parallel
+from rondo.models.load import load_model
+from rondo.models.logprobs import response_log_probs
+from rondo.models.optimizer import make_optimizer
+from rondo.models.packing import pack
+from rondo.models.state import load_training_state, training_state
+from tests.models.builders import EPS, LR, RAGGED, STEPS, sequences, train_step
+
+OUT = Path(sys.argv[1])
+DENSE, MOE = sys.argv[2:4]
+SCORED = pack(sequences(RAGGED, seed=9))
+
+
+def everywhere(fact: bool) -> bool:
+    """Whether it holds on every rank."""
+    held = torch.tensor(int(fact))
+    dist.all_reduce(held, dist.ReduceOp.MIN)
+    return bool(held)
+
+
+def summed(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def scored(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return response_log_probs(model, SCORED)[0]
+
+
+def sharded(path: str, **options: Any) -> tuple[Any, Any]:
+    model = parallel.shard(load_model(path), world_size=2, **options)
+    return model, make_optimizer(model, lr=LR, eps=EPS)
+
+
+def steps(model: Any, optimizer: Any, which: range = range(3)) -> list[list[float]]:
+    told = [train_step(model, optimizer, step, rank=dist.get_rank(), world_size=2) for step in which]
+    return [[summed(loss), norm] for loss, norm in told]
+
+
+def whole(model: Any, name: str) -> None:
+    tensors = {key: value.clone() for key, value in parallel.full_tensors(model)}
+    if dist.get_rank() == 0:
+        save_file(tensors, OUT / f"{name}.safetensors")
+
+
+def trained(name: str, path: str, **options: Any) -> list[list[float]]:
+    model, optimizer = sharded(path, **options)
+    told = steps(model, optimizer)
+    whole(model, name)
+    return told
+
+
+def local_copies(model: Any, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors, state = training_state(model, optimizer)
+    return {name: tensor.clone() for name, tensor in tensors.items()}, state
+
+
+def snapshots(model: Any, optimizer: Any) -> dict[str, bool]:
+    """Goes back from step 2's end to its beginning, with gathered copies and half a step's gradients in the way."""
+    kept, state = local_copies(model, optimizer)
+    before = scored(model)
+    first = steps(model, optimizer, range(2, 3))
+    after, _ = local_copies(model, optimizer)
+    parallel.set_sync(model, False)
+    response_log_probs(model, SCORED)[0].sum().backward()  # held back by FSDP2, and its copies are still gathered
+    response_log_probs(model, SCORED)
+    parallel.discard_gradients(model)
+    load_training_state(model, optimizer, kept, state)
+    restored, _ = local_copies(model, optimizer)
+    again = scored(model)
+    second = steps(model, optimizer, range(2, 3))
+    repeated, _ = local_copies(model, optimizer)
+    return {
+        "restored": everywhere(all(torch.equal(kept[name], restored[name]) for name in kept)),
+        "scores_restored": everywhere(torch.equal(before, again)),
+        "repeated": everywhere(first == second and all(torch.equal(after[name], repeated[name]) for name in after)),
+        "changed": everywhere(not torch.equal(before, scored(model))),
+        "is_a_shard": everywhere(sum(t.numel() for n, t in kept.items() if n.startswith("model.")) < 0.6 * whole_size(model)),
+    }
+
+
+def whole_size(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    facts: dict[str, Any] = {
+        "dense": trained("dense", DENSE),
+        "recomputed": trained("recomputed", DENSE, activation_checkpointing=True),
+        "moe": trained("moe", MOE),
+        "bfloat16": trained("bfloat16", DENSE, param_dtype="bfloat16"),
+    }
+    half, _ = sharded(DENSE, param_dtype="bfloat16")
+    facts["bfloat16_scores"] = everywhere(torch.equal(scored(half), scored(load_model(DENSE, dtype="bfloat16"))))
+    facts["float32_scores"] = everywhere(torch.equal(scored(sharded(DENSE)[0]), scored(load_model(DENSE))))
+
+    model, optimizer = sharded(DENSE)
+    steps(model, optimizer, range(2))
+    facts |= snapshots(model, optimizer)
+
+    model, optimizer = sharded(MOE)
+    steps(model, optimizer, range(2))
+    checkpoint.save(OUT / "step_000002", model, optimizer, {"version": 2}, tokenizer_path=MOE)
+    checkpoint.export_hf(OUT / "hf", model, MOE)
+    scores = scored(model)
+    facts["after_save"] = steps(model, optimizer, range(2, 3))
+    torch.manual_seed(99)
+    model, optimizer = sharded(MOE)
+    facts["extra"] = checkpoint.load(OUT / "step_000002", model, optimizer)
+    facts["loaded_scores"] = everywhere(torch.equal(scores, scored(model)))
+    facts["after_load"] = steps(model, optimizer, range(2, 3))
+    if dist.get_rank() == 0:
+        save_file({"scores": scores}, OUT / "scores.safetensors")
+        (OUT / "facts.json").write_text(json.dumps(facts))
+    dist.destroy_process_group()
+
+
+assert len(STEPS) == 3
+main()

@@ -1,0 +1,125 @@
+"""FSDP2 on two real processes against one process: the same numbers, and state that goes from two to one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rondo.models import checkpoint, parallel
+from rondo.models.load import load_model
+from rondo.models.logprobs import response_log_probs
+from rondo.models.optimizer import make_optimizer
+from rondo.models.packing import pack
+from rondo.models.state import training_state
+from tests.models.builders import EPS, LR, RAGGED, default_folder, folder_of, sequences, train_step
+
+ROOT = Path(__file__).parents[2]
+
+
+class Run:
+    """What two ranks did, and the same done here by one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out = folder / "out"
+        self.out.mkdir()
+        self.dense, self.moe = default_folder(folder / "dense"), folder_of(folder / "moe", "qwen3_moe", tied=False)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            str(Path(__file__).with_name("fsdp_worker.py")), str(self.out), self.dense, self.moe,
+        ]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        self.facts: dict[str, Any] = json.loads((self.out / "facts.json").read_text())
+
+    def alone(self, path: str, **options: Any) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+        model = parallel.shard(load_model(path), **options)
+        optimizer = make_optimizer(model, lr=LR, eps=EPS)
+        told = [train_step(model, optimizer, step) for step in range(3)]
+        return told, dict(parallel.full_tensors(model))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("fsdp"))
+
+
+def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+@pytest.mark.parametrize(("name", "path"), [("dense", "dense"), ("recomputed", "dense"), ("moe", "moe")])
+def test_two_ranks_train_as_one_process_does(run: Run, name: str, path: str) -> None:
+    told, weights = run.alone(getattr(run, path))
+    for (loss, norm), (other_loss, other_norm) in zip(told, run.facts[name], strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-5)
+        assert norm == pytest.approx(other_norm, rel=1e-4)
+    assert len({norm for _, norm in told}) == 3
+    before = dict(parallel.full_tensors(load_model(getattr(run, path))))
+    two = load_file(run.out / f"{name}.safetensors")
+    print(name, difference(weights, two), difference(before, two))
+    assert difference(weights, two) < 2e-6 < 1e-4 < difference(before, two)
+
+
+def test_two_ranks_in_bfloat16_train_as_one_process_does(run: Run) -> None:
+    told, weights = run.alone(run.dense, param_dtype="bfloat16")
+    for (loss, norm), (other_loss, other_norm) in zip(told, run.facts["bfloat16"], strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-3)
+        assert norm == pytest.approx(other_norm, rel=2e-2)
+    two = load_file(run.out / "bfloat16.safetensors")
+    assert {tensor.dtype for tensor in two.values()} == {torch.float32}
+    exact, _ = run.alone(run.dense)
+    assert [loss for loss, _ in told] != [loss for loss, _ in exact]
+    assert difference(weights, two) < 2 * LR
+
+
+def test_a_sharded_model_scores_as_a_whole_one_in_both_precisions(run: Run) -> None:
+    assert run.facts["float32_scores"]
+    assert run.facts["bfloat16_scores"]
+
+
+def test_a_snapshot_of_shards_restores_every_bit_and_training_repeats(run: Run) -> None:
+    names = ("is_a_shard", "changed", "restored", "scores_restored", "repeated")
+    assert {name: run.facts[name] for name in names} == dict.fromkeys(names, True)
+
+
+def test_a_checkpoint_goes_on_bit_by_bit_on_as_many_ranks(run: Run) -> None:
+    assert run.facts["extra"] == {"version": 2}
+    assert run.facts["loaded_scores"]
+    assert run.facts["after_load"] == run.facts["after_save"]
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(run: Run) -> None:
+    model = load_model(run.moe)
+    optimizer = make_optimizer(model, lr=LR, eps=EPS)
+    torch.manual_seed(3)
+    mine = torch.get_rng_state()
+    assert checkpoint.load(run.out / "step_000002", model, optimizer) == {"version": 2}
+    assert torch.equal(torch.get_rng_state(), mine)
+    scores = response_log_probs(model, pack(sequences(RAGGED, seed=9)))[0]
+    torch.testing.assert_close(scores, load_file(run.out / "scores.safetensors")["scores"], rtol=0, atol=1e-6)
+    tensors, _ = training_state(model, optimizer)
+    assert {float(tensor) for name, tensor in tensors.items() if name.endswith(".step")} == {2.0}
+    loss, norm = train_step(model, optimizer, 2)
+    assert [loss, norm] == pytest.approx(run.facts["after_save"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["hf", "step_000002/hf"])
+def test_the_export_of_two_ranks_loads_as_any_hugging_face_folder(run: Run, folder: str) -> None:
+    path = run.out / folder
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert type(model).__name__ == "Qwen3MoeForCausalLM" == model.config.architectures[0]
+    assert AutoTokenizer.from_pretrained(path)("é").input_ids == AutoTokenizer.from_pretrained(run.moe)("é").input_ids
+    scores = response_log_probs(model, pack(sequences(RAGGED, seed=9)))[0]
+    assert torch.equal(scores, load_file(run.out / "scores.safetensors")["scores"])

@@ -1,0 +1,129 @@
+"""Settings: a job that means what it says; what contradicts itself is refused with both names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rondo.comm.config import BusConfig
+from rondo.roles.config import JobConfig
+from rondo.runtime.section import explain
+
+
+def changed(*changes: tuple[str, Any]) -> dict[str, Any]:
+    """A small valid job with some settings replaced; "data.path" names one inside a section."""
+    tree: dict[str, Any] = {
+        "name": "test",
+        "num_steps": 10,
+        "model": {"path": "model"},
+        "data": {"path": "train.jsonl", "held_out": 300},
+        "evaluation": {},
+        "reward": {"function": "rewards:exact"},
+        "algorithm": {},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 8, "max_prompt_tokens": 16, "max_new_tokens": 16},
+        "train": {},
+        "sft": {"rows": "rows:demonstrations", "steps": 5, "batch_size": 8},
+    }
+    for path, value in changes:
+        *sections, name = path.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[name] = value
+    return tree
+
+
+def test_a_job_survives_json() -> None:
+    job = JobConfig.model_validate(changed())
+    assert JobConfig.model_validate_json(job.model_dump_json()) == job
+
+
+def test_a_job_is_found_in_a_whole_runs_settings() -> None:
+    job = JobConfig.model_validate(changed())
+    resolved = json.loads(job.model_dump_json()) | {"groups": [{"name": "actor"}], "run_dir": "runs"}
+    assert JobConfig.from_resolved(resolved) == job
+
+
+def test_a_function_is_kept_by_name() -> None:
+    job = JobConfig.model_validate(changed(("reward.function", json.dumps)))
+    assert job.reward.function == "json:dumps"
+
+
+def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
+    job = JobConfig.model_validate(changed())
+    assert job.sft is not None
+    source = job.sft.source()
+    assert (source.rows, source.prompt, source.label) == ("rows:demonstrations", "prompt", "answer")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([("name", "../x")], "name must"),
+        ([("data.rows", "m:f")], "data.path and data.rows must be set one without the other, got both"),
+        ([("data.path", None)], "data.path and data.rows must be set one without the other, got neither"),
+        (
+            [("data.chat_template_args", {"a": 1})],
+            "data.chat_template_args must be empty without data.apply_chat_template",
+        ),
+        ([("data.limit", 300)], "data.held_out must leave rows to train on, got 300 of data.limit 300"),
+        ([("data.held_out", 255)], "data.held_out must be at least evaluation.num_prompts .*got 255 and 256"),
+        (
+            [("evaluation.at_start", False), ("evaluation.at_end", False)],
+            "evaluation.at_start or evaluation.at_end must",
+        ),
+        (
+            [("evaluation.temperature", 0), ("evaluation.samples_per_prompt", 2)],
+            "evaluation.samples_per_prompt must be 1 with evaluation.temperature 0",
+        ),
+        ([("evaluation.data", {"path": "a", "held_out": 3})], "evaluation.data.held_out must be 0"),
+        (
+            [("rollout.samples_per_prompt", 1)],
+            "rollout.samples_per_prompt must be at least 2 with algorithm.name 'grpo'",
+        ),
+        ([("rollout.top_k", 0)], "rollout.top_k must be at least 1, or -1"),
+        (
+            [("rollout.straggler_deadline_s", 60)],
+            "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s",
+        ),
+        ([("algorithm.name", "dapo")], "rollout.filter must be 'zero_std' with algorithm.name 'dapo'"),
+        ([("train.micro_batch_tokens", 31)], "train.micro_batch_tokens must hold the longest sample, .* = 32, got 31"),
+        ([("train.warmup_steps", 10)], "train.warmup_steps must be less than num_steps, got 10 and 10"),
+        ([("train.min_lr_fraction", 0.1)], "train.min_lr_fraction must be 0 with train.schedule 'constant'"),
+        ([("sft.data", {"path": "a"})], "sft.rows and sft.data must be set one without the other, got both"),
+        ([("sft.rows", None)], "sft.rows and sft.data must be set one without the other, got neither"),
+        (
+            [("sft.rows", None), ("sft.data", {"path": "a", "label": None})],
+            "sft.data must name the answer as its label",
+        ),
+        ([("sft.warmup_steps", 5)], "sft.warmup_steps must be less than sft.steps, got 5 and 5"),
+        ([("rollout.num_slot", 5)], "rollout.num_slot must be a field of RolloutConfig.*Did you mean 'num_slots'"),
+        ([("reward.deadline_s", 0)], "reward.deadline_s must be greater than 0, got 0"),
+    ],
+)
+def test_contradictions_and_mistakes_are_told_in_one_sentence(changes: list[tuple[str, Any]], message: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        JobConfig.model_validate(changed(*changes))
+    text = str(explain(raised.value, "train.py"))
+    assert "\n" not in text
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(text)
+
+
+def test_evaluation_without_held_out_rows_needs_data_of_its_own() -> None:
+    tree = changed(("data.held_out", 0), ("evaluation.data", {"path": "test.jsonl"}))
+    assert JobConfig.model_validate(tree).evaluation is not None
+    assert JobConfig.model_validate(changed(("data.held_out", 0), ("evaluation", None))).evaluation is None
+
+
+def test_dapo_with_its_filter_is_a_job() -> None:
+    job = JobConfig.model_validate(changed(("algorithm.name", "dapo"), ("rollout.filter", "zero_std")))
+    assert job.algorithm.resolved().needs_dynamic_sampling
+
+
+def test_a_column_ring_larger_than_a_rollout_ring_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"bus.column_ring_bytes must be at most bus.ring_bytes"):
+        BusConfig(ring_bytes=1 << 20, column_ring_bytes=1 << 21)
