@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import transformers
 
-from rondo.roles.rollout.embedded import slot_engine
+from rondo.roles.rollout.embedded import ForwardPath, slot_engine
 from rondo.roles.rollout.engine import Request, SamplingParams
 
 
@@ -80,7 +80,7 @@ def workload(size: Size, *, ragged: bool) -> list[Request]:
     ]
 
 
-def with_engine(model: Any, size: Size, path: str) -> Callable[[list[Request]], int]:
+def with_engine(model: Any, size: Size, path: ForwardPath) -> Callable[[list[Request]], int]:
     engine = slot_engine(model, num_slots=size.num_slots, max_length=size.num_prompt[1] + size.num_new, forward=path)
 
     def run(requests: list[Request]) -> int:

@@ -24,7 +24,7 @@ class BusConfig(Section):
     weight_bucket_bytes: int = Field(16 * _MIB, ge=4096)
     """Published weights carry one checksum for every so many bytes."""
     max_infra_failures: int = Field(5, ge=1)
-    """Leases of one prompt group that may end by a death before the group is quarantined."""
+    """Deaths that one prompt group may see while it is leased; one more puts it into quarantine."""
 
     @model_validator(mode="after")
     def _column_rings_are_the_smaller_ones(self) -> BusConfig:

@@ -9,10 +9,9 @@ demonstrations of the warm-up are corrupted, so that reinforcement learning has 
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from pathlib import Path
+from collections.abc import Iterable
 
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import fully_async
@@ -42,3 +41,35 @@ def arithmetic(row: dict[str, str]) -> list[dict[str, str]]:
 def exact(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
     """1 for exactly the result."""
     return float(response == label)
+
+
+def steps(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
+    """Every distinct step of all rows, in the order of the file."""
+    return list({step["prompt"]: step for row in rows for step in arithmetic(row)}.values())
+
+
+def half_wrong(prompt: str, label: str, draw: random.Random) -> str:
+    """A demonstration: the result, in half of the cases with one digit changed."""
+    answer = list(label)
+    if draw.random() < 0.5:
+        place = draw.randrange(len(answer))
+        answer[place] = str((int(answer[place]) + draw.randint(1, 9)) % 10)
+    return "".join(answer)
+
+
+config = RunConfig(
+    name="gsm8k_arithmetic",
+    num_steps=300,
+    max_staleness=1,
+    groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
+    model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 128, "num_layers": 3}),
+    data=DataConfig(path="gsm8k/train.jsonl", transform=steps, held_out=1000),
+    evaluation=EvalConfig(num_prompts=1000),
+    reward=RewardConfig(function=exact),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.01, normalizer="token"),
+    rollout=RolloutConfig(
+        prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=8, max_new_tokens=8, num_slots=256
+    ),
+    train=TrainConfig(lr=2e-4, warmup_steps=5, micro_batch_tokens=8192),
+    sft=SftConfig(demonstrate=half_wrong, steps=600, batch_size=128, lr=2e-3, warmup_steps=20),
+)

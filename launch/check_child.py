@@ -117,11 +117,10 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
 
 
 def look_at_demonstrations(config: RunConfig, tokenizers: list[Any]) -> None:
-    from rondo.roles.datasets import open_dataset
+    from rondo.roles.datasets import demonstrations
     from rondo.roles.prompts import encode_answer
 
-    assert config.sft is not None
-    data = open_dataset(config.sft.source())
+    data = demonstrations(config)
     for index in range(min(_NUM_ROWS, len(data)) if tokenizers else 0):
         encode_answer(tokenizers[0], data.row(index))
 

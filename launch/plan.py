@@ -13,7 +13,7 @@ from rondo.comm.coordinator import CoordinatorConfig
 from rondo.comm.index import Rules
 from rondo.launch.config import RunConfig
 from rondo.roles.streams import BASE_COLUMNS, row_bytes, streams_of
-from rondo.runtime.launcher import GroupSpec
+from rondo.runtime.spec import GroupSpec
 
 ROLE_CLASSES: Mapping[str, str] = {
     "rollout": "rondo.roles.rollout.role:RolloutRole",
@@ -33,7 +33,7 @@ def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
             num_processes=group.processes,
             roles=tuple(ROLE_CLASSES[role] for role in group.roles),
             threads=group.threads,
-            env={},
+            role_names=group.roles,
         )
         for group in config.groups
         for name in group.replica_names()

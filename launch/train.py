@@ -31,8 +31,9 @@ from rondo.launch.view import open_view
 from rondo.runtime.admin import AdminServer
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.launcher import ServiceSpec
-from rondo.runtime.supervisor import Outcome, Supervisor, SupervisorConfig
+from rondo.runtime.spec import Outcome, ServiceSpec, SupervisorConfig
+from rondo.runtime.supervision import Limits
+from rondo.runtime.supervisor import Supervisor
 
 _PLOT_LIMIT_S = 120.0
 PREPARED = "prepared.json"
@@ -110,12 +111,14 @@ async def _supervise(config: RunConfig, run: RunDir, options: TrainOptions, atte
             groups=group_specs(config),
             coordinator=ServiceSpec("coordinator", "rondo.comm.serve", ()),
             attempt=attempt,
-            max_restarts=limits.max_restarts,
-            restart_window_s=limits.restart_window_s,
-            max_global_restarts=limits.max_global_restarts,
-            silence_s=limits.silence_s,
-            grace_s=limits.grace_s,
-            no_progress_s=limits.no_progress_s,
+            limits=Limits(
+                max_restarts=limits.max_restarts,
+                restart_window_s=limits.restart_window_s,
+                max_global_restarts=limits.max_global_restarts,
+                silence_s=limits.silence_s,
+                grace_s=limits.grace_s,
+                no_progress_s=limits.no_progress_s,
+            ),
             kill=options.kill,
             can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,
         ),

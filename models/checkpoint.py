@@ -19,7 +19,9 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +61,13 @@ def save(
         (aside / EXTRA).write_bytes(orjson.dumps(extra))
     _barrier()
     tensors = named_tensors(model, optimizer) | {_of_rank(name): t for name, t in random_states(model).items()}
-    dcp.save(tensors, checkpoint_id=aside / SHARDS, no_dist=not dist.is_initialized())
+    with _single_process_allowed():
+        dcp.save(tensors, checkpoint_id=aside / SHARDS)
     if tokenizer_path is not None:
         _write_hf(aside / HF, model, tokenizer_path, "float32")
     if _rank() == 0:
+        # Unmarked before it goes: a half-removed checkpoint of the same version must not count.
+        (folder / MARKER).unlink(missing_ok=True)
         publish(aside, folder)
     _barrier()
 
@@ -80,7 +85,8 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str
     if trainer["num_ranks"] == _num_ranks():
         randoms = {_of_rank(name): tensor for name, tensor in random_states(model).items()}
     _check(folder, tensors | randoms)
-    dcp.load(tensors | randoms, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+    with _single_process_allowed():
+        dcp.load(tensors | randoms, checkpoint_id=folder / SHARDS)
     set_options(optimizer, trainer)
     if randoms:
         set_random_states({name: randoms[_of_rank(name)] for name in random_states(model)})
@@ -161,6 +167,14 @@ def _check(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
+
+
+@contextmanager
+def _single_process_allowed() -> Iterator[None]:
+    """torch warns when it saves without a process group, which is how one process trains here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _flush(path: Path) -> None:

@@ -13,7 +13,7 @@ written by one direction is read back by the other, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ def to_disk(model: Any, group: Group, tensors: Mapping[str, torch.Tensor]) -> di
     """The whole tensors of `group` as they are named on disk; views of `tensors` where the family allows it."""
     if group.renamed:
         return dict(zip(group.shapes, tensors.values(), strict=True))
-    return _flat(revert_weight_conversion(model, dict(tensors)))
+    return _reverted(model, tensors)
 
 
 def load_disk_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -101,19 +101,28 @@ def load_disk_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
                     memory[name].copy_(value)
 
 
-def _plan(model: Any) -> Iterator[Group]:
+def _plan(model: Any) -> list[Group]:
+    """Found by trying on empty tensors: each alone, then together those that make parts of the same tensor on disk."""
     empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in memory_tensors(model).items()}
-    whole = {name: tuple(t.shape) for name, t in _flat(revert_weight_conversion(model, dict(empty))).items()}
-    groups = []
+    joined: dict[str, list[str]] = {}  # first name on disk -> names in memory
     for name, tensor in empty.items():
-        alone = _flat(revert_weight_conversion(model, {name: tensor}))
-        renamed = len(alone) == 1 and next(iter(alone.values())) is tensor
-        groups.append(Group((name,), {key: tuple(value.shape) for key, value in alone.items()}, renamed))
+        joined.setdefault(min(_reverted(model, {name: tensor})), []).append(name)
+    groups = []
+    for names in joined.values():
+        on_disk = _reverted(model, {name: empty[name] for name in names})
+        renamed = len(on_disk) == len(names) == 1 and next(iter(on_disk.values())) is empty[names[0]]
+        groups.append(Group(tuple(names), {key: tuple(value.shape) for key, value in on_disk.items()}, renamed))
     covered = {key: shape for group in groups for key, shape in group.shapes.items()}
-    if covered == whole and len(covered) == sum(len(group.shapes) for group in groups):
-        yield from groups
-    else:  # the family joins tensors: they are converted all at once, in as much memory again
-        yield Group(tuple(empty), whole, False)
+    if covered != {key: tuple(value.shape) for key, value in _reverted(model, empty).items()}:
+        raise ConfigError(
+            f"the tensors of {type(model).__name__} must become those on disk group by group, got some that do not. "
+            "Train a model of another family"
+        )
+    return groups
+
+
+def _reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return _flat(revert_weight_conversion(model, dict(tensors)))
 
 
 def _conversions(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:

@@ -15,14 +15,19 @@ Invariant: every response token of every sequence is scored once, from the posit
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from rondo.runtime.errors import ConfigError
+
+
+_shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,30 @@ class PackedBatch:
 
 
 def can_share_rows(model: Any) -> bool:
-    """Whether rows with several sequences keep these apart in `model`: all its layers are attention, and take positions."""
-    import inspect
+    """Whether `model` keeps the sequences of a row apart. Tried out once, before it is sharded, on a few tokens.
 
-    base = getattr(model, "base_model", model)
-    takes_positions = "position_ids" in inspect.signature(type(base).forward).parameters
-    return takes_positions and not getattr(base, "_is_stateful", False)
+    Not so where layers carry a state from token to token, where positions are no input, and in a few families whose masks
+    ignore positions; no declaration of theirs tells them all apart.
+    """
+    if model not in _shares:
+        _shares[model] = "position_ids" in inspect.signature(type(model).forward).parameters and _keeps_apart(model)
+    return _shares[model]
+
+
+def _keeps_apart(model: Any) -> bool:
+    """Whether a sequence's logits are the same behind another one in its row as alone."""
+    device, dtype = next((p.device, p.dtype) for p in model.parameters())
+    first, second = [1, 2, 3, 1, 2], [3, 2, 1, 0]
+    positions = torch.tensor([[*range(len(first)), *range(len(second))]], device=device)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        shared = model(input_ids=torch.tensor([first + second], device=device), position_ids=positions, use_cache=False)
+        alone = model(input_ids=torch.tensor([second], device=device), use_cache=False)
+    model.train(was_training)
+    behind, expected = shared.logits[0, len(first) :].float(), alone.logits[0].float()
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    return bool((behind - expected).norm() <= tolerance * expected.norm())
 
 
 def pack(sequences: Ordered[Sequence], *, row_tokens: int | None = None, share_rows: bool = True) -> PackedBatch:

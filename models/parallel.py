@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rondo.models.names import disk_groups, memory_tensors, to_disk
+from rondo.models.packing import can_share_rows
 from rondo.runtime.errors import ConfigError
 
 _Owned = list[tuple[nn.Module, str, nn.Parameter]]
@@ -49,7 +50,9 @@ def shard(
     With one process in float32 and without checkpointing the model stays untouched. Checkpointing applies in training mode.
     """
     layers = decoder_layers(model)
-    disk_groups(model)  # the plan of names, before FSDP2 renames the classes that transformers knows families by
+    # Both are found out once, on the whole model: before FSDP2 renames the classes by which transformers knows families.
+    disk_groups(model)
+    can_share_rows(model)
     if activation_checkpointing:
         if not layers:
             raise ConfigError(

@@ -31,6 +31,8 @@ class DataConfig(Section):
     """A .jsonl or .parquet file, a folder or glob of them, or a data set of the hub: 'hub:name/split'."""
     rows: FunctionRef | None = None
     """Or a function without arguments that returns the rows: a list or any iterable of dicts."""
+    transform: FunctionRef | None = None
+    """A function from all rows as they lie (an iterable of dicts) to the rows to use; its result is kept in memory."""
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of chat messages (with `apply_chat_template`)."""
     label: str | None = "label"
@@ -111,7 +113,7 @@ class RewardConfig(Section):
     deadline_s: float = Field(10.0, gt=0)
     """What one call may take; then its process is killed and its sample counts as failed."""
     max_failures: int = Field(2, ge=1)
-    """Failed scorings of one prompt group before it is quarantined."""
+    """Failed scorings that one prompt group may have; one more puts it into quarantine."""
 
 
 class AlgorithmConfig(Section):
@@ -245,6 +247,8 @@ class SftConfig(Section):
     """A function that returns the demonstrations: dicts with `prompt` and `answer`."""
     data: DataConfig | None = None
     """Or a data set, whose `label` column is the answer."""
+    demonstrate: FunctionRef | None = None
+    """Or a function `(prompt, label, draw) -> answer` for each training row of the run; `draw` is a seeded random.Random."""
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     """Demonstrations of one optimizer step."""
@@ -261,10 +265,11 @@ class SftConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> SftConfig:
-        if (self.rows is None) == (self.data is None):
+        given = [name for name in ("rows", "data", "demonstrate") if getattr(self, name) is not None]
+        if len(given) != 1:
             raise ValueError(
-                "sft.rows and sft.data must be set one without the other, "
-                f"got {'neither' if self.rows is None else 'both'}. Name one source of demonstrations"
+                "exactly one of sft.rows, sft.data and sft.demonstrate must be set, "
+                f"got {' and '.join(given) or 'none'}. Name one source of demonstrations"
             )
         if self.data is not None and (self.data.label is None or self.data.held_out):
             raise ValueError(
@@ -279,7 +284,7 @@ class SftConfig(Section):
 
     def source(self) -> DataConfig:
         """The demonstrations as a data set, with the answer as its label."""
-        return self.data or DataConfig(rows=self.rows, prompt="prompt", label="answer")
+        return self.data or DataConfig(rows=self.rows or self.demonstrate, prompt="prompt", label="answer")
 
 
 class JobConfig(Section):

@@ -12,18 +12,20 @@ Invariant: a data set's length and rows do not change while it is open; the two 
 from __future__ import annotations
 
 import bisect
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rondo.roles.cursor import Order, held_out_rows
-from rondo.roles.sources import RowError, Source, missing_column, open_source
+from rondo.roles.sources import Listed, RowError, Source, missing_column, open_source
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import load_reference
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig, JobConfig
 
-__all__ = ["Dataset", "Row", "RowError", "open_dataset", "open_splits", "train_order"]
+__all__ = ["Dataset", "Row", "RowError", "demonstrations", "open_dataset", "open_splits", "train_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,20 @@ def open_splits(job: JobConfig) -> tuple[Dataset, Dataset | None]:
             "Lower it"
         )
     return train, (found.split(num_prompts, job.seed)[1] if own.shuffle else found.first(num_prompts))
+
+
+def demonstrations(job: JobConfig) -> Dataset:
+    """What the warm-up learns from: its own rows, or one for each training row; never of a row that is held out."""
+    assert job.sft is not None
+    if job.sft.demonstrate is None:
+        return open_dataset(job.sft.source())
+    answer = load_reference(job.sft.demonstrate, "sft.demonstrate")
+    train, _ = open_splits(job)
+    draw = random.Random(job.seed)
+    rows = (train.row(index) for index in range(len(train)))
+    made = [{"prompt": row.prompt, "answer": answer(row.prompt, row.label, draw)} for row in rows]
+    name = job.sft.demonstrate.rpartition(":")[2]
+    return Dataset(Listed(made, name), job.sft.source(), range(len(made)))
 
 
 def train_order(job: JobConfig, num_rows: int) -> Order:

@@ -21,6 +21,7 @@ from rondo.comm.bus import POLL_S, Bus, Member
 from rondo.comm.slab import WeightSlab
 from rondo.roles.config import JobConfig
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.segments import SegmentClient
 
 SLAB = "weights"
 Install = Callable[[int, Mapping[str, Any]], Awaitable[None]]
@@ -36,14 +37,14 @@ class Job:
     device: str
 
 
-_opened: WeakKeyDictionary[WorkerContext, asyncio.Task[Job]] = WeakKeyDictionary()
+_opened: WeakKeyDictionary[SegmentClient, asyncio.Task[Job]] = WeakKeyDictionary()  # one client a process
 
 
 async def open_job(ctx: WorkerContext) -> Job:
     """Settings and bus of this process; opened by the first role that asks, shared by all."""
-    if ctx not in _opened:
-        _opened[ctx] = asyncio.create_task(_open(ctx))
-    return await _opened[ctx]
+    if ctx.segments not in _opened:
+        _opened[ctx.segments] = asyncio.create_task(_open(ctx))
+    return await _opened[ctx.segments]
 
 
 async def _open(ctx: WorkerContext) -> Job:

@@ -44,12 +44,23 @@ class Source(Protocol):
 
 
 def open_source(config: DataConfig) -> Source:
-    """The rows of `config.path` or `config.rows`. ConfigError for what cannot be opened."""
+    """The rows of `config.path` or `config.rows`, as `config.transform` leaves them. ConfigError for what cannot be opened."""
+    source = _open(config)
+    if config.transform is None:
+        return source
+    transform = load_reference(config.transform, "data.transform")
+    return _listed(transform(source.read(i) for i in range(len(source))), config.transform, "data.transform")
+
+
+def _listed(rows: Any, reference: str, setting: str) -> Listed:
+    if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
+        raise ConfigError(f"{setting} must return rows, got {type(rows).__name__}. Return a list of dicts")
+    return Listed(rows if isinstance(rows, Sequence) else list(rows), reference.rpartition(":")[2])
+
+
+def _open(config: DataConfig) -> Source:
     if config.rows is not None:
-        rows = load_reference(config.rows, "data.rows")()
-        if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
-            raise ConfigError(f"data.rows must return rows, got {type(rows).__name__}. Return a list of dicts")
-        return Listed(rows if isinstance(rows, Sequence) else list(rows), config.rows.rpartition(":")[2])
+        return _listed(load_reference(config.rows, "data.rows")(), config.rows, "data.rows")
     assert config.path is not None
     if config.path.startswith("hub:"):
         return _open_hub(config.path)
@@ -58,7 +69,8 @@ def open_source(config: DataConfig) -> Source:
     if kinds == [".jsonl"]:
         return JsonLines(paths)
     if kinds == [".parquet"]:
-        return Parquet(paths, [name for name in (config.prompt, config.label, config.metadata) if name is not None])
+        columns = [name for name in (config.prompt, config.label, config.metadata) if name is not None]
+        return Parquet(paths, [] if config.transform is not None else columns)
     raise ConfigError(
         f"data.path must name .jsonl or .parquet files, one kind at a time, got {' and '.join(kinds)} "
         f"in {config.path}. Name them with a glob such as 'data/*.jsonl'"
@@ -115,7 +127,7 @@ class Parquet:
             for column in columns:
                 if column not in available:
                     raise missing_column(path.name, column, available)
-            tables.append(pyarrow.parquet.read_table(path, columns=list(columns)))
+            tables.append(pyarrow.parquet.read_table(path, columns=list(columns) or None))
         try:
             self._table = pyarrow.concat_tables(tables).combine_chunks()
         except pyarrow.ArrowInvalid as error:

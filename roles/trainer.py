@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rondo.models import checkpoint, parallel
-from rondo.models.load import load_model
+from rondo.models.load import load_model, load_tokenizer
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import learning_rate, make_optimizer
 from rondo.models.packing import Sequence as Packable
 from rondo.models.packing import pack
 from rondo.models.state import load_training_state, training_state
-from rondo.roles import losses
+from rondo.roles import losses, sft
 from rondo.roles.config import JobConfig
+from rondo.roles.datasets import demonstrations
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class TrainRow:
 class Trainer:
     def __init__(self, config: JobConfig, path: str, *, rank: int, world_size: int, device: str) -> None:
         self.config = config
+        self._path = path
         self.rank, self.world_size = rank, world_size
         self.device = torch.device(device)
         self._algorithm = config.algorithm.resolved()
@@ -191,6 +193,17 @@ class Trainer:
 
     def warm_up(self, on_step: Callable[[dict[str, float]], None], should_stop: Callable[[], bool]) -> None:
         """Supervised fine-tuning as the job asks for, with an optimizer of its own (collective)."""
-        from rondo.roles import sft
-
-        sft.warm_up(self.model, self.config, self.device, on_step=on_step, should_stop=should_stop)
+        config = self.config
+        assert config.sft is not None
+        sft.warm_up(
+            self.model,
+            load_tokenizer(self._path),
+            demonstrations(config),
+            config.sft,
+            self.device,
+            seed=config.seed,
+            rank=self.rank,
+            world_size=self.world_size,
+            on_step=on_step,
+            should_stop=should_stop,
+        )

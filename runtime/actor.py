@@ -28,7 +28,7 @@ import inspect
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -305,14 +305,23 @@ def _endpoints(actor: Actor) -> dict[str, Endpoint]:
 
 
 def stacks() -> str:
-    """The stacks of all threads of this process, then of the tasks of the running loop, as text."""
+    """The stacks of all threads of this process, then what each task of the running loop stands in, as text."""
     with os.fdopen(os.memfd_create("stacks"), "w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0, os.SEEK_END)
-        for task in asyncio.all_tasks():
-            task.print_stack(file=file)
         file.seek(0)
-        return file.read()
+        text = file.read()
+    return text + "".join(line for task in asyncio.all_tasks() for line in _task_lines(task))
+
+
+def _task_lines(task: asyncio.Task[Any]) -> Iterator[str]:
+    # Task.get_stack() knows only the outermost coroutine; what it awaits is one attribute further each time.
+    yield f"\nTask {task.get_name()} (most recent call last):\n"
+    step: Any = task.get_coro()
+    while step is not None:
+        frame = getattr(step, "cr_frame", None) or getattr(step, "gi_frame", None)
+        if frame is not None:
+            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}\n'
+        step = getattr(step, "cr_await", None) or getattr(step, "gi_yieldfrom", None)
 
 
 # ---------------------------------------------------------------------------------------------- caller
@@ -607,7 +616,6 @@ class GroupRef:
             raise ValueError(f"a GroupRef must have one reference a rank, got {len(refs)}, {len(set(refs))} different")
         self.refs = tuple(refs)
         self.peer = peer or ", ".join(ref.peer for ref in self.refs)
-        self._order = asyncio.Lock()
 
     async def call(
         self, method: str, /, *arguments: Any, deadline_s: float | None = 60.0, **keywords: Any
@@ -618,10 +626,9 @@ class GroupRef:
             links: list[_Link] = []
             started: list[tuple[int, asyncio.Future[Any]]] = []
             try:
-                async with self._order:
-                    links = await self._all_ready()
-                    for link in links:
-                        started.append(link.start(packed, None))
+                links = await self._all_ready()
+                for link in links:  # in one step of the loop: no other call gets in between on some ranks only
+                    started.append(link.start(packed, None))
                 return await asyncio.gather(*[future for _, future in started])
             except asyncio.CancelledError:
                 futures = [future for _, future in started]

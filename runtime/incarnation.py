@@ -80,14 +80,16 @@ class Incarnation:
         self._heartbeat = heartbeat
         self._watcher = watcher
         self._loop = asyncio.get_running_loop()
-        self._main_fd = os.pidfd_open(main.pid)
         self._cpu_ticks: dict[int, int] = {}
-        self._loop.add_reader(self._main_fd, self._main_ended)
+        main_fd = os.pidfd_open(main.pid)
+        self._descriptors = [main_fd]
+        self._loop.add_reader(main_fd, self._main_ended, main_fd)
 
     def add(self, registration: Registration, pidfd: int) -> None:
         """A worker names itself. `pidfd` belongs to this object from now on."""
         worker = Worker(registration.rank, registration.pid, registration.start_time, registration.session, pidfd)
         self.workers[worker.rank] = worker
+        self._descriptors.append(pidfd)
         self._loop.add_reader(pidfd, self._worker_ended, worker)
 
     def beats(self) -> tuple[Beat, ...]:
@@ -140,13 +142,13 @@ class Incarnation:
 
     def close(self) -> None:
         """Stops watching. Safe to call twice."""
-        for worker in self.workers.values():
-            self._forget(worker.pidfd)
-        self._forget(self._main_fd)
-        self._main_fd = -1
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
+        descriptors, self._descriptors = self._descriptors, []
+        for descriptor in descriptors:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
 
     def _worker_ended(self, worker: Worker) -> None:
         code = self._exit_code(worker)
@@ -160,14 +162,6 @@ class Incarnation:
         left = any(beat.left for beat in self.beats() if beat.rank == worker.rank)
         return 0 if left else None  # torchrun was quicker and collected it
 
-    def _main_ended(self) -> None:
-        self._loop.remove_reader(self._main_fd)
+    def _main_ended(self, main_fd: int) -> None:
+        self._loop.remove_reader(main_fd)
         self._watcher.main_exited(self, self.main.wait())
-
-    def _forget(self, descriptor: int) -> None:
-        if descriptor >= 0:
-            self._loop.remove_reader(descriptor)
-            try:
-                os.close(descriptor)
-            except OSError as error:
-                raise AssertionError(f"a pidfd is closed once, got {error}") from error

@@ -55,15 +55,6 @@ class Surroundings:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{name}.{incarnation}.log"
 
-    def used_incarnations(self) -> dict[str, int]:
-        """The highest incarnation of each group that ever ran in this run directory, from its logs."""
-        highest: dict[str, int] = {}
-        for path in (self.run_dir / "logs").glob("attempt_*/*.log"):
-            match = _LOG.fullmatch(path.name)
-            if match is not None:
-                highest[match[1]] = max(highest.get(match[1], 0), int(match[2]))
-        return highest
-
     def start_group(self, spec: GroupSpec, incarnation: int, attempt: int, grace_s: float) -> subprocess.Popen[bytes]:
         """Starts the torchrun of a role group."""
         host, port = self.store
@@ -99,6 +90,16 @@ class Surroundings:
         command = [sys.executable, "-m", spec.module, *spec.args]
         environment = {**self.environment(spec.name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
         return start(command, environment, self.log_path(spec.name, incarnation, attempt), pass_fds)
+
+
+def used_incarnations(run_dir: Path) -> dict[str, int]:
+    """The highest incarnation of each role group and service that ever ran in this run directory, from its logs."""
+    highest: dict[str, int] = {}
+    for path in (run_dir / "logs").glob("attempt_*/*.log"):
+        match = _LOG.fullmatch(path.name)
+        if match is not None:
+            highest[match[1]] = max(highest.get(match[1], 0), int(match[2]))
+    return highest
 
 
 def start(

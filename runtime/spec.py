@@ -61,7 +61,7 @@ class SupervisorConfig:
     run_dir: Path
     groups: tuple[GroupSpec, ...]
     coordinator: ServiceSpec
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     attempt: int = 0
     """The first attempt of this supervisor's life; a resumed run goes on counting."""
     can_restart_globally: Callable[[], bool] = lambda: True

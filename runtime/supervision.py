@@ -354,7 +354,7 @@ class Supervision:
 
     def fatal(self, name: str, what: str, now: float) -> list[Action]:
         """Something that no restart repairs, as told by a child: the run fails with this as its cause."""
-        if self.phase is not Phase.RUNNING:
+        if self.phase not in (Phase.RUNNING, Phase.RESTARTING):
             return []
         return self._fail(what, Cause(name, self._lives[name].incarnation if name in self._lives else 0, what), now)
 

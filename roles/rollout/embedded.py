@@ -29,7 +29,7 @@ from rondo.runtime.errors import Closed, ConfigError
 from rondo.runtime.waits import waiting
 
 Compute = Callable[..., Awaitable[Any]]
-Path = Literal["auto", "fused", "hf"]
+ForwardPath = Literal["auto", "fused", "hf"]
 
 
 def slot_engine(
@@ -37,7 +37,7 @@ def slot_engine(
     *,
     num_slots: int,
     max_length: int,
-    forward: Path = "auto",
+    forward: ForwardPath = "auto",
     max_prefill_tokens: int = 8192,
     fixed_shapes: bool = False,
     version: int = 0,
@@ -56,9 +56,9 @@ def slot_engine(
         )
     model.eval()
     make: type[Qwen3Forward] | type[HFForward] = Qwen3Forward if fused and forward != "hf" else HFForward
-    path: Forward = make(model, num_slots=num_slots, max_length=max_length, fixed_shapes=fixed_shapes)
+    built: Forward = make(model, num_slots=num_slots, max_length=max_length, fixed_shapes=fixed_shapes)
     return SlotEngine(
-        path,
+        built,
         num_slots=num_slots,
         max_length=max_length,
         max_prefill_tokens=max_prefill_tokens,
@@ -131,7 +131,9 @@ class EmbeddedEngine:
     async def generate(self, request: Request) -> Completion:
         self._slots.check(request)
         if request.id in self._ids:
-            raise ConfigError(f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one.")
+            raise ConfigError(
+                f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one."
+            )
         command = _Generate(request, self._future())
         self._ids.add(request.id)
         try:

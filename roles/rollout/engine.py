@@ -44,7 +44,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Ask for one token or more.")
+            raise ConfigError(
+                f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Ask for one token or more."
+            )
         if not (self.temperature >= 0.0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature must be 0 (greedy) or positive, got {self.temperature}. Use 1.0 for RL.")
         if not 0.0 < self.top_p <= 1.0:
@@ -75,7 +77,9 @@ class Request:
                 f"got {self.prompt.dtype} {list(self.prompt.shape)}. Render and tokenize it first."
             )
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"the seed of request {self.id!r} must be in [0, 2**63), got {self.seed}. Mask it to 63 bits.")
+            raise ConfigError(
+                f"the seed of request {self.id!r} must be in [0, 2**63), got {self.seed}. Mask it to 63 bits."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,10 @@ class HFForward:
         self._device, self._dtype = parameter.device, parameter.dtype
         self._columns = torch.arange(self._length, device=self._device)
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
     def __call__(self, batch: Batch) -> torch.Tensor:
         parts = []
         if len(batch.tokens):

@@ -88,6 +88,10 @@ class Qwen3Forward:
         self._row_of_slot = (np.arange(num_slots) * heads * self._length)[:, None] + np.arange(heads) * self._length
         self._views: tuple[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = ((-1, -1), [])
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.model.embed_tokens.num_embeddings)
+
     def __call__(self, batch: Batch) -> torch.Tensor:
         num_decode, prompts = len(batch.tokens), batch.prompts
         tokens, positions = batch.tokens, batch.positions
@@ -96,7 +100,9 @@ class Qwen3Forward:
             spans = [np.arange(prompt.size) for _, prompt in prompts]
             tokens = np.concatenate([tokens, *(prompt for _, prompt in prompts)])
             positions = np.concatenate([positions, *spans])
-            prompt_rows = [self._row_of_slot[slot] + span[:, None] for (slot, _), span in zip(prompts, spans, strict=True)]
+            prompt_rows = [
+                self._row_of_slot[slot] + span[:, None] for (slot, _), span in zip(prompts, spans, strict=True)
+            ]
             cache_rows = np.concatenate([cache_rows, *prompt_rows])
             for slot, prompt in prompts:
                 self._show(slot, prompt.size)
@@ -216,7 +222,9 @@ class Qwen3Forward:
     def _built(self, module: Any) -> _Layer:
         qkv, out, gate_up, qk_norm = self._fuse(module)
         down, rows = module.mlp.down_proj.weight, self._num_slots
-        return _Layer(module, Product(qkv, rows), Product(out, rows), Product(gate_up, rows), Product(down, rows), qk_norm)
+        return _Layer(
+            module, Product(qkv, rows), Product(out, rows), Product(gate_up, rows), Product(down, rows), qk_norm
+        )
 
     def _refresh(self) -> None:
         """Takes the module's parameters over after they changed."""

@@ -43,7 +43,11 @@ class Batch:
 
 
 class Forward(Protocol):
-    """A model with a ragged key-value cache of `num_slots` rows, each `max_length` long."""
+    """A model with a ragged key-value cache of `num_slots` rows, each `max_length` long. Called in inference mode."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows: 0 .. vocab_size - 1."""
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Writes the cache and returns the next token's logits [num_decode + num_prompts, vocab], in the batch's order."""
@@ -97,6 +101,8 @@ class SlotEngine:
         version: int = 0,
     ) -> None:
         least = 4 if fixed_shapes else 1
+        if max_prefill_tokens < 1:
+            raise ConfigError(f"max_prefill_tokens must be at least 1, got {max_prefill_tokens}. Use the default.")
         if num_slots < least:
             raise ConfigError(f"num_slots must be at least {least}, got {num_slots}. Give the engine more slots.")
         if max_length < 2:
@@ -135,6 +141,12 @@ class SlotEngine:
                 f"prompt and max_new_tokens of request {request.id!r} must fit into max_length {self.max_length}, "
                 f"got {num_prompt} + {num_new}. Shorten the prompt, ask for fewer tokens or raise the engine's max_length."
             )
+        low, high = int(request.prompt.min()), int(request.prompt.max())
+        if low < 0 or high >= self._forward.vocab_size:
+            raise ConfigError(
+                f"the tokens of request {request.id!r} must be in [0, {self._forward.vocab_size}), "
+                f"got {low if low < 0 else high}. Tokenize the prompt with the model's own tokenizer."
+            )
         if request.media:
             raise ConfigError(
                 f"request {request.id!r} must carry text only on the slot engine, got media {sorted(request.media)}. "
@@ -145,7 +157,9 @@ class SlotEngine:
         """Queues a request, first come first served. Raises ConfigError if it can never run or its id is in use."""
         self.check(request)
         if request.id in self._waiting or any(running.request.id == request.id for running in self._running):
-            raise ConfigError(f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one.")
+            raise ConfigError(
+                f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one."
+            )
         self._waiting[request.id] = request
 
     @torch.inference_mode()
@@ -204,7 +218,8 @@ class SlotEngine:
             slot, num_tokens = len(self._running), request.prompt.size
             key = request.prompt.astype(np.int64)
             prompt = self._prompts.get(key.tobytes())
-            if prompt is None:
+            holder = self._holder(prompt)
+            if prompt is None or holder is None:
                 if prompts and num_tokens > budget:
                     break
                 budget -= num_tokens
@@ -213,7 +228,7 @@ class SlotEngine:
                 computed.append(prompt)
                 self._prefill_tokens += num_tokens
             else:
-                copies.append((self._holder(prompt), slot, num_tokens))
+                copies.append((holder, slot, num_tokens))
                 self._shared_prompt_tokens += num_tokens
             if prompt.logits is None:
                 rows.append(prompt.row)
@@ -274,8 +289,9 @@ class SlotEngine:
         # From the last to the first, so that the slot which moves into a freed one is never itself about to end.
         return [self._finish(int(slot), "stop" if stopped[slot] else "length") for slot in ended[::-1]]
 
-    def _holder(self, prompt: _Prompt) -> int:
-        return next(slot for slot, running in enumerate(self._running) if running.prompt is prompt)
+    def _holder(self, prompt: _Prompt | None) -> int | None:
+        """A slot whose cache begins with the prompt."""
+        return next((slot for slot, running in enumerate(self._running) if running.prompt is prompt), None)
 
     def _place(self, slot: int, request: Request) -> None:
         """Writes a request's state into a free slot."""

@@ -375,7 +375,7 @@ sizes = st.integers(1, 20).map(lambda n: n * 64)
 
 
 @given(st.sampled_from([1024, 1600, 2048]), st.integers(0, 200), st.data())
-@settings(quick, max_examples=250)
+@settings(quick, max_examples=150)
 def test_no_put_under_a_granted_promise_is_ever_out_of_space(capacity: int, start: int, data: st.DataObject) -> None:
     """Grants, puts (smaller than promised, whole or in parts, any order) and releases, interleaved at will.
 

@@ -94,12 +94,12 @@ def in_numpy(algorithm: Algorithm, made: dict[str, Any]) -> tuple[float, dict[st
         losses.append(sample)
         start += length
     flat = [loss for sample in losses for loss in sample]
-    loss = {
-        "sample": np.mean([sum(sample) / max(len(sample), 1) for sample in losses]),
+    reduced: float = {
+        "sample": sum(sum(sample) / max(len(sample), 1) for sample in losses) / len(losses),
         "token": sum(flat) / len(flat),
         "constant": sum(flat) / (len(losses) * MAX_NEW_TOKENS),
     }[algorithm.normalizer]
-    return float(loss), {name: float(np.mean(numbers)) for name, numbers in seen.items() if numbers}
+    return reduced, {name: float(np.mean(numbers)) for name, numbers in seen.items() if numbers}
 
 
 def run(algorithm: Algorithm, made: dict[str, Any]) -> tuple[LossSums, torch.Tensor]:
@@ -148,7 +148,7 @@ def test_normalisers_by_hand() -> None:
         "log_probs": torch.zeros(4), "rollout_log_probs": torch.zeros(4), "mask": torch.ones(4), "lengths": [1, 3],
         "advantages": torch.tensor([1.0, -1, -1, -1]),
     }  # fmt: skip
-    sums = {name: policy_sums(replace(GRPO, normalizer=name), **made) for name in ("sample", "token", "constant")}  # type: ignore[arg-type]
+    sums = {name: policy_sums(replace(GRPO, normalizer=name), **made) for name in ("sample", "token", "constant")}
     assert loss_of(replace(GRPO, normalizer="sample"), sums["sample"]) == pytest.approx(0, abs=1e-6)  # (-1 + 1) / 2
     assert loss_of(replace(GRPO, normalizer="token"), sums["token"]) == 0.5  # 2 / 4
     assert loss_of(replace(GRPO, normalizer="constant"), sums["constant"]) == 2 / (2 * MAX_NEW_TOKENS)

@@ -65,8 +65,8 @@ class Probe(Actor):
         self._open += 1
         self.most_at_once = max(self.most_at_once, self._open)
         self.begun.append(key)
-        await self._notify()
         try:
+            await self._notify()
             async with self._changed:
                 await self._changed.wait_for(lambda: key in self._released)
             return key
@@ -189,7 +189,7 @@ async def test_arrays_and_bytes_travel_at_any_depth_in_both_directions(tmp_path:
     assert list(media[:2]) == [b"", b"jpeg"]
     pairs = [(arrived[key], value[key]) for key in ("0-d", "empty", "bfloat16")] + [(media[2], expected[2])]
     for got, want in pairs:
-        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert got.dtype == want.dtype and got.shape == want.shape
         np.testing.assert_array_equal(got, want)
 
 
@@ -236,7 +236,13 @@ def test_an_endpoint_is_a_coroutine_function_without_the_callers_keywords(name: 
 @on_both_loops
 async def test_a_remote_error_arrives_with_its_type_and_remote_traceback(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, ref, server):
-        kinds = {"value": ValueError, "key": KeyError, "refused": Refused, "deadline": DeadlineExceeded, "gone": PeerGone}
+        kinds = {
+            "value": ValueError,
+            "key": KeyError,
+            "refused": Refused,
+            "deadline": DeadlineExceeded,
+            "gone": PeerGone,
+        }
         for name, kind in kinds.items():
             with pytest.raises(kind) as caught:
                 await ref.call("fail", name, retry=True)
@@ -286,13 +292,13 @@ async def test_what_is_larger_than_the_other_side_takes_fails_alone_and_the_conn
 @on_both_loops
 async def test_past_its_deadline_a_call_raises_naming_both_sides_and_is_cancelled_at_the_actor(tmp_path: Path) -> None:
     async with served(tmp_path) as (probe, ref, _):
-        for _ in range(2):  # once with and once without a connection at hand
-            with pytest.raises(DeadlineExceeded) as caught:
-                await ref.call("hold", 1, deadline_s=0.02)
-            error = caught.value
-            assert (error.name, error.peer, error.deadline_s) == ("call hold", "probe-0", 0.02)
-            assert error.waiter == PROCESS.waiter
-        await probe.cancelled_count(2)
+        await ref.call("rondo.ping")
+        with pytest.raises(DeadlineExceeded) as caught:
+            await ref.call("hold", 1, deadline_s=0.02)
+        error = caught.value
+        assert (error.name, error.peer, error.deadline_s) == ("call hold", "probe-0", 0.02)
+        assert error.waiter == PROCESS.waiter
+        await probe.cancelled_count(1)
         assert await ref.call("echo", 1) == 1
 
 
@@ -306,8 +312,23 @@ async def test_of_calls_on_the_way_only_the_late_one_ends(tmp_path: Path) -> Non
             await ref.call("hold", "hasty", deadline_s=0.02)
         await probe.cancelled_count(1)
         await probe.release("patient", "endless")
-        assert await asyncio.gather(patient, endless) == ["patient", "endless"]
+        assert await asyncio.gather(*[patient, endless]) == ["patient", "endless"]
         assert probe.cancelled == ["hasty"]
+
+
+@on_both_loops
+async def test_each_of_several_late_calls_ends_at_its_own_deadline(tmp_path: Path) -> None:
+    async with served(tmp_path) as (probe, ref, _):
+        await ref.call("echo", 1)
+        deadlines_s = [60, 0.06, 0.02, 0.04]
+        calls = [asyncio.create_task(ref.call("hold", deadline_s, deadline_s=deadline_s)) for deadline_s in deadlines_s]
+        for call in calls[1:]:
+            with pytest.raises(DeadlineExceeded):
+                await call
+        await probe.cancelled_count(3)
+        assert probe.cancelled == [0.02, 0.04, 0.06]
+        await probe.release(60)
+        assert await calls[0] == 60
 
 
 @on_both_loops
@@ -407,6 +428,22 @@ async def test_a_full_mailbox_holds_calls_back_at_the_caller(tmp_path: Path) -> 
         assert await asyncio.gather(*calls) == [0, 1, 2, 3, 4]
         assert probe.most_at_once == 2
         assert probe.begun == [0, 1, 2, 3, 4]
+
+
+@on_both_loops
+async def test_a_newcomer_does_not_overtake_calls_that_wait_for_room(tmp_path: Path) -> None:
+    async with served(tmp_path, mailbox=2) as (probe, ref, _):
+
+        async def hold_then_log() -> None:
+            await ref.call("hold", "a")
+            await ref.call("log", "newcomer")
+
+        calls = [hold_then_log(), ref.call("hold", "b"), ref.call("log", "first"), ref.call("log", "second")]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await probe.begun_count(2)
+        await probe.release("a", "b")
+        await asyncio.gather(*tasks)
+        assert probe.begun == ["a", "b", "first", "second", "newcomer"]
 
 
 @on_both_loops
@@ -652,8 +689,8 @@ async def test_a_call_without_retry_fails_at_once_where_nobody_listens(tmp_path:
 async def test_a_retried_call_ends_at_its_deadline_and_tells_its_last_attempt(tmp_path: Path) -> None:
     with ActorRef(f"unix:{tmp_path}/nobody", token=TOKEN, peer="probe-0") as ref:
         with pytest.raises(DeadlineExceeded) as caught:
-            await ref.call("echo", 1, retry=True, deadline_s=0.02)
-        assert caught.value.deadline_s == 0.02
+            await ref.call("echo", 1, retry=True, deadline_s=0.2)
+        assert caught.value.deadline_s == 0.2
         assert "Last attempt: unix:" in caught.value.__notes__[0]
 
 
@@ -682,7 +719,9 @@ async def test_a_cancelled_call_to_nobody_ends_at_once(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def served_group(tmp_path: Path, num_ranks: int = 3, **options: Any) -> AsyncGenerator[tuple[list[Probe], GroupRef]]:
+async def served_group(
+    tmp_path: Path, num_ranks: int = 3, **options: Any
+) -> AsyncGenerator[tuple[list[Probe], GroupRef]]:
     probes = [Probe() for _ in range(num_ranks)]
     addresses = [f"unix:{tmp_path}/{rank}" for rank in range(num_ranks)]
     servers = [
@@ -736,10 +775,11 @@ async def test_a_group_call_goes_to_no_rank_when_one_is_not_there(tmp_path: Path
 @on_both_loops
 async def test_a_group_call_past_its_deadline_names_the_silent_ranks_and_is_cancelled_there(tmp_path: Path) -> None:
     async with served_group(tmp_path) as (probes, group):
+        await group.call("rondo.ping")
         for rank in (0, 2):
             await probes[rank].release("key")
-        with pytest.raises(DeadlineExceeded, match=r"of 'main' for 'probe-0\.1' must end"):
-            await group.call("hold", "key", deadline_s=0.1)
+        with pytest.raises(DeadlineExceeded, match=r"for 'probe-0\.1' must end"):
+            await group.call("hold", "key", deadline_s=0.3)
         await probes[1].cancelled_count(1)
 
 
@@ -762,9 +802,16 @@ async def test_the_first_error_of_a_group_call_is_raised_and_cancels_the_others(
 @on_both_loops
 async def test_groups_that_share_ranks_in_another_order_do_not_block_each_other(tmp_path: Path) -> None:
     async with served_group(tmp_path, mailbox=1) as (probes, group):
-        reverse = GroupRef(group.refs[::-1])
-        await asyncio.gather(*[each.call("log", i) for i in range(20) for each in (group, reverse)])
-        assert [len(probe.begun) for probe in probes] == [40, 40, 40]
+        middle = group.refs[1]
+        held = asyncio.create_task(middle.call("hold", "held"))
+        await probes[1].begun_count(1)
+        queued = asyncio.create_task(middle.call("log", "queued"))  # its turn is what both groups come to wait for
+        groups = (group, GroupRef(group.refs[::-1]))
+        calls = [asyncio.create_task(each.call("log", "x", deadline_s=10)) for each in groups]
+        await first_step()
+        await probes[1].release("held")
+        await asyncio.gather(held, queued, *calls)
+        assert [len(probe.begun) for probe in probes] == [2, 4, 2]
 
 
 async def test_a_group_has_different_references() -> None:
@@ -790,7 +837,7 @@ async def test_every_actor_answers_who_it_is_what_it_waits_for_and_where_it_stan
         await probe.begun_count(1)
         text = await ref.call("rondo.stacks")
         assert "most recent call first" in text  # threads
-        assert "in hold" in text  # tasks
+        assert "in Probe.hold\n" in text  # tasks
         await probe.release(1)
         await held
 

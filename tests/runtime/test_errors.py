@@ -56,7 +56,9 @@ def test_a_deadline_names_the_wait_and_both_sides() -> None:
     assert (error.name, error.waiter, error.peer, error.deadline_s) == ("call lease", "rollout-0.0", "coordinator", 2.5)
 
 
-@pytest.mark.parametrize("kind", [kind for name, kind in TRAVELLERS.items() if name not in {"DeadlineExceeded", "RemoteError"}])
+@pytest.mark.parametrize(
+    "kind", [kind for name, kind in TRAVELLERS.items() if name not in {"DeadlineExceeded", "RemoteError"}]
+)
 def test_what_travels_arrives_as_its_own_type_with_its_arguments(kind: type[Exception]) -> None:
     arrived = over_a_wire(kind("epoch must be 4, got 3"))
     assert type(arrived) is kind
@@ -83,7 +85,9 @@ def test_a_subclass_arrives_as_its_nearest_type_of_the_tree() -> None:
     assert str(arrived) == "epoch must be 4, got 3"
 
 
-@pytest.mark.parametrize("error", [json.JSONDecodeError("bad", "x", 0), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no")])
+@pytest.mark.parametrize(
+    "error", [json.JSONDecodeError("bad", "x", 0), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no")]
+)
 def test_a_subclass_of_a_builtin_arrives_as_a_remote_error_that_names_it(error: Exception) -> None:
     arrived = over_a_wire(error)
     assert isinstance(arrived, RemoteError)

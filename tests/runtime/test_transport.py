@@ -189,7 +189,9 @@ values = st.recursive(
         st.lists(st.integers(0, 4), max_size=3),
         st.sampled_from(["<f4", "<i8", "|u1", "<f2"]),
     ),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4)
+    ),
     max_leaves=20,
 )
 
@@ -253,12 +255,16 @@ def test_a_header_that_is_not_json_is_a_protocol_error(header: bytes) -> None:
 
 # ---------------------------------------------------------------------------------------------- frames
 
-small: st.SearchStrategy[Any] = st.tuples(st.integers(1, 6), st.integers(0, 2**64 - 1), st.binary(max_size=300), st.just([]))
+small: st.SearchStrategy[Any] = st.tuples(
+    st.integers(1, 6), st.integers(0, 2**64 - 1), st.binary(max_size=300), st.just([])
+)
 with_buffers = st.tuples(
     st.integers(1, 6),
     st.integers(0, 2**64 - 1),
     st.binary(max_size=300),
-    st.lists(st.sampled_from([0, 1, 63, 5_000, 20_000, 200_000]).map(lambda n: memoryview(bytes([n % 251]) * n)), max_size=4),
+    st.lists(
+        st.sampled_from([0, 1, 63, 5_000, 20_000, 200_000]).map(lambda n: memoryview(bytes([n % 251]) * n)), max_size=4
+    ),
 )
 long_header: st.SearchStrategy[Any] = st.sampled_from([120_000, 131_072, 300_000]).map(lambda n: (1, n, b"h" * n, []))
 
@@ -273,7 +279,8 @@ def test_frames_survive_any_cut_of_the_stream(frames: list[Any], random: Any) ->
 
 
 def test_frames_survive_a_stream_of_single_bytes() -> None:
-    frames: list[Frame] = [(1, 7, b"{}", []), (2, 8, b"[]", [memoryview(b"abc"), memoryview(b""), memoryview(b"d")]), (3, 9, b"", [])]
+    buffers = [memoryview(b"abc"), memoryview(b""), memoryview(b"d")]
+    frames: list[Frame] = [(1, 7, b"{}", []), (2, 8, b"[]", buffers), (3, 9, b"", [])]
     recorder = Recorder()
     recorder.receive(sent(*frames), lambda room: 1)
     assert contents(recorder.frames) == contents(frames)
@@ -422,7 +429,9 @@ def test_addresses_are_parsed() -> None:
     assert parse_address("tcp:[::1]:80") == ("::1", 80)
 
 
-@pytest.mark.parametrize("address", ["", "unix:", "/run/a.sock", "tcp:80", "tcp::80", "tcp:host:http", "tcp:host:65536"])
+@pytest.mark.parametrize(
+    "address", ["", "unix:", "/run/a.sock", "tcp:80", "tcp::80", "tcp:host:http", "tcp:host:65536"]
+)
 def test_a_wrong_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="an address must look like 'unix:/path' or 'tcp:host:port'"):
         parse_address(address)

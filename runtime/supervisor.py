@@ -1,0 +1,428 @@
+"""Supervisor: the process that starts, watches and restarts everything of a run on its node.
+
+Owns the processes and the records of a run; what it owns beside them is its `Estate`. Does not own decisions: every event
+goes to `supervision.py`, and this shell does what comes back.
+
+    pidfds, registrations, ready, heartbeats, signals, reports  ->  Supervision  ->  start, signal, kill, tell, note
+
+Invariants: no await without a deadline; a life is replaced only after every process of it is proved gone; when `run`
+returns, or this process dies in any way, no process of the run is left, and its run-time directory is gone.
+
+    outcome = await Supervisor(config, on_event=print).run()        # on the main thread: children die with their thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from rondo.runtime import process
+from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
+from rondo.runtime.announcer import Announcer
+from rondo.runtime.errors import DeadlineExceeded, Refused, RondoError
+from rondo.runtime.estate import Estate
+from rondo.runtime.heartbeat import Beat, segment_bytes, segment_name
+from rondo.runtime.incarnation import Incarnation, Worker
+from rondo.runtime.launcher import used_incarnations
+from rondo.runtime.record import JsonLines, last_lines
+from rondo.runtime.segments import Registration
+from rondo.runtime.spec import (
+    COORDINATOR_NAME,
+    STORE_NAME,
+    GroupView,
+    Outcome,
+    ServiceSpec,
+    SupervisorConfig,
+    SupervisorView,
+)
+from rondo.runtime.supervision import (
+    Action,
+    Child,
+    Clear,
+    DumpStacks,
+    Finish,
+    Kill,
+    Note,
+    Start,
+    State,
+    Strategy,
+    Supervision,
+    TellDead,
+    Terminate,
+)
+
+TICK_S = 0.25
+_SAMPLE_S = 1.0
+_ANSWER_S = 5.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_RESERVED = ("time", "kind", "source")
+
+
+class Supervisor(Actor):
+    """One run. `on_event` gets every record that is written, as a dict, in the event loop."""
+
+    def __init__(self, config: SupervisorConfig, on_event: Callable[[dict[str, Any]], None] = lambda record: None) -> None:
+        self._config = config
+        self._on_event = on_event
+        self._groups = {group.name: group for group in config.groups}
+        self._machine = Supervision(
+            [
+                Child(STORE_NAME, service=True, strategy=Strategy.ONE_FOR_ALL),
+                Child(COORDINATOR_NAME, service=True),
+                *(Child(group.name, group.num_processes) for group in config.groups),
+            ],
+            config.limits,
+            attempt=config.attempt,
+            incarnations=used_incarnations(config.run_dir),
+            can_restart=config.can_restart_globally,
+        )
+        self._lives: dict[str, Incarnation] = {}
+        self._faults = list(config.kill)
+        self._pinged_at = 0.0
+        self._num_dumps = 0
+        self._peak_bytes: dict[str, int] = {}
+        self._cpu_s: dict[tuple[str, int], float] = {}
+        self._sampled_at = 0.0
+        self._outcome: Outcome | None = None
+        self._finished = asyncio.Event()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Outcome:
+        """Runs everything to its end. Whatever this raises, nothing of the run is left behind."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("a supervisor must run on the main thread: what it starts dies with the starting thread")
+        process.set_child_subreaper()
+        self._loop = asyncio.get_running_loop()
+        self._began_at = time.monotonic()
+        run_dir, longest = self._config.run_dir, max(f"{name}.{g.num_processes}" for name, g in self._groups.items())
+        with contextlib.ExitStack() as ends:
+            self._estate = ends.enter_context(Estate(run_dir, longest, self._on_register))
+            self._metrics = ends.enter_context(JsonLines(run_dir / "metrics.jsonl"))
+            self._events = ends.enter_context(JsonLines(run_dir / "events.jsonl"))
+            self._coordinator = ends.enter_context(self._ref(COORDINATOR_NAME))
+            self._announcer = Announcer(self._coordinator, self._on_undelivered)
+            ends.callback(self._close_lives)
+            ends.enter_context(self._signals())
+            async with await serve(self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"):
+                return await self._supervise()
+
+    def request_stop(self, reason: str) -> None:
+        """Role groups save and leave within the grace period; asked again, everything is killed at once."""
+        now = time.monotonic()
+        self._do(self._machine.stop(reason, now))
+        self._announcer.tell("drain")
+
+    async def _supervise(self) -> Outcome:
+        async with asyncio.TaskGroup() as self._tasks:
+            pids = {"pid": os.getpid(), "janitor_pid": self._estate.janitor.pid}
+            self._record("supervisor", "started", {"rt_dir": str(self._estate.rt_dir), **pids})
+            self._helpers: set[asyncio.Task[None]] = set()
+            self._help(self._announcer.run())
+            self._help(self._ping_coordinator())
+            self._do(self._machine.begin(time.monotonic()))
+            while self._outcome is None:
+                self._do(self._machine.tick(time.monotonic(), self._beats()))
+                self._sample()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._finished.wait(), TICK_S)
+            for helper in self._helpers:
+                helper.cancel()
+        return self._outcome
+
+    def _help(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.create_task(work)
+        self._helpers.add(task)
+        task.add_done_callback(self._helpers.discard)
+
+    # ---- what is to be done -----------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    self._start(action)
+                case Terminate():
+                    self._lives[action.child].signal(signal.SIGTERM)
+                case Kill():
+                    self._end(self._lives[action.child], dump=action.dump)
+                case TellDead():
+                    self._announcer.tell("member_dead", action.child, action.incarnation)
+                case Clear():
+                    self._announcer.clear()
+                    self._estate.segments.clear()
+                case DumpStacks():
+                    self._help(self._dump_stacks())
+                case Note():
+                    self._note(action)
+                case Finish():
+                    self._outcome = self._sum_up(action.exit_code)
+                    self._finished.set()
+
+    def _start(self, order: Start) -> None:
+        name, number, around = order.child, order.incarnation, self._estate.surroundings
+        heartbeat = None
+        if name != COORDINATOR_NAME:
+            num_bytes = segment_bytes(self._groups[name].num_processes if name in self._groups else 1)
+            heartbeat = self._estate.segments.segment(segment_name(name, number), num_bytes)
+        if name in self._groups:
+            spec = self._groups[name]
+            self._announcer.tell("member_started", name, number, spec.num_processes)
+            main = around.start_group(spec, number, order.attempt, self._config.limits.grace_s)
+        elif name == STORE_NAME:
+            fd = self._estate.store_socket.fileno()
+            main = around.start_service(ServiceSpec(name, "rondo.runtime.store", (str(fd),)), number, order.attempt, [fd])
+        else:
+            main = around.start_service(self._config.coordinator, number, order.attempt)
+        log = around.log_path(name, number, order.attempt)
+        self._lives[name] = Incarnation(name, number, main, log, around.markers(name, number), heartbeat, self)
+        self._record("supervisor", "starting", {"group": name, "incarnation": number, "pid": main.pid})
+
+    def _end(self, life: Incarnation, *, dump: bool = False) -> None:
+        if life.ending is None:
+            life.ending = self._tasks.create_task(self._end_all_of(life, dump))
+
+    async def _end_all_of(self, life: Incarnation, dump: bool) -> None:
+        if dump:
+            await life.dump()
+            self._machine.explain(life.name, life.number, last_lines(life.log))
+        try:
+            await life.end()
+        except DeadlineExceeded as error:  # held in the kernel: nothing may be built on its being gone
+            self._do(self._machine.fatal(life.name, str(error), time.monotonic()))
+        life.close()
+        self._estate.segments.drop(segment_name(life.name, life.number))
+        process.reap_orphans({self._estate.janitor.pid, *(other.main.pid for other in self._lives.values())})
+        self._do(self._machine.gone(life.name, life.number, time.monotonic()))
+
+    def _note(self, note: Note) -> None:
+        data = dict(note.data)
+        if note.kind == "died":
+            data["log"] = str(self._lives[data["group"]].log)
+        if note.kind == "ready" and data["group"] == COORDINATOR_NAME:
+            self._pinged_at = time.monotonic()
+        self._record("supervisor", note.kind, data)
+
+    async def _dump_stacks(self) -> None:
+        """Who waits for what, in dumps/; every worker's stacks, in its log."""
+        self._num_dumps += 1
+        path = self._config.run_dir / "dumps" / f"no_progress_{self._machine.attempt}_{self._num_dumps}.json"
+        path.parent.mkdir(exist_ok=True)
+        names = [f"{life.name}.{rank}" for life in self._lives.values() if life.name in self._groups for rank in life.workers]
+        answers = await asyncio.gather(*[self._waits_of(name) for name in [COORDINATOR_NAME, *names]])
+        path.write_bytes(orjson.dumps(dict(answers), option=orjson.OPT_INDENT_2))
+        for life in self._lives.values():
+            if life.workers and life.ending is None:
+                life.signal(signal.SIGUSR2)
+        self._record("supervisor", "dumped", {"path": str(path)})
+
+    async def _waits_of(self, name: str) -> tuple[str, Any]:
+        with self._ref(name) as actor:
+            try:
+                return name, await actor.call("rondo.waits", deadline_s=_ANSWER_S)
+            except RondoError as error:
+                return name, str(error)
+
+    # ---- what happens -----------------------------------------------------------------------------------------------
+
+    def worker_exited(self, life: Incarnation, worker: Worker, code: int | None) -> None:
+        if life.ending is None and not self._expected(life, code):
+            self._failed(life, process.exit_text(code), rank=worker.rank, pid=worker.pid)
+
+    def main_exited(self, life: Incarnation, code: int) -> None:
+        if life.ending is None and not self._expected(life, code):
+            main = "torchrun: " if life.name in self._groups else ""
+            self._failed(life, main + process.exit_text(code), pid=life.main.pid)
+        self._end(life)  # also what a group leaves behind that is done
+
+    def _expected(self, life: Incarnation, code: int | None) -> bool:
+        """0 is an end, and so is SIGTERM for a process that we asked to leave before it could listen."""
+        return code == 0 or (code == -signal.SIGTERM and self._state(life.name) is State.LEAVING)
+
+    def _failed(self, life: Incarnation, what: str, *, pid: int, rank: int | None = None) -> None:
+        lines = last_lines(life.log)
+        now = time.monotonic()
+        self._do(self._machine.failed(life.name, life.number, what, now, rank=rank, pid=pid, last_lines=lines))
+
+    def _on_register(self, registration: Registration) -> None:
+        """On a thread of the segment server: hands the process over to the loop and waits for its word."""
+        if process.start_time(registration.pid) != registration.start_time:
+            raise Refused(f"start_time must be that of pid {registration.pid}, got {registration.start_time}")
+        accepted: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._register, registration, accepted)
+        if not accepted.result(_ANSWER_S):
+            named = f"{registration.group} incarnation {registration.incarnation} rank {registration.rank}"
+            raise Refused(f"a process must belong to a life that is being started, got {named}. It ends")
+
+    def _register(self, registration: Registration, accepted: concurrent.futures.Future[bool]) -> None:
+        group, number, rank = registration.group, registration.incarnation, registration.rank
+        welcome = self._machine.registered(group, number, rank, time.monotonic())
+        if welcome:
+            try:
+                self._lives[group].add(registration, os.pidfd_open(registration.pid))
+            except ProcessLookupError:
+                welcome = False  # dead meanwhile: its main process tells
+            else:
+                data = {"group": group, "incarnation": number, "rank": rank, "pid": registration.pid}
+                self._record("supervisor", "registered", data)
+        accepted.set_result(welcome)
+
+    async def _ping_coordinator(self) -> None:
+        """The coordinator has no words in shared memory: it lives as long as it answers."""
+        silence_s = self._config.limits.silence_s
+        while True:
+            await asyncio.sleep(min(1.0, silence_s / 4))
+            if self._state(COORDINATOR_NAME) is State.READY:
+                with contextlib.suppress(RondoError):  # that it did not answer shows in the time of its last answer
+                    await self._coordinator.call("rondo.ping", deadline_s=silence_s)
+                    self._pinged_at = time.monotonic()
+
+    def _on_undelivered(self, method: str, error: Exception) -> None:
+        self._record("supervisor", "undelivered", {"method": method, "error": str(error)})
+
+    def _inject(self, version: int) -> None:
+        """Faults on purpose, each once: a role's workers are killed when so many steps are committed."""
+        for fault in [fault for fault in self._faults if version >= fault[1]]:
+            self._faults.remove(fault)
+            for name, life in self._lives.items():
+                spec = self._groups.get(name)
+                if fault[0] in ((name,) if spec is None else (name, spec.role, *spec.role_names)):
+                    self._record("supervisor", "killed_on_purpose", {"group": name, "step": version})
+                    life.signal(signal.SIGKILL)
+
+    # ---- endpoints --------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def ready(self, group: str, incarnation: int, rank: int) -> None:
+        """All roles of a process can do their work. Idempotent."""
+        self._do(self._machine.ready(group, incarnation, rank, time.monotonic()))
+
+    @endpoint
+    async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
+        """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress;
+        its "version" counts committed steps), "fatal" (its "cause" ends the run)."""
+        taken = [name for name in _RESERVED if name in data]
+        if taken:
+            raise ValueError(f"a report must not hold {', '.join(_RESERVED)}, got {', '.join(taken)}. Rename it")
+        self._record(source, kind, data)
+        if kind == "committed":
+            self._machine.progressed(time.monotonic())
+            self._inject(data.get("version") or 0)
+        elif kind == "fatal":
+            self._do(self._machine.fatal(source, str(data.get("cause", "unknown")), time.monotonic()))
+
+    @endpoint
+    async def roster(self) -> dict[str, Any]:
+        """Who lives and who is proved dead, for a coordinator that starts."""
+        views = [view for view in self._machine.views() if view.name in self._groups]
+        return {
+            "attempt": self._machine.attempt,
+            "groups": {v.name: {"incarnation": v.incarnation, "alive": self._machine.alive(v.name)} for v in views},
+            "dead": [[name, number] for name, number in self._machine.dead() if name in self._groups],
+        }
+
+    @endpoint
+    async def status(self) -> SupervisorView:
+        return self.snapshot()
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> SupervisorView:
+        """The run now, for the status view and the admin endpoint."""
+        machine = self._machine
+        groups = []
+        for view in machine.views():
+            life, spec = self._lives.get(view.name), self._groups.get(view.name)
+            here = life is not None and machine.alive(view.name)
+            beats = life.beats() if life is not None and here else ()
+            groups.append(
+                GroupView(
+                    name=view.name,
+                    role=spec.role if spec is not None else view.name,
+                    state=view.state,
+                    incarnation=view.incarnation,
+                    restarts=view.num_restarts,
+                    num_ranks=view.num_ranks,
+                    num_ready=view.num_ready,
+                    pids=life.pids if life is not None and here else (),
+                    rss_bytes=life.usage().rss_bytes if life is not None and here else 0,
+                    progress=sum(beat.progress for beat in beats),
+                    section=next((beat.section for beat in beats if beat.section), ""),
+                )
+            )
+        held = self._estate.segments.stats().num_bytes if self._lives else 0
+        return SupervisorView(machine.attempt, machine.phase.value, machine.num_global_restarts, tuple(groups), held)
+
+    def _state(self, name: str) -> State:
+        return next(view.state for view in self._machine.views() if view.name == name)
+
+    def _beats(self) -> Mapping[str, tuple[Beat, ...]]:
+        beats = {name: life.beats() for name, life in self._lives.items() if life.ending is None}
+        if self._state(COORDINATOR_NAME) is State.READY:
+            beats[COORDINATOR_NAME] = (Beat(0, self._pinged_at, 0),)
+        return beats
+
+    def _ref(self, name: str) -> ActorRef:
+        return ActorRef(self._estate.address(name), token=self._estate.token, peer=name)
+
+    # ---- records ----------------------------------------------------------------------------------------------------
+
+    def _record(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
+        lines = self._metrics if kind == "metrics" else self._events
+        self._on_event(lines.write({"kind": kind, "source": source, **data}))
+
+    def _sample(self) -> None:
+        """Memory and processor time, once a second."""
+        now = time.monotonic()
+        if now < self._sampled_at + _SAMPLE_S:
+            return
+        self._sampled_at = now
+        for name, life in self._lives.items():
+            if life.ending is None:
+                usage = life.usage()
+                self._peak_bytes[name] = max(self._peak_bytes.get(name, 0), usage.rss_bytes)
+                self._cpu_s[name, life.number] = usage.cpu_s
+
+    def _sum_up(self, exit_code: int) -> Outcome:
+        wall_s = time.monotonic() - self._began_at
+        cause = self._machine.first_cause
+        recovery_s: dict[str, float] = {}
+        for name, seconds in self._machine.recoveries:
+            role = self._groups[name].role if name in self._groups else name
+            recovery_s[role] = max(recovery_s.get(role, 0.0), seconds)
+        cpu_s = sum(self._cpu_s.values()) + time.process_time()
+        outcome = Outcome(
+            exit_code=exit_code,
+            first_cause=str(cause) if cause is not None else None,
+            restarts={view.name: view.num_restarts for view in self._machine.views() if view.num_restarts},
+            recovery_s=recovery_s,
+            wall_s=wall_s,
+            attempt=self._machine.attempt,
+            memory_bytes=self._peak_bytes,
+            cpu_share=cpu_s / (wall_s * len(os.sched_getaffinity(0))),
+        )
+        self._record("supervisor", "finished", {"exit_code": exit_code, "wall_s": wall_s})
+        return outcome
+
+    def _close_lives(self) -> None:
+        for life in self._lives.values():
+            life.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        for number in _STOP_SIGNALS:
+            self._loop.add_signal_handler(number, self.request_stop, number.name)
+        try:
+            yield
+        finally:
+            for number in _STOP_SIGNALS:
+                self._loop.remove_signal_handler(number)

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rondo.models.config import ModelConfig
+from rondo.models.load import prepare
+from rondo.roles.config import AlgorithmConfig, DataConfig, JobConfig, RewardConfig, RolloutConfig, SftConfig, TrainConfig
+from rondo.roles.trainer import Trainer, TrainRow
+
+VOCABULARY = 256
+
+
+def digits() -> list[dict[str, str]]:
+    return [{"prompt": f"{n}=", "answer": str(n)} for n in range(16)]
+
+
+def exact(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
+    return float(response == label)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    build = ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 2})
+    return prepare(build, tmp_path_factory.mktemp("model") / "tiny")
+
+
+def job(model: str, **algorithm: object) -> JobConfig:
+    return JobConfig(
+        name="trainer",
+        num_steps=4,
+        model=ModelConfig(path=model),
+        data=DataConfig(rows=digits, label="answer"),
+        reward=RewardConfig(function=exact),
+        algorithm=AlgorithmConfig(**{"kl_coef": 0.1, **algorithm}),
+        rollout=RolloutConfig(prompts_per_step=2, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=8),
+        train=TrainConfig(lr=1e-2, eps=1e-2, micro_batch_tokens=64),  # eps: Adam else magnifies rounding of tiny gradients
+        sft=SftConfig(rows=digits, steps=2, batch_size=4, lr=1e-3),
+    )
+
+
+def trainer(config: JobConfig, model: str) -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(config, model, rank=0, world_size=1, device="cpu")
+
+
+def rows(seed: int, num_rows: int = 6) -> list[TrainRow]:
+    draw = np.random.default_rng(seed)
+    made = []
+    for _ in range(num_rows):
+        response = int(draw.integers(1, 7))
+        columns = [draw.normal(-1, 0.1, response).astype(np.float32) for _ in range(4)]
+        tokens = draw.integers(0, VOCABULARY, 4 + response).astype(np.int32)
+        made.append(TrainRow(tokens, np.ones(response, np.uint8), *columns))
+    return made
+
+
+def weights(made: Trainer) -> torch.Tensor:
+    return torch.cat([tensor.flatten().clone() for _, tensor in made.weights()])
+
+
+@pytest.mark.parametrize("normalizer", ["sample", "token", "constant"])
+def test_a_step_cut_into_rounds_makes_the_same_weights_as_one_round(model: str, normalizer: str) -> None:
+    config, batch = job(model, normalizer=normalizer), rows(0)
+    results = []
+    for cuts in ([6], [1, 5], [2, 0, 2, 2]):
+        made, start = trainer(config, model), 0
+        for number, size in enumerate(cuts):
+            ids = [[0, start + i] for i in range(size)]
+            made.accumulate(batch[start : start + size], ids, last=number == len(cuts) - 1)
+            start += size
+        metrics, trained = made.finish(0)
+        assert trained == [[0, i] for i in range(6)]
+        results.append((weights(made), metrics["loss"], metrics["grad_norm"]))
+    for other in results[1:]:
+        torch.testing.assert_close(other[0], results[0][0], atol=2e-5, rtol=0)
+        assert other[1:] == pytest.approx(results[0][1:], abs=1e-5)
+
+
+def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
+    config = job(model)
+    made = trainer(config, model)
+    made.accumulate(rows(1), [[0, 0]], last=True)
+    made.finish(0)
+    tensors, state = made.state()
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    before = made.checksum()
+    made.accumulate(rows(2), [[1, 0]], last=True)
+    made.finish(1)
+    after = made.checksum()
+    again = trainer(config, model)
+    again.load_state(kept, state)
+    assert again.checksum() == before
+    again.accumulate(rows(2), [[1, 0]], last=True)
+    again.finish(1)
+    assert again.checksum() == after != before
+
+
+def test_a_discarded_step_leaves_no_trace(model: str) -> None:
+    config = job(model)
+    made, other = trainer(config, model), trainer(config, model)
+    made.accumulate(rows(3), [[9, 9]], last=False)
+    made.discard()
+    for each in (made, other):
+        each.accumulate(rows(4), [[0, 0]], last=True)
+    assert made.finish(0)[1] == [[0, 0]] and other.finish(0)[1] == [[0, 0]]
+    assert made.checksum() == other.checksum()
+
+
+def test_without_old_log_probs_the_ratio_is_one(model: str) -> None:
+    made = trainer(job(model), model)
+    batch = [TrainRow(r.tokens, r.mask, r.advantages, r.rollout_log_probs, None, r.ref_log_probs) for r in rows(5)]
+    made.accumulate(batch, [[0, 0]], last=True)
+    metrics, _ = made.finish(0)
+    assert metrics["ratio_mean"] == 1.0 and metrics["clip_fraction"] == 0.0
+
+
+def test_the_warm_up_trains_and_can_be_stopped(model: str) -> None:
+    made = trainer(job(model), model)
+    before, seen = made.checksum(), []
+    made.warm_up(seen.append, lambda: False)
+    assert [metrics["step"] for metrics in seen] == [0, 1] and made.checksum() != before
+    made.warm_up(seen.append, lambda: True)
+    assert len(seen) == 2
+
+
+def test_a_checkpoint_holds_the_index_and_a_folder_for_transformers(model: str, tmp_path: Path) -> None:
+    made = trainer(job(model), model)
+    made.accumulate(rows(6), [[0, 0]], last=True)
+    made.finish(0)
+    folder = tmp_path / "step_000001"
+    made.save(folder, {"version": 1, "index": {"next_group": 3}}, tokenizer_path=model)
+    again = trainer(job(model), model)
+    assert again.load_checkpoint(folder) == {"version": 1, "index": {"next_group": 3}}
+    assert again.checksum() == made.checksum()
+    assert (folder / "hf" / "model.safetensors").is_file()

@@ -1,0 +1,276 @@
+"""The supervisor with real torchruns: deaths, silence, ends and leftovers. Runs are shared, since each takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rondo.runtime import process
+
+HERE = Path(__file__).parent
+PATIENCE_S = 60.0
+
+Record = dict[str, Any]
+
+
+class Program:
+    """`tiny_run.py` in a process of its own; `events` is all that it has told."""
+
+    def __init__(self, run_dir: Path, groups: list[tuple[str, int, list[str]]], **limits: Any) -> None:
+        self.run_dir = run_dir
+        given = {"run_dir": str(run_dir), "groups": groups, "limits": limits}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "tiny_run.py"), orjson.dumps(given).decode()],
+            env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self._output = self.process.stdout
+        self._partial = b""
+        self.events: list[Record] = []
+
+    def until(self, wanted: Callable[[Record], bool]) -> Record:
+        """The next event that is wanted; fails when the program ends or is silent for too long."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            line, newline, rest = self._partial.partition(b"\n")
+            if newline:
+                self._partial = rest
+                self.events.append(orjson.loads(line))
+                if wanted(self.events[-1]):
+                    return self.events[-1]
+                continue
+            if not select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                pytest.fail(f"the awaited event did not come; the last ones: {self.events[-5:]}")
+            chunk = os.read(self._output.fileno(), 1 << 16)
+            if not chunk:
+                pytest.fail(f"the program ended before the awaited event; the last ones: {self.events[-5:]}")
+            self._partial += chunk
+
+    def ready(self, *groups: str, incarnation: int = 1) -> None:
+        missing = set(groups)
+        while missing:
+            found = self.until(lambda r: r["kind"] == "ready" and r["incarnation"] == incarnation)
+            missing.discard(found["group"])
+
+    def end(self) -> Record:
+        """Its outcome, after it has ended."""
+        outcome = self.until(lambda r: r["kind"] == "outcome")
+        assert self.process.wait(PATIENCE_S) == outcome["exit_code"]
+        return outcome
+
+    def of(self, kind: str, **facts: Any) -> list[Record]:
+        return [r for r in self.events if r["kind"] == kind and all(r.get(name) == fact for name, fact in facts.items())]
+
+    def pid(self, group: str, rank: int = 0, incarnation: int = 1) -> int:
+        (found,) = self.of("registered", group=group, rank=rank, incarnation=incarnation)
+        pid: int = found["pid"]
+        return pid
+
+    @property
+    def rt_dir(self) -> Path:
+        return Path(self.of("started")[0]["rt_dir"])
+
+    def leftovers(self) -> list[process.Stat]:
+        return process.scan({f"RONDO_RT_DIR={self.rt_dir}".encode()})
+
+    def told(self) -> list[Record]:
+        """What the coordinators wrote down."""
+        return [orjson.loads(line) for line in (self.run_dir / "coordinator.jsonl").read_bytes().splitlines()]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+        self._output.close()
+
+
+@contextlib.contextmanager
+def program(run_dir: Path, groups: list[tuple[str, int, list[str]]], **limits: Any) -> Iterator[Program]:
+    made = Program(run_dir, groups, **limits)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# A run in which one worker is killed, one is stopped, and the coordinator is killed; then it is asked to stop.
+
+
+@pytest.fixture(scope="module")
+def stormy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    groups = [("alpha-0", 2, ["Idle"]), ("beta-0", 1, ["Idle"])]
+    with program(tmp_path_factory.mktemp("stormy"), groups, silence_s=2.5, grace_s=30) as run:
+        run.ready("store", "coordinator", "alpha-0", "beta-0")
+        os.kill(run.pid("alpha-0", rank=1), signal.SIGKILL)
+        run.ready("alpha-0", incarnation=2)
+        os.kill(run.pid("beta-0"), signal.SIGSTOP)
+        coordinator = run.of("starting", group="coordinator")[0]["pid"]
+        os.kill(coordinator, signal.SIGKILL)
+        run.ready("coordinator", "beta-0", incarnation=2)
+        run.before_stop = run.leftovers()  # type: ignore[attr-defined]
+        run.process.send_signal(signal.SIGTERM)
+        run.outcome = run.end()  # type: ignore[attr-defined]
+        yield run
+
+
+def test_a_killed_worker_restarts_its_whole_group_and_only_it(stormy: Program) -> None:
+    (died,) = stormy.of("died", group="alpha-0")
+    assert (died["rank"], died["pid"]) == (1, stormy.pid("alpha-0", rank=1))
+    assert died["cause"] in ("killed by SIGKILL", "ended without a word")
+    first, second = [{stormy.pid("alpha-0", rank, life) for rank in (0, 1)} for life in (1, 2)]
+    assert not first & second
+    assert stormy.outcome["restarts"] == {"alpha-0": 1, "beta-0": 1, "coordinator": 1}  # type: ignore[attr-defined]
+    assert stormy.outcome["attempt"] == 0  # type: ignore[attr-defined]
+
+
+def test_a_stopped_worker_is_noticed_by_its_silence_and_replaced(stormy: Program) -> None:
+    (died,) = stormy.of("died", group="beta-0")
+    assert died["rank"] == 0 and died["cause"].startswith("silent for ") and died["cause"].endswith("limit 2.5 s")
+    assert stormy.pid("beta-0", incarnation=2) != stormy.pid("beta-0")
+
+
+def test_the_coordinator_hears_of_a_death_and_then_of_the_next_life(stormy: Program) -> None:
+    told = [(r["told"], r["group"], r["incarnation"]) for r in stormy.told() if r.get("group") == "alpha-0"]
+    assert told == [("started", "alpha-0", 1), ("dead", "alpha-0", 1), ("started", "alpha-0", 2)]
+    assert [r["num_ranks"] for r in stormy.told() if r["told"] == "started"][:2] == [2, 1]
+
+
+def test_a_coordinator_that_restarts_asks_who_lives(stormy: Program) -> None:
+    rosters = [r for r in stormy.told() if r["told"] == "roster"]
+    assert [r["by"]["incarnation"] for r in rosters] == [1, 2]
+    assert rosters[0]["roster"]["dead"] == []
+    assert ["alpha-0", 1] in rosters[1]["roster"]["dead"]
+    assert rosters[1]["roster"]["groups"]["alpha-0"] == {"incarnation": 2, "alive": True}
+
+
+def test_memory_outlives_the_group_that_wrote_it(stormy: Program) -> None:
+    assert [r["lives"] for r in stormy.of("lives", group="alpha-0")] == [1, 2]
+
+
+def test_recovery_is_measured_by_role(stormy: Program) -> None:
+    recovery_s = stormy.outcome["recovery_s"]  # type: ignore[attr-defined]
+    assert set(recovery_s) == {"alpha", "beta", "coordinator"} and all(seconds > 0 for seconds in recovery_s.values())
+    (recovered,) = stormy.of("ready", group="alpha-0", incarnation=2)
+    assert recovered["recovery_s"] == recovery_s["alpha"]
+
+
+def test_a_stop_lets_every_worker_save_and_ends_with_the_requeue_code(stormy: Program) -> None:
+    assert stormy.process.returncode == 75
+    assert stormy.outcome["first_cause"] is None  # type: ignore[attr-defined]
+    assert sorted((r["group"], r["rank"]) for r in stormy.of("saved")) == [("alpha-0", 0), ("alpha-0", 1), ("beta-0", 0)]
+    assert stormy.told()[-1]["told"] == "drain"
+
+
+def test_what_left_its_session_and_its_parent_was_there_and_is_gone(stormy: Program) -> None:
+    # store, coordinator, two torchruns, three workers, and one that hid a group
+    assert len(stormy.before_stop) == 9  # type: ignore[attr-defined]
+    assert stormy.leftovers() == []
+    assert not stormy.rt_dir.exists()
+
+
+def test_every_life_has_its_own_log_and_events_are_in_the_run_directory(stormy: Program) -> None:
+    logs = {path.name for path in (stormy.run_dir / "logs" / "attempt_0").iterdir()}
+    assert logs == {
+        "store.1.log", "coordinator.1.log", "coordinator.2.log", "alpha-0.1.log", "alpha-0.2.log", "beta-0.1.log",
+        "beta-0.2.log",
+    }  # fmt: skip
+    written = [orjson.loads(line) for line in (stormy.run_dir / "events.jsonl").read_bytes().splitlines()]
+    assert written == [r for r in stormy.events if r["kind"] != "outcome"]
+
+
+# A run that is done.
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    with program(tmp_path_factory.mktemp("calm"), [("gamma-0", 2, ["Sum", "Also"])]) as run:
+        run.outcome = run.end()  # type: ignore[attr-defined]
+        yield run
+
+
+def test_a_run_whose_groups_are_done_ends_with_zero_and_leaves_nothing(calm: Program) -> None:
+    assert calm.process.returncode == 0
+    assert calm.outcome["restarts"] == {} and calm.outcome["first_cause"] is None  # type: ignore[attr-defined]
+    assert calm.leftovers() == [] and not calm.rt_dir.exists()
+    assert calm.of("done", group="gamma-0")
+
+
+def test_ranks_of_a_group_meet_in_the_runs_store(calm: Program) -> None:
+    lines = (calm.run_dir / "metrics.jsonl").read_bytes().splitlines()
+    metrics = sorted((orjson.loads(line) for line in lines), key=lambda record: record["rank"])
+    assert [(m["total"], m["rank"], m["world_size"]) for m in metrics] == [(3, 0, 2), (3, 1, 2)]
+    assert {(m["source"], m["role_group"], m["threads"], m["extra"]) for m in metrics} == {
+        ("gamma-0", "gamma", "1", "gamma-0")
+    }
+
+
+def test_role_classes_are_imported_on_the_one_compute_thread(calm: Program) -> None:
+    assert {m["imported_on"] for m in calm.of("metrics")} == {r["thread"] for r in calm.of("late")} == {"compute_0"}
+
+
+def test_a_group_is_ready_when_every_role_of_it_is(calm: Program) -> None:
+    kinds = [r["kind"] for r in calm.events if r.get("group", r["source"]) == "gamma-0" and r["kind"] in ("late", "ready")]
+    assert kinds == ["late", "late", "ready"]
+
+
+def test_the_supervisor_never_imports_torch(calm: Program) -> None:
+    assert calm.outcome["light"] is True  # type: ignore[attr-defined]
+
+
+def test_memory_and_processor_time_are_measured(calm: Program) -> None:
+    memory = calm.outcome["memory_bytes"]  # type: ignore[attr-defined]
+    assert set(memory) == {"store", "coordinator", "gamma-0"} and min(memory.values()) > 10 << 20
+    assert 0 < calm.outcome["cpu_share"] <= 1  # type: ignore[attr-defined]
+
+
+# Runs that end badly.
+
+
+def test_a_group_that_always_crashes_leads_to_another_attempt_and_then_to_its_first_cause(tmp_path: Path) -> None:
+    groups = [("crash-0", 1, ["Crash"]), ("alpha-0", 1, ["Idle"])]
+    with program(tmp_path, groups, max_restarts=0, max_global_restarts=1) as run:
+        outcome = run.end()
+        assert run.leftovers() == [] and not run.rt_dir.exists()
+    assert outcome["exit_code"] == 1 and outcome["attempt"] == 1
+    assert outcome["first_cause"].startswith("crash-0 rank 0 of incarnation 1 (pid ")
+    assert "ValueError: the pot is empty" in outcome["first_cause"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["attempt_0", "attempt_1"]
+    assert [(r["by"]["attempt"], r["roster"]["attempt"]) for r in run.told() if r["told"] == "roster"][-1] == (1, 1)
+    # Shared memory does not survive into another attempt.
+    assert [r["lives"] for r in run.of("lives")] == [1] * len(run.of("lives"))
+    assert [r["incarnation"] for r in run.of("starting", group="crash-0")] == [1, 2]
+
+
+def test_a_second_ctrl_c_kills_what_does_not_want_to_leave(tmp_path: Path) -> None:
+    with program(tmp_path, [("mule-0", 1, ["Stubborn"])], grace_s=600) as run:
+        run.ready("store", "coordinator", "mule-0")
+        run.process.send_signal(signal.SIGINT)
+        run.until(lambda r: r["kind"] == "stopping")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end()["exit_code"] == 75
+        assert run.of("stop_now") and run.leftovers() == [] and not run.rt_dir.exists()
+
+
+def test_nothing_is_left_when_the_supervisor_itself_is_killed(tmp_path: Path) -> None:
+    with program(tmp_path, [("alpha-0", 2, ["Idle"])]) as run:
+        run.ready("alpha-0")
+        watched = [os.pidfd_open(found.pid) for found in run.leftovers()]
+        janitor = os.pidfd_open(run.of("started")[0]["janitor_pid"])
+        assert len(watched) == 6
+        run.process.kill()
+        for descriptor in (*watched, janitor):
+            assert select.select([descriptor], [], [], PATIENCE_S)[0]
+            os.close(descriptor)
+        assert run.leftovers() == [] and not run.rt_dir.exists()

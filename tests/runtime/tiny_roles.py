@@ -1,0 +1,93 @@
+"""Role classes for the supervisor's tests: as small as they can be, each with one habit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+
+from rondo.runtime.context import WorkerContext
+
+IMPORTED_ON = threading.current_thread().name
+
+
+class Idle:
+    """Works until it is asked to stop. Rank 0 counts its lives in memory that outlives it, and leaves a process behind
+    that has its own session and no parent."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+
+    async def run(self) -> None:
+        ctx = self._ctx
+        if ctx.rank == 0:
+            lives = ctx.segments.segment(f"lives/{ctx.group}", 64).view()
+            lives[0] += 1
+            code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
+            await ctx.compute(subprocess.run, [sys.executable, "-S", "-c", code], check=True)
+            await ctx.report("lives", {"group": ctx.group, "lives": lives[0], "attempt": ctx.attempt})
+        ctx.progress()
+        await ctx.ready()
+        await ctx.stopping.wait()
+        await ctx.report("saved", {"group": ctx.group, "rank": ctx.rank})
+
+
+class Stubborn:
+    """Does not leave when it is asked."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+
+    async def run(self) -> None:
+        await self._ctx.ready()
+        await asyncio.Event().wait()
+
+
+class Crash:
+    """Raises as soon as it is ready."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+
+    async def run(self) -> None:
+        await self._ctx.ready()
+        raise ValueError("the pot is empty")
+
+
+class Sum:
+    """Sums the ranks with a collective, reports, and is done."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+
+    async def run(self) -> None:
+        ctx = self._ctx
+        with ctx.section("load", 60):
+            await ctx.compute(ctx.init_process_group, "gloo", 30)
+        await ctx.ready()
+        total = await ctx.compute(self._total)
+        facts = {
+            "total": total, "rank": ctx.rank, "world_size": ctx.world_size, "role_group": ctx.role_group,
+            "imported_on": IMPORTED_ON, "threads": os.environ["OMP_NUM_THREADS"], "extra": os.environ["EXTRA"],
+        }  # fmt: skip
+        await ctx.report("metrics", facts)
+
+    def _total(self) -> int:
+        import torch
+
+        value = torch.tensor([self._ctx.rank + 1])
+        torch.distributed.all_reduce(value)
+        return int(value)
+
+
+class Also:
+    """A second role in the same process, ready later than the first."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+
+    async def run(self) -> None:
+        await self._ctx.report("late", {"thread": await self._ctx.compute(lambda: threading.current_thread().name)})
+        await self._ctx.ready()
