@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,10 +89,11 @@ def train(options: argparse.Namespace) -> int:
     kill = tuple(_kill(text, config.num_steps) for text in options.kill)
     roles = {role for group in config.groups for role in group.roles} | {group.name for group in config.groups}
     _known_roles(kill, roles)
-    require(config)
-    from rondo.launch.train import main as run
+    with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
+        facts = require(config, Path(folder))
+        from rondo.launch.train import main as run
 
-    return run(config, TrainOptions(options.config, kill, options.plain))
+        return run(config, TrainOptions(options.config, kill, options.plain), facts)
 
 
 def sft(options: argparse.Namespace) -> int:
@@ -102,10 +104,11 @@ def sft(options: argparse.Namespace) -> int:
     config = load(options.config, options.set)
     if config.sft is None:
         raise ConfigError(f"sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to {options.config}")
-    require(config)
-    from rondo.launch.sft import main as run
+    with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
+        facts = require(config, Path(folder))
+        from rondo.launch.train import fine_tune
 
-    return run(config, TrainOptions(options.config, (), options.plain))
+        return fine_tune(config, TrainOptions(options.config, (), options.plain), facts)
 
 
 def check(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import orjson
 from rondo.runtime.actor import ActorRef
 from rondo.runtime.broadcast import Broadcast
 from rondo.runtime.errors import RondoError
+from rondo.runtime.spec import COORDINATOR_NAME
+from rondo.runtime.supervision import State
 from rondo.runtime.supervisor import Supervisor
 
 _PERIOD_S = 2.0
@@ -28,10 +30,10 @@ _NUM_SAMPLES = 20
 class RunProvider:
     """The `Provider` of a live run. `poll` runs beside the supervisor; `on_event` takes its records."""
 
-    def __init__(self, supervisor: Supervisor, run_dir: Path, stop: Callable[[str], None]) -> None:
+    def __init__(self, supervisor: Supervisor, rt_dir: Path, token: str, run_dir: Path) -> None:
         self._supervisor = supervisor
+        self._rt_dir, self._token = rt_dir, token
         self._run_dir = run_dir
-        self._stop = stop
         self._broadcast = Broadcast()
         self._refs: dict[str, ActorRef] = {}
         self._waits: list[dict[str, Any]] = []
@@ -56,13 +58,12 @@ class RunProvider:
         ]
         answers = await asyncio.gather(*(self._ask(name, "rondo.waits") for name in names))
         self._waits = [wait for answer in answers for wait in answer or ()]
-        self._bus = await self._ask("coordinator", "stats") or self._bus
+        self._bus = await self._ask(COORDINATOR_NAME, "stats") or self._bus
 
     async def _ask(self, name: str, method: str) -> Any:
         """A process's answer, or None from one that is starting, stopping or busy."""
         if name not in self._refs:
-            rt_dir, token = self._supervisor.rt_dir, self._supervisor.token
-            self._refs[name] = ActorRef(f"unix:{rt_dir}/{name}.sock", token=token, peer=name)
+            self._refs[name] = ActorRef(f"unix:{self._rt_dir}/{name}.sock", token=self._token, peer=name)
         try:
             return await self._refs[name].call(method, deadline_s=_ANSWER_S)
         except (RondoError, OSError):
@@ -77,9 +78,8 @@ class RunProvider:
 
     def health(self) -> Mapping[str, Any]:
         groups = self._supervisor.snapshot().groups
-        states = {group.name: str(group.state) for group in groups}
-        ready = bool(groups) and all(state in ("running", "done") for state in states.values())
-        return {"ready": ready, "healthy": not any(state == "failed" for state in states.values())} | {
+        ready = all(group.state in (State.READY, State.DONE) for group in groups)
+        return {"ready": ready, "healthy": self._supervisor.snapshot().phase != "failing"} | {
             "step": self._last_step.get("step"), "version": self._bus.get("version"), "attempt": self._bus.get("attempt"),
         }  # fmt: skip
 
@@ -119,4 +119,4 @@ class RunProvider:
         return self._broadcast.subscribe()
 
     def stop(self, reason: str) -> None:
-        self._stop(reason)
+        self._supervisor.request_stop(reason)

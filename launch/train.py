@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _run(config: RunConfig, run: RunDir, options: TrainOptions, *, attempt: int)
         wall_s=time.time() - started,
         attempt=outcome.attempt,
         first_cause=outcome.first_cause,
-        restarts=outcome.restarts,
+        restarts=_by_role(outcome.restarts),
         recovery_s=outcome.recovery_s,
         memory_bytes=outcome.memory_bytes,
         cpu_share=outcome.cpu_share,
@@ -98,52 +98,71 @@ def _prepare(config: RunConfig, run: RunDir, facts: Facts) -> None:
 
 
 async def _supervise(config: RunConfig, run: RunDir, options: TrainOptions, attempt: int) -> Outcome:
-    listeners: list[Any] = []
+    """Supervisor, view and admin endpoint beside each other, until the supervisor has ended everything."""
+    begun: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+    listeners: list[Callable[[dict[str, Any]], None]] = []
 
-    def on_event(record: Mapping[str, Any]) -> None:
+    def on_event(record: dict[str, Any]) -> None:
+        if record["kind"] == "started" and not begun.done():
+            begun.set_result(Path(record["rt_dir"]))
         for listener in listeners:
-            listener.on_event(record)
+            listener(record)
 
-    limits = config.supervision
-    supervisor = Supervisor(
-        SupervisorConfig(
-            run_dir=run.path,
-            groups=group_specs(config),
-            coordinator=ServiceSpec("coordinator", "rondo.comm.serve", ()),
-            attempt=attempt,
-            limits=Limits(
-                max_restarts=limits.max_restarts,
-                restart_window_s=limits.restart_window_s,
-                max_global_restarts=limits.max_global_restarts,
-                silence_s=limits.silence_s,
-                grace_s=limits.grace_s,
-                no_progress_s=limits.no_progress_s,
-            ),
-            kill=options.kill,
-            can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,
-        ),
-        on_event,
-    )
-    provider = RunProvider(supervisor, run.path, supervisor.request_stop)
+    supervisor = Supervisor(_supervisor_config(config, run, options, attempt), on_event)
     view = open_view(run.path.name, config.num_steps, lambda: supervisor.snapshot().groups, plain=options.plain)
-    listeners += [view, provider]
-    admin = AdminServer(config.admin, provider, token=supervisor.token)
+    listeners.append(view.on_event)
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.wait([running, begun], return_when=asyncio.FIRST_COMPLETED)
+    if not begun.done():
+        return await running
+    rt_dir = begun.result()
+    token = (rt_dir / "token").read_text()
+    provider = RunProvider(supervisor, rt_dir, token, run.path)
+    listeners.append(provider.on_event)
+    admin = AdminServer(config.admin, provider, token=token)
     port = await admin.start()
     run.write_supervisor(
-        rt_dir=supervisor.rt_dir, admin_host=config.admin.host, admin_port=port, token_path=supervisor.rt_dir / "token"
+        rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token"
     )
     print(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}", flush=True)
-    try:
-        with view:
-            drawing, polling = asyncio.create_task(view.run()), asyncio.create_task(provider.poll())
-            try:
-                return await supervisor.run()
-            finally:
-                for task in (drawing, polling):
-                    task.cancel()
-                await asyncio.gather(drawing, polling, return_exceptions=True)
-    finally:
-        await admin.close()
+    with view:
+        beside = [asyncio.create_task(view.run()), asyncio.create_task(provider.poll())]
+        try:
+            return await running
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+            await admin.close()
+
+
+def _supervisor_config(config: RunConfig, run: RunDir, options: TrainOptions, attempt: int) -> SupervisorConfig:
+    limits = config.supervision
+    return SupervisorConfig(
+        run_dir=run.path,
+        groups=group_specs(config),
+        coordinator=ServiceSpec("coordinator", "rondo.comm.serve"),
+        attempt=attempt,
+        limits=Limits(
+            max_restarts=limits.max_restarts,
+            restart_window_s=limits.restart_window_s,
+            max_global_restarts=limits.max_global_restarts,
+            silence_s=limits.silence_s,
+            grace_s=limits.grace_s,
+            no_progress_s=limits.no_progress_s,
+        ),
+        kill=options.kill,
+        can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,
+    )
+
+
+def _by_role(counts: Mapping[str, int]) -> dict[str, int]:
+    """Counts of "actor-0", "rollout-1" or "coordinator" by what they are replicas of."""
+    roles: dict[str, int] = {}
+    for name, count in counts.items():
+        role = name.rpartition("-")[0] or name
+        roles[role] = roles.get(role, 0) + count
+    return roles
 
 
 def _plot(run: Path) -> None:

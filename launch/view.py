@@ -30,6 +30,8 @@ _NUM_EVENTS = 6
 _RECENT_STEPS = 10
 _SPARK = " ▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
+_COUNTED = frozenset({"metrics", "committed"})
+"""Kinds of records that come with every step: counted, not told one by one."""
 _HIDDEN = frozenset({"time", "source", "kind"})
 
 
@@ -94,7 +96,7 @@ class Progress:
             evaluation = record["evaluation"]
             self.evaluations[evaluation["version"]] = evaluation["reward"]
             line = f"{_clock(record)} evaluation {pairs(evaluation)}"
-        elif record.get("kind") == "metrics":
+        elif record.get("kind") in _COUNTED:
             return None
         else:
             shown = {name: value for name, value in record.items() if name not in _HIDDEN}

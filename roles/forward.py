@@ -8,6 +8,7 @@ Owns when a group is scored (as soon as it is put) and under which weights: `act
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.comm.bus import POLL_S, Round
+from rondo.comm.bus import POLL_S
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.names import load_disk_tensors
@@ -23,8 +24,10 @@ from rondo.models.packing import Sequence as Packable
 from rondo.models.packing import pack
 from rondo.roles.job import Job, follow, open_job
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.waits import totals
 
 LOAD_LIMIT_S = 1800.0
+REPORT_S = 5.0
 REFERENCE = "reference"
 """Folder in the run directory with the weights of version 0, where a warm-up made them; else the model's own folder."""
 
@@ -58,7 +61,7 @@ class _Forward:
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
-        self._version = -1
+        self._reported_at = time.monotonic()
 
     async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
         await self._ctx.ready()
@@ -71,10 +74,13 @@ class _Forward:
             self._ctx.progress()
             if self._ctx.stopping.is_set():
                 return
-            await self._report(made)
+            await self._report()
 
-    async def _report(self, made: Round) -> None:
-        await self._ctx.report("forward", {"step": made.step, "rows": len(made.rows), "version": self._version})
+    async def _report(self) -> None:
+        """How long this process has waited for what, every few seconds."""
+        if time.monotonic() > self._reported_at + REPORT_S:
+            self._reported_at = time.monotonic()
+            await self._ctx.report("metrics", {"waits_s": totals()})
 
 
 class ReferenceRole(_Forward):
@@ -103,7 +109,6 @@ class ActorForwardRole(_Forward):
 
         async def install(version: int, tensors: Mapping[str, Any]) -> None:
             await self._ctx.compute(scorer.load, tensors)
-            self._version = version
 
         async with follow(self._ctx, job, self.role, install) as first:
             await first.wait()

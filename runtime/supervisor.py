@@ -33,7 +33,8 @@ from rondo.runtime.estate import Estate
 from rondo.runtime.heartbeat import Beat, segment_bytes, segment_name
 from rondo.runtime.incarnation import Incarnation, Worker
 from rondo.runtime.launcher import used_incarnations
-from rondo.runtime.record import JsonLines, last_lines
+from rondo.runtime.ledger import Ledger
+from rondo.runtime.record import last_lines
 from rondo.runtime.segments import Registration
 from rondo.runtime.spec import (
     COORDINATOR_NAME,
@@ -61,10 +62,8 @@ from rondo.runtime.supervision import (
 )
 
 TICK_S = 0.25
-_SAMPLE_S = 1.0
 _ANSWER_S = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_RESERVED = ("time", "kind", "source")
 
 
 class Supervisor(Actor):
@@ -89,9 +88,6 @@ class Supervisor(Actor):
         self._faults = list(config.kill)
         self._pinged_at = 0.0
         self._num_dumps = 0
-        self._peak_bytes: dict[str, int] = {}
-        self._cpu_s: dict[tuple[str, int], float] = {}
-        self._sampled_at = 0.0
         self._outcome: Outcome | None = None
         self._finished = asyncio.Event()
 
@@ -103,12 +99,10 @@ class Supervisor(Actor):
             raise RuntimeError("a supervisor must run on the main thread: what it starts dies with the starting thread")
         process.set_child_subreaper()
         self._loop = asyncio.get_running_loop()
-        self._began_at = time.monotonic()
         run_dir, longest = self._config.run_dir, max(f"{name}.{g.num_processes}" for name, g in self._groups.items())
         with contextlib.ExitStack() as ends:
             self._estate = ends.enter_context(Estate(run_dir, longest, self._on_register))
-            self._metrics = ends.enter_context(JsonLines(run_dir / "metrics.jsonl"))
-            self._events = ends.enter_context(JsonLines(run_dir / "events.jsonl"))
+            self._ledger = ends.enter_context(Ledger(run_dir, self._on_event))
             self._coordinator = ends.enter_context(self._ref(COORDINATOR_NAME))
             self._announcer = Announcer(self._coordinator, self._on_undelivered)
             ends.callback(self._close_lives)
@@ -125,14 +119,14 @@ class Supervisor(Actor):
     async def _supervise(self) -> Outcome:
         async with asyncio.TaskGroup() as self._tasks:
             pids = {"pid": os.getpid(), "janitor_pid": self._estate.janitor.pid}
-            self._record("supervisor", "started", {"rt_dir": str(self._estate.rt_dir), **pids})
+            self._ledger.record("supervisor", "started", {"rt_dir": str(self._estate.rt_dir), **pids})
             self._helpers: set[asyncio.Task[None]] = set()
             self._help(self._announcer.run())
             self._help(self._ping_coordinator())
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
-                self._sample()
+                self._ledger.sample(self._lives.values())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._finished.wait(), TICK_S)
             for helper in self._helpers:
@@ -165,7 +159,8 @@ class Supervisor(Actor):
                 case Note():
                     self._note(action)
                 case Finish():
-                    self._outcome = self._sum_up(action.exit_code)
+                    roles = {name: spec.role for name, spec in self._groups.items()}
+                    self._outcome = self._ledger.sum_up(self._machine, roles, action.exit_code)
                     self._finished.set()
 
     def _start(self, order: Start) -> None:
@@ -185,7 +180,7 @@ class Supervisor(Actor):
             main = around.start_service(self._config.coordinator, number, order.attempt)
         log = around.log_path(name, number, order.attempt)
         self._lives[name] = Incarnation(name, number, main, log, around.markers(name, number), heartbeat, self)
-        self._record("supervisor", "starting", {"group": name, "incarnation": number, "pid": main.pid})
+        self._ledger.record("supervisor", "starting", {"group": name, "incarnation": number, "pid": main.pid})
 
     def _end(self, life: Incarnation, *, dump: bool = False) -> None:
         if life.ending is None:
@@ -210,7 +205,7 @@ class Supervisor(Actor):
             data["log"] = str(self._lives[data["group"]].log)
         if note.kind == "ready" and data["group"] == COORDINATOR_NAME:
             self._pinged_at = time.monotonic()
-        self._record("supervisor", note.kind, data)
+        self._ledger.record("supervisor", note.kind, data)
 
     async def _dump_stacks(self) -> None:
         """Who waits for what, in dumps/; every worker's stacks, in its log."""
@@ -223,7 +218,7 @@ class Supervisor(Actor):
         for life in self._lives.values():
             if life.workers and life.ending is None:
                 life.signal(signal.SIGUSR2)
-        self._record("supervisor", "dumped", {"path": str(path)})
+        self._ledger.record("supervisor", "dumped", {"path": str(path)})
 
     async def _waits_of(self, name: str) -> tuple[str, Any]:
         with self._ref(name) as actor:
@@ -273,7 +268,7 @@ class Supervisor(Actor):
                 welcome = False  # dead meanwhile: its main process tells
             else:
                 data = {"group": group, "incarnation": number, "rank": rank, "pid": registration.pid}
-                self._record("supervisor", "registered", data)
+                self._ledger.record("supervisor", "registered", data)
         accepted.set_result(welcome)
 
     async def _ping_coordinator(self) -> None:
@@ -287,7 +282,7 @@ class Supervisor(Actor):
                     self._pinged_at = time.monotonic()
 
     def _on_undelivered(self, method: str, error: Exception) -> None:
-        self._record("supervisor", "undelivered", {"method": method, "error": str(error)})
+        self._ledger.record("supervisor", "undelivered", {"method": method, "error": str(error)})
 
     def _inject(self, version: int) -> None:
         """Faults on purpose, each once: a role's workers are killed when so many steps are committed."""
@@ -296,7 +291,7 @@ class Supervisor(Actor):
             for name, life in self._lives.items():
                 spec = self._groups.get(name)
                 if fault[0] in ((name,) if spec is None else (name, spec.role, *spec.role_names)):
-                    self._record("supervisor", "killed_on_purpose", {"group": name, "step": version})
+                    self._ledger.record("supervisor", "killed_on_purpose", {"group": name, "step": version})
                     life.signal(signal.SIGKILL)
 
     # ---- endpoints --------------------------------------------------------------------------------------------------
@@ -310,10 +305,7 @@ class Supervisor(Actor):
     async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
         """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress;
         its "version" counts committed steps), "fatal" (its "cause" ends the run)."""
-        taken = [name for name in _RESERVED if name in data]
-        if taken:
-            raise ValueError(f"a report must not hold {', '.join(_RESERVED)}, got {', '.join(taken)}. Rename it")
-        self._record(source, kind, data)
+        self._ledger.record(source, kind, data)
         if kind == "committed":
             self._machine.progressed(time.monotonic())
             self._inject(data.get("version") or 0)
@@ -373,45 +365,6 @@ class Supervisor(Actor):
 
     def _ref(self, name: str) -> ActorRef:
         return ActorRef(self._estate.address(name), token=self._estate.token, peer=name)
-
-    # ---- records ----------------------------------------------------------------------------------------------------
-
-    def _record(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
-        lines = self._metrics if kind == "metrics" else self._events
-        self._on_event(lines.write({"kind": kind, "source": source, **data}))
-
-    def _sample(self) -> None:
-        """Memory and processor time, once a second."""
-        now = time.monotonic()
-        if now < self._sampled_at + _SAMPLE_S:
-            return
-        self._sampled_at = now
-        for name, life in self._lives.items():
-            if life.ending is None:
-                usage = life.usage()
-                self._peak_bytes[name] = max(self._peak_bytes.get(name, 0), usage.rss_bytes)
-                self._cpu_s[name, life.number] = usage.cpu_s
-
-    def _sum_up(self, exit_code: int) -> Outcome:
-        wall_s = time.monotonic() - self._began_at
-        cause = self._machine.first_cause
-        recovery_s: dict[str, float] = {}
-        for name, seconds in self._machine.recoveries:
-            role = self._groups[name].role if name in self._groups else name
-            recovery_s[role] = max(recovery_s.get(role, 0.0), seconds)
-        cpu_s = sum(self._cpu_s.values()) + time.process_time()
-        outcome = Outcome(
-            exit_code=exit_code,
-            first_cause=str(cause) if cause is not None else None,
-            restarts={view.name: view.num_restarts for view in self._machine.views() if view.num_restarts},
-            recovery_s=recovery_s,
-            wall_s=wall_s,
-            attempt=self._machine.attempt,
-            memory_bytes=self._peak_bytes,
-            cpu_share=cpu_s / (wall_s * len(os.sched_getaffinity(0))),
-        )
-        self._record("supervisor", "finished", {"exit_code": exit_code, "wall_s": wall_s})
-        return outcome
 
     def _close_lives(self) -> None:
         for life in self._lives.values():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from rondo.comm.bus import POLL_S
 from rondo.comm.records import Column
 from rondo.models.load import load_model, load_tokenizer
 from rondo.roles.datasets import Row, RowError, open_splits, train_order
-from rondo.roles.forward import LOAD_LIMIT_S
+from rondo.roles.forward import LOAD_LIMIT_S, REPORT_S
 from rondo.roles.job import follow, open_job
 from rondo.roles.prompts import render_prompt
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
@@ -34,6 +34,7 @@ from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingPara
 from rondo.roles.rollout.rewards import RewardItem, RewardPool, RewardResult
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.waits import totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,10 @@ class RolloutRole:
                 await first.wait()
                 await ctx.ready()
                 async with asyncio.TaskGroup() as tasks:
-                    renewing = tasks.create_task(self._renew())
+                    beside = [tasks.create_task(self._renew()), tasks.create_task(self._report())]
                     await self._work(tasks)
-                    renewing.cancel()
+                    for task in beside:
+                        task.cancel()
         await self._engine.close()
 
     async def _open_engine(self) -> Engine:
@@ -144,6 +146,12 @@ class RolloutRole:
                 lease, task = self._running.get(group, (None, None))
                 if lease is not None and task is not None and lease.epoch == epoch:
                     task.cancel()
+
+    async def _report(self) -> None:
+        """Engine counters and waits, every few seconds."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            await self._ctx.report("metrics", {"engine": asdict(self._engine.stats()), "waits_s": totals()})
 
     # ---- one group --------------------------------------------------------------------------------------------------
 

@@ -67,8 +67,7 @@ def test_two_ranks_train_as_one_process_does(run: Run, name: str, path: str) -> 
     assert len({norm for _, norm in told}) == 3
     before = dict(parallel.full_tensors(load_model(getattr(run, path))))
     two = load_file(run.out / f"{name}.safetensors")
-    print(name, difference(weights, two), difference(before, two))
-    assert difference(weights, two) < 2e-6 < 1e-4 < difference(before, two)
+    assert difference(weights, two) < 1e-6 < 1e-3 < difference(before, two)
 
 
 def test_two_ranks_in_bfloat16_train_as_one_process_does(run: Run) -> None:

@@ -13,9 +13,16 @@ from rondo.runtime.context import WorkerContext
 IMPORTED_ON = threading.current_thread().name
 
 
+def count_life(ctx: WorkerContext) -> int:
+    """How many processes have had this rank, counted in memory that outlives them."""
+    lives = ctx.segments.segment(f"lives/{ctx.group}", 64).view()
+    lives[0] += 1
+    return lives[0]
+
+
 class Idle:
-    """Works until it is asked to stop. Rank 0 counts its lives in memory that outlives it, and leaves a process behind
-    that has its own session and no parent."""
+    """Works until it is asked to stop. Rank 0 leaves a process behind that has its own session and no parent; in its
+    second life it commits a step."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
@@ -23,11 +30,12 @@ class Idle:
     async def run(self) -> None:
         ctx = self._ctx
         if ctx.rank == 0:
-            lives = ctx.segments.segment(f"lives/{ctx.group}", 64).view()
-            lives[0] += 1
+            lives = count_life(ctx)
             code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
             await ctx.compute(subprocess.run, [sys.executable, "-S", "-c", code], check=True)
-            await ctx.report("lives", {"group": ctx.group, "lives": lives[0], "attempt": ctx.attempt})
+            await ctx.report("lives", {"group": ctx.group, "lives": lives})
+            if lives == 2:
+                await ctx.report("committed", {"version": 1})
         ctx.progress()
         await ctx.ready()
         await ctx.stopping.wait()
@@ -52,6 +60,7 @@ class Crash:
         self._ctx = ctx
 
     async def run(self) -> None:
+        await self._ctx.report("lives", {"lives": count_life(self._ctx)})
         await self._ctx.ready()
         raise ValueError("the pot is empty")
 

@@ -34,6 +34,7 @@ def main(text: str) -> int:
         groups=groups,
         coordinator=ServiceSpec("coordinator", "tiny_coordinator"),
         limits=Limits(**given["limits"]),
+        kill=tuple((role, step) for role, step in given["kill"]),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome = runner.run(Supervisor(config, tell).run())

@@ -1,0 +1,85 @@
+"""Ledger: what a run writes down about itself. Records of all its processes, their memory and time, and how it ended.
+
+Owns metrics.jsonl, events.jsonl and the sums in the `Outcome`. Does not own what is worth a record: whoever reports does.
+Every record is {"time": s since the epoch, "kind": ..., "source": role group or service, ...}, flat.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rondo.runtime.incarnation import Incarnation
+from rondo.runtime.record import JsonLines
+from rondo.runtime.spec import Outcome
+from rondo.runtime.supervision import Supervision
+
+_RESERVED = ("time", "kind", "source")
+_SAMPLE_S = 1.0
+
+
+class Ledger:
+    """Opens both files to append. `on_event` gets every record after it is written."""
+
+    def __init__(self, run_dir: Path, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._metrics = JsonLines(run_dir / "metrics.jsonl")
+        self._events = JsonLines(run_dir / "events.jsonl")
+        self._on_event = on_event
+        self._began_at = time.monotonic()
+        self._sampled_at = 0.0
+        self._peak_bytes: dict[str, int] = {}
+        self._cpu_s: dict[tuple[str, int], float] = {}
+
+    def record(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
+        """Kind "metrics" goes to metrics.jsonl, any other to events.jsonl. ValueError for names that are taken."""
+        taken = [name for name in _RESERVED if name in data]
+        if taken:
+            raise ValueError(f"a record must not hold {', '.join(_RESERVED)}, got {', '.join(taken)}. Rename it")
+        lines = self._metrics if kind == "metrics" else self._events
+        self._on_event(lines.write({"kind": kind, "source": source, **data}))
+
+    def sample(self, lives: Iterable[Incarnation]) -> None:
+        """Looks at memory and processor time, at most once a second."""
+        now = time.monotonic()
+        if now < self._sampled_at + _SAMPLE_S:
+            return
+        self._sampled_at = now
+        for life in lives:
+            if life.ending is None:
+                usage = life.usage()
+                self._peak_bytes[life.name] = max(self._peak_bytes.get(life.name, 0), usage.rss_bytes)
+                self._cpu_s[life.name, life.number] = usage.cpu_s
+
+    def sum_up(self, machine: Supervision, roles: Mapping[str, str], exit_code: int) -> Outcome:
+        """The end of the run. `roles` gives the role of each role group."""
+        wall_s = time.monotonic() - self._began_at
+        cause = machine.first_cause
+        recovery_s: dict[str, float] = {}
+        for name, seconds in machine.recoveries:
+            role = roles.get(name, name)
+            recovery_s[role] = max(recovery_s.get(role, 0.0), seconds)
+        cpu_s = sum(self._cpu_s.values()) + time.process_time()
+        self.record("supervisor", "finished", {"exit_code": exit_code, "wall_s": wall_s})
+        return Outcome(
+            exit_code=exit_code,
+            first_cause=str(cause) if cause is not None else None,
+            restarts={view.name: view.num_restarts for view in machine.views() if view.num_restarts},
+            recovery_s=recovery_s,
+            wall_s=wall_s,
+            attempt=machine.attempt,
+            memory_bytes=dict(self._peak_bytes),
+            cpu_share=cpu_s / (wall_s * len(os.sched_getaffinity(0))),
+        )
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,130 @@
+"""Reading and building model folders, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rondo.models.config import ModelConfig
+from rondo.models.load import load_config, load_model, load_tokenizer, num_parameters, prepare
+from rondo.models.tiny import qwen3
+from rondo.runtime.errors import ConfigError
+from tests.models.builders import folder_of
+
+TINY = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}
+
+
+def built(**arguments: object) -> ModelConfig:
+    return ModelConfig(build=qwen3.build, build_args=TINY | arguments)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(prepare(built(), tmp_path / "model"))
+
+
+def test_a_built_model_is_built_once_and_equal_for_equal_arguments(folder: Path, tmp_path: Path) -> None:
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert built().materialize(folder) == str(folder)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    weights = (folder / "model.safetensors").read_bytes()
+    assert (Path(prepare(built(), tmp_path / "again")) / "model.safetensors").read_bytes() == weights
+    assert (Path(prepare(built(seed=1), tmp_path / "other")) / "model.safetensors").read_bytes() != weights
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "model", "other"]
+
+
+def test_a_folder_with_another_model_is_not_overwritten(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be empty or hold the model of .*\"seed\":1.*, got .*Remove it"):
+        prepare(built(seed=1), folder)
+
+
+def test_building_does_not_touch_the_callers_random_state(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    prepare(built(), tmp_path / "model")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hidden_size must be an even multiple of num_heads, got 100 and 3\."):
+        qwen3.build(tmp_path, hidden_size=100, num_heads=3)
+    with pytest.raises(ConfigError, match=r"num_heads must be a multiple of num_kv_heads, got 4 and 3\."):
+        qwen3.build(tmp_path, num_kv_heads=3)
+
+
+def test_the_tiny_model_loads_as_any_hugging_face_folder(folder: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert len(tokenizer) == model.config.vocab_size == 266
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (model.config.eos_token_id, model.config.pad_token_id)
+    assert torch.equal(model.lm_head.weight, load_model(str(folder)).lm_head.weight)
+
+
+def test_tokens_are_bytes_and_any_text_round_trips(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    for text in ("s3142>", " a  b\n\n\tc ", "naïve 東京 🙂", "".join(map(chr, range(1, 300))), "don't 've 1234567"):
+        ids = tokenizer(text).input_ids
+        assert len(ids) == len(text.encode())
+        assert tokenizer.decode(ids) == text
+
+
+def test_the_chat_template_marks_turns_with_single_tokens(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder), needs_chat_template=True)
+    messages = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert len(tokenizer(text).input_ids) == len(text) - (len("<|im_start|>") - 1) * 2 - (len("<|im_end|>") - 1)
+
+
+def test_a_missing_chat_template_is_said_where_one_is_needed(tmp_path: Path) -> None:
+    path = prepare(built(chat_template=False), tmp_path / "model")
+    assert load_tokenizer(path).chat_template is None
+    with pytest.raises(ConfigError, match=r"must have a chat template for data.apply_chat_template, got none\. Put"):
+        load_tokenizer(path, needs_chat_template=True)
+
+
+def test_a_path_without_a_model_is_said_with_what_lies_there(folder: Path, tmp_path: Path) -> None:
+    assert prepare(ModelConfig(path=str(folder)), tmp_path) == str(folder)
+    with pytest.raises(ConfigError, match=r"must be a folder that exists, got '/nowhere/at/all'\. Check the path"):
+        prepare(ModelConfig(path="/nowhere/at/all"), tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"must be a folder with a config.json, got '.*data' with train.jsonl\."):
+        load_config(str(tmp_path / "data"))
+    (tmp_path / "data" / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    with pytest.raises(ConfigError, match=r"must name a model that transformers .* can load, got '.*data' \(ValueError"):
+        load_config(str(tmp_path / "data"))
+
+
+def test_a_folder_without_a_tokenizer_is_said(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"must hold a tokenizer that transformers can load, got "):
+        load_tokenizer(str(folder))
+
+
+def test_a_model_with_missing_weights_is_refused_instead_of_filled_at_random(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"must be complete, got 1 missing \(model.layers.0.mlp.up_proj.weight\)\."):
+        load_model(str(folder))
+
+
+def test_the_dtype_is_the_one_asked_for(folder: Path) -> None:
+    model = load_model(str(folder), dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not model.training
+    with pytest.raises(ConfigError, match=r"dtype must be one of float32, bfloat16, got 'float16'\."):
+        load_model(str(folder), dtype="float16")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_counted_as_they_lie_on_disk(tmp_path: Path, tied: bool) -> None:
+    path = folder_of(tmp_path, "qwen3_moe", tied=tied)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert num_parameters(path) == (sum(tensor.numel() for tensor in weights.values()), len(weights))

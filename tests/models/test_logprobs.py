@@ -1,0 +1,139 @@
+"""Log-probs through packed batches and chunks against plain Hugging Face forwards of one sequence each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rondo.models.logprobs import response_log_probs
+from rondo.models.packing import pack
+from rondo.runtime.errors import ConfigError
+from tests.models.builders import RAGGED, VOCABULARY, sequences, tiny, unpacked
+
+FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen3_moe", False), ("llama", True), ("gpt2", True)]
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def weights_of(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_tokens, generator=generator), torch.randn(num_tokens, generator=generator)
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+@pytest.mark.parametrize("chunk_tokens", [7, 2048])
+def test_values_and_gradients_are_those_of_unpacked_forwards(family: str, tied: bool, chunk_tokens: int) -> None:
+    model, batch = tiny(family, tied=tied).eval(), sequences(RAGGED)
+    packed = pack(batch)
+    assert packed.position_ids is not None
+    by_log_prob, by_entropy = weights_of(len(packed.targets))
+
+    log_probs, entropy = response_log_probs(
+        model, packed, temperature=0.7, chunk_tokens=chunk_tokens, with_entropy=True
+    )
+    assert entropy is not None
+    ((by_log_prob * log_probs).sum() + (by_entropy * entropy).sum()).backward()
+    ours = gradients(model)
+
+    alone = [unpacked(model, one, 0.7) for one in batch]
+    expected = torch.cat([pair[0] for pair in alone])
+    expected_entropy = torch.cat([pair[1] for pair in alone])
+    ((by_log_prob * expected).sum() + (by_entropy * expected_entropy).sum()).backward()
+    theirs = gradients(model)
+
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=4e-6)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=0, atol=4e-6)
+    assert ours.keys() == theirs.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in theirs.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=2e-5 * gradient.abs().max().item(), msg=name)
+
+
+def test_scoring_without_gradients_gives_the_same_values() -> None:
+    model, packed = tiny("qwen3"), pack(sequences(RAGGED))
+    expected, none = response_log_probs(model, packed)
+    assert none is None
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            log_probs, _ = response_log_probs(model, packed, chunk_tokens=5)
+        assert not log_probs.requires_grad
+        torch.testing.assert_close(log_probs, expected.detach(), rtol=0, atol=2e-6)
+
+
+def test_entropy_alone_may_be_differentiated() -> None:
+    model, packed = tiny("qwen3"), pack(sequences(RAGGED))
+    _, entropy = response_log_probs(model, packed, with_entropy=True)
+    assert entropy is not None
+    entropy.sum().backward()
+    assert all(gradient.abs().max() > 0 for gradient in gradients(model).values())
+
+
+def test_a_frozen_output_layer_gets_no_gradient_and_the_rest_does() -> None:
+    model, packed = tiny("qwen3", tied=False), pack(sequences(RAGGED))
+    model.lm_head.weight.requires_grad_(False)
+    response_log_probs(model, packed)[0].sum().backward()
+    assert gradients(model).keys() == dict(model.named_parameters()).keys() - {"lm_head.weight"}
+
+
+class Sizes(TorchDispatchMode):
+    """The sizes of every tensor that any operation makes whose last dimension is the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == VOCABULARY:
+                self.rows.append(tensor.numel() // VOCABULARY)
+        return made
+
+
+def test_logits_exist_for_one_chunk_at_a_time_in_forward_and_backward() -> None:
+    model, packed = tiny("qwen3"), pack(sequences([(40, 30)] * 10))
+    hidden_size = model.config.hidden_size
+    with Sizes() as forward:
+        log_probs, entropy = response_log_probs(model, packed, chunk_tokens=16, with_entropy=True)
+    with Sizes() as backward:
+        assert entropy is not None
+        (log_probs.sum() + entropy.sum()).backward()
+    assert len(log_probs) == 300
+    for seen in (forward.rows, backward.rows):
+        assert 16 in seen
+        # The transposed weight ends in the vocabulary too.
+        assert {rows for rows in seen if rows > 16} <= {hidden_size}
+
+
+def test_a_temperature_without_log_probs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"temperature and chunk_tokens must be greater than 0, got 0 and 2048\."):
+        response_log_probs(tiny("qwen3"), pack(sequences(RAGGED)), temperature=0)
+
+
+def test_models_that_cap_their_logits_are_refused_and_left_as_they_were() -> None:
+    model, packed = tiny("gemma2").eval(), pack(sequences(RAGGED))
+    before = model(input_ids=packed.input_ids, use_cache=False).logits
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM must return what its output layer gives, got logits"):
+        response_log_probs(model, packed)
+    assert torch.equal(model(input_ids=packed.input_ids, use_cache=False).logits, before)
+
+
+def test_models_that_mix_rows_are_refused_unless_each_sequence_has_its_own() -> None:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    model = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)).eval()
+    batch = sequences(RAGGED)
+    with pytest.raises(ConfigError, match=r"must hold one sequence each for MambaForCausalLM, which mixes"):
+        response_log_probs(model, pack(batch))
+    log_probs, _ = response_log_probs(model, pack(batch, share_rows=False))
+    expected = torch.cat([unpacked(model, one)[0] for one in batch])
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=4e-6)
