@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rondo.launch.view import open_view
 from rondo.runtime.admin import AdminServer
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.spec import Outcome, ServiceSpec, SupervisorConfig
+from rondo.runtime.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
 from rondo.runtime.supervision import Limits
 from rondo.runtime.supervisor import Supervisor
 
@@ -44,6 +45,16 @@ def main(config: RunConfig, options: TrainOptions, facts: Facts) -> int:
     with RunDir.create(config.run_dir, config.name, resolve(config), options.config_path) as run:
         _prepare(config, run, facts)
         return _run(config, run, options, attempt=0)
+
+
+def fine_tune(config: RunConfig, options: TrainOptions, facts: Facts) -> int:
+    """`rondo sft`: the warm-up as a job of its own, on the actor's processes alone. Its result is a checkpoint."""
+    actor = config.group_of("actor")
+    assert actor is not None
+    group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft_role:SftRole",), actor.threads)
+    with RunDir.create(config.run_dir, f"{config.name}-sft", resolve(config), options.config_path) as run:
+        _prepare(config, run, facts, extra={"sft": actor.devices}, ranks={"sft-0": actor.processes})
+        return _run(config, run, options, attempt=0, groups=(group,))
 
 
 def resume(path: Path) -> int:
@@ -61,10 +72,18 @@ def resume(path: Path) -> int:
         return _run(config, run, TrainOptions(run.path / "config.py"), attempt=run.next_attempt())
 
 
-def _run(config: RunConfig, run: RunDir, options: TrainOptions, *, attempt: int) -> int:
+def _run(
+    config: RunConfig,
+    run: RunDir,
+    options: TrainOptions,
+    *,
+    attempt: int,
+    groups: tuple[GroupSpec, ...] | None = None,
+) -> int:
     started = time.time()
+    groups = groups or group_specs(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        outcome = runner.run(_supervise(config, run, options, attempt))
+        outcome = runner.run(_supervise(config, run, options, attempt, groups))
     summary = summarize(
         run.path,
         exit_code=outcome.exit_code,
@@ -86,18 +105,29 @@ def _run(config: RunConfig, run: RunDir, options: TrainOptions, *, attempt: int)
     return outcome.exit_code
 
 
-def _prepare(config: RunConfig, run: RunDir, facts: Facts) -> None:
+def _prepare(
+    config: RunConfig,
+    run: RunDir,
+    facts: Facts,
+    *,
+    extra: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,
+) -> None:
     """What roles and coordinator read: where the model's files are, and the rules of the bus."""
     assert facts.model_path is not None and facts.num_rows is not None
     model_path = Path(facts.model_path)
     if config.model.build is not None:
         model_path = Path(shutil.move(model_path, run.path / "model"))
-    devices = {group.name: group.devices for group in config.groups}
+    devices = {group.name: group.devices for group in config.groups} | dict(extra or {})
     write_json(run.path / PREPARED, {"model_path": str(model_path), "devices": devices})
-    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(coordinator_config(config, facts.num_rows)))
+    rules = coordinator_config(config, facts.num_rows)
+    rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
+    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))
 
 
-async def _supervise(config: RunConfig, run: RunDir, options: TrainOptions, attempt: int) -> Outcome:
+async def _supervise(
+    config: RunConfig, run: RunDir, options: TrainOptions, attempt: int, groups: tuple[GroupSpec, ...]
+) -> Outcome:
     """Supervisor, view and admin endpoint beside each other, until the supervisor has ended everything."""
     begun: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -108,7 +138,7 @@ async def _supervise(config: RunConfig, run: RunDir, options: TrainOptions, atte
         for listener in listeners:
             listener(record)
 
-    supervisor = Supervisor(_supervisor_config(config, run, options, attempt), on_event)
+    supervisor = Supervisor(_supervisor_config(config, run, options, attempt, groups), on_event)
     view = open_view(run.path.name, config.num_steps, lambda: supervisor.snapshot().groups, plain=options.plain)
     listeners.append(view.on_event)
     running = asyncio.create_task(supervisor.run())
@@ -121,9 +151,7 @@ async def _supervise(config: RunConfig, run: RunDir, options: TrainOptions, atte
     listeners.append(provider.on_event)
     admin = AdminServer(config.admin, provider, token=token)
     port = await admin.start()
-    run.write_supervisor(
-        rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token"
-    )
+    run.write_supervisor(rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token")
     print(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}", flush=True)
     with view:
         beside = [asyncio.create_task(view.run()), asyncio.create_task(provider.poll())]
@@ -136,11 +164,13 @@ async def _supervise(config: RunConfig, run: RunDir, options: TrainOptions, atte
             await admin.close()
 
 
-def _supervisor_config(config: RunConfig, run: RunDir, options: TrainOptions, attempt: int) -> SupervisorConfig:
+def _supervisor_config(
+    config: RunConfig, run: RunDir, options: TrainOptions, attempt: int, groups: tuple[GroupSpec, ...]
+) -> SupervisorConfig:
     limits = config.supervision
     return SupervisorConfig(
         run_dir=run.path,
-        groups=group_specs(config),
+        groups=groups,
         coordinator=ServiceSpec("coordinator", "rondo.comm.serve"),
         attempt=attempt,
         limits=Limits(

@@ -129,11 +129,16 @@ class PlainView:
 
     def __init__(self, num_steps: int) -> None:
         self.progress = Progress(num_steps)
+        self._heard = True
 
     def on_event(self, record: Mapping[str, Any]) -> None:
         line = self.progress.add(record)
-        if line is not None:
+        if line is None or not self._heard:
+            return
+        try:
             print(line, flush=True)
+        except OSError:  # whoever read it is gone (`rondo train | head`): the run goes on, its files tell the rest
+            self._heard = False
 
     async def run(self) -> None:
         """Nothing to draw: lines are printed as events come."""

@@ -79,10 +79,10 @@ def load_tokenizer(path: str, *, needs_chat_template: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model.path must hold a tokenizer that transformers can load, got {path!r} ({_first_line(error)}). "
-            "Copy the tokenizer's files beside config.json"
-        ) from error
+        raise _no_tokenizer(path, _first_line(error)) from error
+    # Without its files transformers makes up an empty tokenizer of the family, for which any text is no tokens.
+    if not tokenizer("a", add_special_tokens=False).input_ids:
+        raise _no_tokenizer(path, "its vocabulary is empty")
     if needs_chat_template and not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer of {path!r} must have a chat template for data.apply_chat_template, got none. "
@@ -137,6 +137,13 @@ def _check_folder(path: str) -> None:
             )
     elif local.is_absolute() or path.startswith(".") or path.count("/") > 1:
         raise ConfigError(f"model.path must be a folder that exists, got {path!r}. Check the path")
+
+
+def _no_tokenizer(path: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"model.path must hold a tokenizer that transformers can load, got {path!r} ({problem}). "
+        "Copy the tokenizer's files beside config.json"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -48,14 +48,19 @@ async def open_job(ctx: WorkerContext) -> Job:
 
 
 async def _open(ctx: WorkerContext) -> Job:
-    resolved = orjson.loads((ctx.run_dir / "config.resolved.json").read_bytes())
-    environment = orjson.loads((ctx.run_dir / "prepared.json").read_bytes())
+    config, model_path, device = open_settings(ctx)
     member = Member(ctx.group, ctx.incarnation, ctx.rank, ctx.world_size, ctx.attempt)
     bus = Bus(member, ctx.coordinator, ctx.segments)
     await bus.open()
-    devices = environment["devices"].get(ctx.role_group, 0)
-    device = f"cuda:{ctx.local_rank}" if devices else "cpu"
-    return Job(JobConfig.from_resolved(resolved), bus, environment["model_path"], device)
+    return Job(config, bus, model_path, device)
+
+
+def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
+    """(settings, folder of the model, device of this process), from the run directory."""
+    resolved = orjson.loads((ctx.run_dir / "config.resolved.json").read_bytes())
+    prepared = orjson.loads((ctx.run_dir / "prepared.json").read_bytes())
+    on_device = prepared["devices"].get(ctx.role_group, 0)
+    return JobConfig.from_resolved(resolved), prepared["model_path"], f"cuda:{ctx.local_rank}" if on_device else "cpu"
 
 
 def open_slab(ctx: WorkerContext, config: JobConfig) -> WeightSlab:

@@ -236,8 +236,7 @@ class Supervision:
         self._deadline = 0.0
         self._causes: dict[tuple[str, int], Cause] = {}
         self._chain: Cause | None = None  # the first failure since all children were ready
-        self._first: Cause | None = None
-        self._escalated_at: float | None = None
+        self._first: Cause | None = None  # the cause of the first escalation since then
         self._ticked_at: float | None = None
         self._forgiven_at = 0.0
         self._progress_at = 0.0
@@ -273,7 +272,7 @@ class Supervision:
             self.recoveries.append((name, now - life.died_at))
             life.died_at = None
         if all(other.state in (State.READY, State.DONE) for other in self._lives.values()):
-            self._chain = None
+            self._chain = self._first = None
         return [Note("ready", data)]
 
     def failed(
@@ -471,22 +470,16 @@ class Supervision:
             return self._fail(f"{why}, after {self.num_global_restarts} global restarts", cause, now)
         if not self._can_restart():
             return self._fail(f"{why}, and there is no checkpoint to start again from", cause, now)
-        self._remember(cause, now)
+        self._first = self._first or cause
         self.num_global_restarts += 1
         self.phase = Phase.RESTARTING
         data = {"why": why, "attempt": self.attempt + 1, "cause": str(replace(cause, last_lines=()))}
         return [Note("global_restart", data), *self._kill_all(now)]
 
     def _fail(self, why: str, cause: Cause, now: float) -> list[Action]:
-        self._remember(cause, now)
+        self._first = self._first or cause
         self.phase, self._exit_code = Phase.FAILING, EXIT_FAILED
         return [Note("failed", {"why": why, "cause": str(replace(cause, last_lines=()))}), *self._kill_all(now)]
-
-    def _remember(self, cause: Cause, now: float) -> None:
-        """Of failures that follow one another closely, the first is the cause."""
-        if self._escalated_at is None or now - self._escalated_at > self._limits.restart_window_s:
-            self._first = cause
-        self._escalated_at = now
 
     def _close(self, now: float) -> list[Action]:
         self.phase, self._deadline = Phase.CLOSING, now + self._limits.service_grace_s

@@ -230,6 +230,8 @@ class Supervisor(Actor):
     # ---- what happens -----------------------------------------------------------------------------------------------
 
     def worker_exited(self, life: Incarnation, worker: Worker, code: int | None) -> None:
+        if life.name not in self._groups:
+            return  # a service's main process, which tells of itself
         if life.ending is None and not self._expected(life, code):
             self._failed(life, process.exit_text(code), rank=worker.rank, pid=worker.pid)
 

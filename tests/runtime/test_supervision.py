@@ -249,7 +249,6 @@ def test_global_restarts_are_limited_and_the_first_cause_is_kept() -> None:
     for name in ("store", "coordinator", "actor-0", "rollout-0"):
         run.gone(name)
     run.tick(30)
-    run.up()
     run.fail("rollout-0", "exit code 1")
     for name in ("store", "coordinator", "actor-0"):
         run.gone(name)
@@ -257,6 +256,19 @@ def test_global_restarts_are_limited_and_the_first_cause_is_kept() -> None:
     assert str(run.machine.first_cause) == (
         "actor-0 rank 1 of incarnation 1 (pid 77): exit code 3\n    ValueError: no"
     )
+
+
+def test_a_failure_after_all_were_ready_again_is_a_cause_of_its_own() -> None:
+    run = Run(Limits(max_restarts=0, max_global_restarts=1)).up()
+    run.fail("store", "killed by SIGKILL")
+    for name in ("store", "coordinator", "actor-0", "rollout-0"):
+        run.gone(name)
+    run.up()
+    run.fail("rollout-0", "exit code 1")
+    for name in ("store", "coordinator", "actor-0", "rollout-0"):
+        run.gone(name)
+    cause = run.machine.first_cause
+    assert cause is not None and cause.child == "rollout-0"
 
 
 def test_the_cause_of_a_chain_is_what_failed_first() -> None:

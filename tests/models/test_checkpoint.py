@@ -1,0 +1,112 @@
+"""Checkpoints and exports of one process, and savers that are killed. Two processes: test_fsdp.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rondo.models import checkpoint
+from rondo.models.load import load_model
+from rondo.models.optimizer import make_optimizer
+from rondo.models.state import training_state
+from rondo.runtime.errors import CorruptData
+from tests.models.builders import LR, folder_of, tiny, train_step
+
+ROOT = Path(__file__).parents[2]
+
+
+def trained(num_steps: int) -> tuple[Any, torch.optim.Optimizer]:
+    model = tiny("gpt2")  # has dropout
+    optimizer = make_optimizer(model, lr=LR)
+    for step in range(num_steps):
+        train_step(model, optimizer, step)
+    return model, optimizer
+
+
+def test_a_run_goes_on_bit_by_bit_from_a_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    extra = {"version": 1, "index": {"cursor": [3, 4], "name": "naïve"}}
+    checkpoint.save(tmp_path / "step_000001", model, optimizer, extra)
+    assert json.loads((tmp_path / "step_000001" / "index.json").read_bytes()) == extra
+    told = [train_step(model, optimizer, step) for step in (1, 2)]
+
+    torch.manual_seed(7)
+    other, fresh = trained(0)
+    assert checkpoint.load(tmp_path / "step_000001", other, fresh) == extra
+    assert [train_step(other, fresh, step) for step in (1, 2)] == told
+    ours, theirs = training_state(other, fresh)[0], training_state(model, optimizer)[0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_without_its_marker_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    checkpoint.save(tmp_path / "step_000001", model, optimizer, {})
+    other = tiny("llama")
+    with pytest.raises(CorruptData, match=r"must hold exactly the tensors of this model, got \d+ that differ \(model"):
+        checkpoint.load(tmp_path / "step_000001", other, make_optimizer(other, lr=LR))
+    (tmp_path / "step_000001" / "COMPLETE").unlink()
+    with pytest.raises(CorruptData, match=r"must carry its COMPLETE marker, got .*step_000001 without\. Choose a whole one"):
+        checkpoint.load(tmp_path / "step_000001", model, optimizer)
+
+
+def test_a_saver_killed_at_any_moment_leaves_only_whole_checkpoints_to_pick(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    folders = [tmp_path / "run", tmp_path / "saved"]
+    for folder in folders:
+        folder.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("killed_worker.py")), *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = json.loads(done.stdout)
+    old, new, replaced = ["step_000001", 1.0, True], ["step_000002", 2.0, True], ["step_000002", 3.0, True]
+    assert len(facts["new"]) > 10
+    # The old one until the very last operations, then the new one.
+    first = facts["new"].index(new)
+    assert facts["new"] == [old] * first + [new] * (len(facts["new"]) - first)
+    assert first >= len(facts["new"]) - 4
+    # A version saved again is the first saving, or an older one, or the second saving: never a mixture.
+    assert [kind for kind in facts["again"] if kind not in (old, new, replaced)] == []
+    assert facts["again"][0] == new and facts["again"][-1] == replaced
+    assert facts["left"] == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_loads_with_equal_logits_whatever_it_replaces(tmp_path: Path, family: str, dtype: str) -> None:
+    source = folder_of(tmp_path / "source", family)
+    model = load_model(source)
+    train_step(model, make_optimizer(model, lr=LR), 0)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model-00001-of-00002.safetensors").write_text("of an earlier export")
+    checkpoint.export_hf(tmp_path / "hf", model, source, dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert loaded.dtype == getattr(torch, dtype)
+    if dtype == "bfloat16":
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    else:
+        ids = torch.arange(40).reshape(2, 20)
+        assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "source"]
+
+
+def test_an_export_larger_than_a_file_is_cut_into_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
+    source = folder_of(tmp_path / "source", "qwen3")
+    model = load_model(source)
+    checkpoint.export_hf(tmp_path / "hf", model, source)
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[-1].name == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    assert all(sum(t.nbytes for t in load_file(path).values()) <= max(40_000, largest) for path in files)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))

@@ -1,0 +1,89 @@
+"""Names on disk against what transformers itself writes and reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rondo.models.names import disk_groups, disk_shapes, load_disk_tensors, memory_tensors
+from rondo.models.parallel import full_tensors
+from rondo.runtime.errors import ConfigError
+from tests.models.builders import SIZES, tiny
+
+
+def joined() -> Any:
+    """A family that joins tensors on disk, which are apart in memory."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    return hf.HrmTextForCausalLM(hf.HrmTextConfig(**SIZES))
+
+
+def made(family: str) -> Any:
+    return joined() if family == "hrm_text" else tiny(family, tied=family != "llama")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "gpt2", "hrm_text"])
+def test_full_tensors_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> None:
+    model = made(family)
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    ours = dict(full_tensors(model))
+    assert ours.keys() == written.keys()
+    assert all(torch.equal(ours[name], written[name]) for name in written)
+    assert disk_shapes(model) == {name: tuple(tensor.shape) for name, tensor in written.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "hrm_text"])
+def test_what_was_published_loads_back_bit_by_bit_and_in_place(family: str) -> None:
+    source, target = made(family), made(family)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.zero_()
+    places = {name: tensor.data_ptr() for name, tensor in memory_tensors(target).items()}
+    load_disk_tensors(target, {name: tensor.clone() for name, tensor in full_tensors(source)})
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+    assert {name: tensor.data_ptr() for name, tensor in memory_tensors(target).items()} == places
+
+
+def test_experts_are_apart_on_disk_and_joined_in_memory() -> None:
+    model = tiny("qwen3_moe")
+    prefix = "model.layers.0.mlp.experts"
+    group = next(group for group in disk_groups(model) if f"{prefix}.gate_up_proj" in group.sources)
+    assert group.shapes == {f"{prefix}.{e}.{half}_proj.weight": (32, 64) for e in range(4) for half in ("gate", "up")}
+
+
+def test_a_cast_happens_on_the_way_out_and_on_the_way_in() -> None:
+    source, target = tiny("qwen3_moe"), tiny("qwen3_moe")
+    tensors = {name: tensor.clone() for name, tensor in full_tensors(source, "bfloat16")}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    load_disk_tensors(target, tensors)
+    expected = [parameter.to(torch.bfloat16).float() for parameter in source.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, target.parameters(), strict=True))
+
+
+def test_a_tied_weight_may_come_under_both_names() -> None:
+    source, target = tiny("qwen3"), tiny("qwen3")
+    tensors = {name: tensor + 1 for name, tensor in full_tensors(source)}
+    load_disk_tensors(target, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert torch.equal(target.lm_head.weight, source.lm_head.weight + 1)
+
+
+def test_other_names_or_shapes_are_refused_and_nothing_is_written() -> None:
+    target = tiny("qwen3_moe")
+    before = [parameter.clone() for parameter in target.parameters()]
+    tensors = {name: tensor + 1 for name, tensor in full_tensors(target)}
+    tensors["model.norm.bias"] = tensors.pop("model.norm.weight")
+    tensors["model.embed_tokens.weight"] = torch.zeros(3, 64)
+    with pytest.raises(ConfigError) as raised:
+        load_disk_tensors(target, tensors)
+    assert str(raised.value) == (
+        "tensors must have exactly the names and shapes of Qwen3MoeForCausalLM on disk, got 1 missing (model.norm.weight); "
+        "1 unknown (model.norm.bias); 1 of another shape (model.embed_tokens.weight [3, 64] instead of [266, 64]). "
+        "Take them from a model of the same config"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before, target.parameters(), strict=True))

@@ -1,0 +1,58 @@
+"""The optimizer against torch's plain one, and learning rates by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rondo.models.optimizer import learning_rate, make_optimizer
+from tests.models.builders import tiny
+
+
+def test_steps_are_those_of_plain_adamw_and_vectors_do_not_decay() -> None:
+    ours, theirs = tiny("gpt2"), tiny("gpt2")
+    optimizer = make_optimizer(ours, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-6)
+    matrices = [p for p in theirs.parameters() if p.ndim >= 2]
+    vectors = [p for p in theirs.parameters() if p.ndim < 2]
+    plain = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.9, 0.95), eps=1e-6, foreach=False, fused=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            other.grad = mine.grad.clone()
+        optimizer.step()
+        plain.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_exist_before_the_first_step_for_what_is_trained() -> None:
+    model = tiny("qwen3")
+    model.model.layers[0].requires_grad_(False)
+    optimizer = make_optimizer(model, lr=1e-3)
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    assert optimizer.state.keys() == trained < set(model.parameters())
+    assert all(moment.eq(0).all() for moments in optimizer.state.values() for moment in moments.values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ("cosine", [0.5, 1.0, 1.0, 0.88284271, 0.6, 0.31715729, 0.2, 0.2]),
+    ],
+)
+def test_the_rate_rises_in_equal_parts_and_falls_towards_its_end(schedule: str, expected: list[float]) -> None:
+    rates = [
+        learning_rate(step, 2e-3, warmup_steps=2, schedule=schedule, total=6, min_fraction=0.2)  # type: ignore[arg-type]
+        for step in range(8)
+    ]
+    assert rates == pytest.approx([2e-3 * part for part in expected])
+
+
+def test_no_step_of_a_run_has_rate_zero() -> None:
+    assert min(learning_rate(step, 1.0, warmup_steps=3, schedule="linear", total=9) for step in range(9)) == pytest.approx(1 / 6)

@@ -1,0 +1,80 @@
+"""Command lines, environments and logs, without starting anything but a shell command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rondo.runtime import launcher
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.launcher import Surroundings, used_incarnations
+from rondo.runtime.spec import GroupSpec, ServiceSpec, SupervisorConfig
+
+SERVE = ServiceSpec("coordinator", "rondo.comm.serve")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str], Path]]:
+    """What would have been started."""
+    calls: list[tuple[list[str], dict[str, str], Path]] = []
+
+    def record(command: list[str], environment: dict[str, str], log: Path, pass_fds: object = ()) -> None:
+        calls.append((command, environment, log))
+
+    monkeypatch.setattr(launcher, "start", record)
+    return calls
+
+
+def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnation(
+    tmp_path: Path, started: list[tuple[list[str], dict[str, str], Path]]
+) -> None:
+    around = Surroundings(tmp_path / "run", tmp_path / "rt", ("127.0.0.1", 2900))
+    around.start_group(GroupSpec("actor-0", "actor", 2, ("m:A", "m:B"), 3, {"CUDA_VISIBLE_DEVICES": "1"}), 7, 1, 2.5)
+    ((command, environment, log),) = started
+    options = dict(zip(command[3:-4:2], command[4:-4:2], strict=True))
+    assert options == {
+        "--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": "127.0.0.1:2900",
+        "--rdzv-conf": "is_host=false", "--rdzv-id": "actor-0.7", "--local-addr": "127.0.0.1", "--max-restarts": "0",
+        "--shutdown-timeout": "3", "--log-dir": str(tmp_path / "rt" / "torchrun"),
+    }  # fmt: skip
+    assert command[-4:] == ["-m", "rondo.runtime.worker", "m:A", "m:B"]
+    wanted = {
+        "RONDO_RT_DIR": str(tmp_path / "rt"), "RONDO_RUN_DIR": str(tmp_path / "run"), "RONDO_GROUP": "actor-0",
+        "RONDO_INCARNATION": "7", "RONDO_ATTEMPT": "1", "RONDO_STORE": "127.0.0.1:2900", "OMP_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # fmt: skip
+    assert {name: environment[name] for name in wanted} == wanted
+    assert log == tmp_path / "run" / "logs" / "attempt_1" / "actor-0.7.log"
+
+
+def test_a_started_command_is_guarded_leads_a_session_and_writes_to_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    main = launcher.start(["/bin/sh", "-c", "echo $PPID $(ps -o sid= -p $$) $$ $RONDO_X; echo oops >&2"], {
+        **os.environ, "RONDO_X": "x",
+    }, log)  # fmt: skip
+    assert main.wait(30) == 0
+    parent, session, pid, given, oops = log.read_text().split()
+    assert (parent, session, pid, given, oops) == (str(os.getpid()), str(main.pid), str(main.pid), "x", "oops")
+
+
+def test_incarnations_that_were_used_are_read_from_the_logs(tmp_path: Path) -> None:
+    around = Surroundings(tmp_path, tmp_path / "rt", ("127.0.0.1", 1))
+    for name, number, attempt in (("actor-0", 1, 0), ("actor-0", 10, 1), ("actor-0", 9, 1), ("store", 2, 1)):
+        around.log_path(name, number, attempt).touch()
+    (tmp_path / "logs" / "attempt_1" / "note.txt").touch()
+    assert used_incarnations(tmp_path) == {"actor-0": 10, "store": 2}
+    assert used_incarnations(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize("name", ["store", "coordinator", "actor/0", "Actor-0", "rollout-0"])
+def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path, name: str) -> None:
+    groups = (GroupSpec("rollout-0", "rollout", 1, ("m:R",)), GroupSpec(name, "x", 1, ("m:R",)))
+    with pytest.raises(ConfigError, match="names of role groups must differ and look like 'actor-0', got "):
+        SupervisorConfig(tmp_path, groups, SERVE)
+
+
+def test_a_run_needs_a_role_group(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least one role group"):
+        SupervisorConfig(tmp_path, (), SERVE)
