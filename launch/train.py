@@ -142,7 +142,8 @@ async def _supervise(
     view = open_view(run.path.name, config.num_steps, lambda: supervisor.snapshot().groups, plain=options.plain)
     listeners.append(view.on_event)
     running = asyncio.create_task(supervisor.run())
-    await asyncio.wait([running, begun], return_when=asyncio.FIRST_COMPLETED)
+    waited: list[asyncio.Future[Any]] = [running, begun]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     if not begun.done():
         return await running
     rt_dir = begun.result()

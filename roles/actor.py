@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import orjson
 
 from rondo.comm.bus import POLL_S, Round
@@ -69,7 +68,9 @@ class ActorRole:
     async def _train(self, step: int) -> dict[str, Any] | None:
         """Train step `step` and commit version `step + 1`; None when no more rounds will come."""
         config, trainer, begun = self._job.config, self._trainer, time.monotonic()
-        busy, num_tokens, rewards, ages, complete = 0.0, 0, [], [], False
+        busy, num_tokens, complete = 0.0, 0, False
+        rewards: list[float] = []
+        ages: list[int] = []
         async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
             rows, seen = await self._ctx.compute(self._read, made, step)
             since = time.monotonic()
@@ -85,17 +86,22 @@ class ActorRole:
             trainer.discard()
             return None
         since = time.monotonic()
-        metrics, trained = await self._ctx.compute(trainer.finish, step)
+        figures, trained = await self._ctx.compute(trainer.finish, step)
         busy += time.monotonic() - since
         await self._commit(step + 1, trained)
         await self._publish(step + 1)
         self._ctx.progress()
         step_s = time.monotonic() - begun
-        metrics |= {
-            "step": step, "version": step + 1, "reward_mean": float(np.mean(rewards)), "tokens": num_tokens,
+        by_age = [ages.count(age) for age in range(config.max_staleness + 1)]
+        sums = [sum(rewards), float(len(rewards)), float(num_tokens), *map(float, by_age)]
+        reward, num_samples, tokens, *by_age_all = await self._ctx.compute(trainer.sum_over_ranks, sums)
+        metrics: dict[str, Any] = figures | {
+            "step": step, "version": step + 1, "reward_mean": reward / num_samples, "tokens": int(tokens),
             "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
-            "staleness_mean": float(np.mean(ages)), "staleness_max": int(max(ages)),
-            "staleness_histogram": {str(age): ages.count(age) for age in sorted(set(ages))}, "waits_s": totals(),
+            "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / num_samples,
+            "staleness_max": max(age for age, count in enumerate(by_age_all) if count),
+            "staleness_histogram": {str(age): int(count) for age, count in enumerate(by_age_all) if count},
+            "waits_s": totals(),
         }  # fmt: skip
         if self._ctx.rank == 0:
             await self._ctx.report("metrics", metrics)

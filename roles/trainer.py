@@ -144,15 +144,23 @@ class Trainer:
     def _gather_rows(self) -> list[list[int]]:
         if self.world_size == 1:
             return self._trained
-        mine = torch.tensor(self._trained, dtype=torch.int64).reshape(-1, 2)
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(counts, torch.tensor([len(mine)]))
+        mine = torch.tensor(self._trained, dtype=torch.int64, device=self.device).reshape(-1, 2)
+        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(counts, torch.tensor([len(mine)], device=self.device))
         longest = int(max(counts))
-        padded = torch.full((longest, 2), -1, dtype=torch.int64)
+        padded = torch.full((longest, 2), -1, dtype=torch.int64, device=self.device)
         padded[: len(mine)] = mine
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded)
         return [row for part, count in zip(parts, counts, strict=True) for row in part[: int(count)].tolist()]
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over all ranks (collective)."""
+        if self.world_size == 1:
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared)
+        return [float(value) for value in shared.tolist()]
 
     # ---- what lasts -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.supervision import Limits, State
+from rondo.runtime.orders import Limits, State
 
 RT_DIR = "RONDO_RT_DIR"
 """The run's private directory of sockets and its token; gone with the run."""

@@ -21,167 +21,30 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from rondo.runtime.heartbeat import Beat
-
-
-class Strategy(Enum):
-    ONE_FOR_ONE = "one_for_one"
-    ONE_FOR_ALL = "one_for_all"
-
-
-class State(Enum):
-    WAITING = "waiting"
-    """Not running: before its start, or in back-off."""
-    STARTING = "starting"
-    """Its processes are being started; not all ranks are ready."""
-    READY = "ready"
-    LEAVING = "leaving"
-    """Asked to save and end."""
-    ENDING = "ending"
-    """Being killed; ends when all its processes are proved gone."""
-    DONE = "done"
-    """Ended by itself, as it should."""
-    ENDED = "ended"
-    """Ended by us."""
-
-
-class Phase(Enum):
-    RUNNING = "running"
-    RESTARTING = "restarting"
-    """A global restart: everything is being killed, then starts again."""
-    STOPPING = "stopping"
-    """Role groups save and leave."""
-    CLOSING = "closing"
-    """Role groups are gone; services leave."""
-    FAILING = "failing"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class Child:
-    """What is supervised. Services serve the role groups: they leave after them, and the run is done without them."""
-
-    name: str
-    num_ranks: int = 1
-    service: bool = False
-    strategy: Strategy = Strategy.ONE_FOR_ONE
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """All in seconds, but for the two counts."""
-
-    max_restarts: int = 3
-    restart_window_s: float = 600.0
-    backoff_s: float = 1.0
-    max_backoff_s: float = 60.0
-    healthy_s: float = 600.0
-    """A child that was ready for so long starts again at once, as after its first death."""
-    max_global_restarts: int = 3
-    silence_s: float = 15.0
-    start_s: float = 300.0
-    """From a child's start until all its processes have registered (a service: until it is ready)."""
-    grace_s: float = 20.0
-    service_grace_s: float = 5.0
-    no_progress_s: float = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """A failure as it is reported. `last_lines` are the end of the failed process's log."""
-
-    child: str
-    incarnation: int
-    what: str
-    rank: int | None = None
-    pid: int | None = None
-    last_lines: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        rank = f" rank {self.rank}" if self.rank is not None else ""
-        pid = f" (pid {self.pid})" if self.pid is not None else ""
-        head = f"{self.child}{rank} of incarnation {self.incarnation}{pid}: {self.what}"
-        return "\n".join([head, *(f"    {line}" for line in self.last_lines)])
-
-
-# What the shell is told to do.
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    child: str
-    incarnation: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """SIGTERM to the processes: save and leave."""
-
-    child: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """SIGKILL to all its processes; `gone` follows when that is proved. `dump`: their stacks go to the log before."""
-
-    child: str
-    incarnation: int
-    dump: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TellDead:
-    """The coordinator is to know that every process of this incarnation is gone."""
-
-    child: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """A new attempt begins: shared memory and messages of the old one are dropped."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class DumpStacks:
-    """All stacks and waits are written down."""
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """An event for the record."""
-
-    kind: str
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    exit_code: int
-
-
-Action = Start | Terminate | Kill | TellDead | Clear | DumpStacks | Note | Finish
-
-EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE = 0, 1, 75
-
-
-@dataclass(frozen=True, slots=True)
-class ChildView:
-    """A child at one moment."""
-
-    name: str
-    state: State
-    incarnation: int
-    num_ranks: int
-    num_ready: int
-    num_restarts: int
+from rondo.runtime.orders import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    Action,
+    Cause,
+    Child,
+    ChildView,
+    Clear,
+    DumpStacks,
+    Finish,
+    Kill,
+    Limits,
+    Note,
+    Phase,
+    Start,
+    State,
+    Strategy,
+    TellDead,
+    Terminate,
+)
 
 
 @dataclass(slots=True)

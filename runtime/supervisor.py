@@ -34,6 +34,20 @@ from rondo.runtime.heartbeat import Beat, segment_bytes, segment_name
 from rondo.runtime.incarnation import Incarnation, Worker
 from rondo.runtime.launcher import used_incarnations
 from rondo.runtime.ledger import Ledger
+from rondo.runtime.orders import (
+    Action,
+    Child,
+    Clear,
+    DumpStacks,
+    Finish,
+    Kill,
+    Note,
+    Start,
+    State,
+    Strategy,
+    TellDead,
+    Terminate,
+)
 from rondo.runtime.record import last_lines
 from rondo.runtime.segments import Registration
 from rondo.runtime.spec import (
@@ -45,21 +59,7 @@ from rondo.runtime.spec import (
     SupervisorConfig,
     SupervisorView,
 )
-from rondo.runtime.supervision import (
-    Action,
-    Child,
-    Clear,
-    DumpStacks,
-    Finish,
-    Kill,
-    Note,
-    Start,
-    State,
-    Strategy,
-    Supervision,
-    TellDead,
-    Terminate,
-)
+from rondo.runtime.supervision import Supervision
 
 TICK_S = 0.25
 _ANSWER_S = 5.0

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from monarch.actor import Actor, endpoint, this_host
+from monarch.actor import Actor, endpoint, this_host  # type: ignore[import-not-found]
 
 NUM_WARM, NUM_SEQUENTIAL, NUM_PIPELINED, WINDOW = 300, 2000, 5_000, 500
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import time
 
-import ray
+import ray  # type: ignore[import-not-found]
 
 NUM_WARM, NUM_SEQUENTIAL, NUM_PIPELINED, WINDOW = 500, 2000, 10_000, 500
 
 
-@ray.remote
 class Counter:
     async def inc(self, x: int) -> int:
         return x + 1
@@ -18,7 +17,7 @@ class Counter:
 
 def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", object_store_memory=200 << 20)
-    counter = Counter.remote()
+    counter = ray.remote(Counter).remote()
     for i in range(NUM_WARM):
         assert ray.get(counter.inc.remote(i)) == i + 1
     seconds = []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rondo.runtime.heartbeat import Beat
-from rondo.runtime.supervision import (
+from rondo.runtime.orders import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_REQUEUE,
@@ -23,10 +23,10 @@ from rondo.runtime.supervision import (
     Start,
     State,
     Strategy,
-    Supervision,
     TellDead,
     Terminate,
 )
+from rondo.runtime.supervision import Supervision
 
 STORE = Child("store", service=True, strategy=Strategy.ONE_FOR_ALL)
 COORDINATOR = Child("coordinator", service=True)

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 import uvloop
 
+from rondo.runtime.orders import Limits
 from rondo.runtime.spec import GroupSpec, ServiceSpec, SupervisorConfig
-from rondo.runtime.supervision import Limits
 from rondo.runtime.supervisor import Supervisor
 
 ROLES = Path(__file__).with_name("tiny_roles.py")
