@@ -38,6 +38,8 @@ class Audit:
     num_unexpected: int
     num_leases_lost: int
     outcomes: dict[str, int] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)
+    """Policy versions between a sample's step and its oldest token -> samples trained so."""
 
 
 def audit(
@@ -77,6 +79,8 @@ class _Ledger:
         self.holder: dict[int, tuple[str, int]] = {}  # running group -> (member, epoch)
         self.num_lost = self.num_unexpected = self.num_leases_lost = 0
         self.num_committed_steps = 0
+        self.oldest: dict[tuple[int, int], int] = {}  # (group, sample) -> policy version of its oldest token
+        self.ages: dict[tuple[int, int], int] = {}
 
     def on_admit(self, event: Event) -> None:
         self.steps.setdefault(event["step"], []).append(event["group"])
@@ -87,9 +91,10 @@ class _Ledger:
     def on_put(self, event: Event) -> None:
         if "info" not in event:
             return
-        for group, sample in event["rows"]:
+        for (group, sample), info in zip(event["rows"], event["info"], strict=True):
             if group in self.holder and self.holder[group][1] == event["epoch"] and sample >= 0:
                 self.put.setdefault(group, set()).add(sample)
+                self.oldest.setdefault((group, sample), info[3])
         for group in {group for group, _ in event["rows"]}:
             if len(self.put.get(group, ())) == self.n:
                 self.holder.pop(group, None)
@@ -113,6 +118,7 @@ class _Ledger:
         step = event["version"] - 1
         rows = [(group, sample) for group, sample in event["rows"]]
         self.trained.update(rows)
+        self.ages |= {row: step - self.oldest[row] for row in rows if row in self.oldest}
         self.num_unexpected += sum(sample not in self.put.get(group, ()) for group, sample in rows)
         survivors = [group for group in self.steps.get(step, ()) if group not in self.ended]
         for place, group in enumerate(survivors):
@@ -142,6 +148,8 @@ class _Ledger:
         }
         known = {group for groups in self.steps.values() for group in groups} - waiting.keys()
         self.put = {group: samples for group, samples in self.put.items() if group in known}
+        self.oldest = {row: version for row, version in self.oldest.items() if row[0] in known}
+        self.ages = {row: age for row, age in self.ages.items() if row[0] in known}
         self.trained = Counter({row: times for row, times in self.trained.items() if row[0] in known})
         self.ended = {group: outcome for group, outcome in self.ended.items() if group in known}
         self.holder.clear()
@@ -163,4 +171,5 @@ class _Ledger:
             num_unexpected=self.num_unexpected,
             num_leases_lost=self.num_leases_lost,
             outcomes=outcomes | {"trained": trained},
+            staleness=dict(sorted(Counter(self.ages.values()).items())),
         )

@@ -85,21 +85,11 @@ def summarize(
         restarts=dict(restarts or {}),
         recovery_s=dict(recovery_s or {}),
         first_step_s=first_time - started if first_time is not None and started is not None else None,
-        staleness_histogram=staleness_histogram(steps),
         waits_s=waits_by_role(read_records(metrics)),
         memory_bytes=dict(memory_bytes or {}),
         cpu_share=cpu_share,
         first_cause=first_cause,
     )
-
-
-def staleness_histogram(steps: list[dict[str, Any]]) -> dict[str, int]:
-    """Samples by staleness, summed over the steps that report it ({"staleness_histogram": {"0": 12, "1": 4}})."""
-    total: dict[str, int] = {}
-    for record in steps:
-        for staleness, count in record.get("staleness_histogram", {}).items():
-            total[str(staleness)] = total.get(str(staleness), 0) + count
-    return {staleness: total[staleness] for staleness in sorted(total, key=int)}
 
 
 def waits_by_role(records: Iterator[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -193,7 +183,7 @@ def _pairs(values: Mapping[str, float]) -> str:
     )
 
 
-def _audit(run: Path) -> dict[str, int]:
+def _audit(run: Path) -> dict[str, Any]:
     """Counts of samples from the journal; empty for a run that ended before its coordinator wrote one."""
     from rondo.comm.audit import audit
     from rondo.comm.journal import files
@@ -214,4 +204,5 @@ def _audit(run: Path) -> dict[str, int]:
         "samples_trained": found.num_trained,
         "samples_lost": found.num_lost,
         "samples_trained_twice": found.num_trained_twice,
+        "staleness_histogram": {str(age): count for age, count in found.staleness.items()},
     }

@@ -116,12 +116,13 @@ def _write_hf(folder: Path, model: Any, tokenizer_path: str, dtype: str) -> None
             pass  # this rank's part of the gathering
         return
     folder.mkdir(parents=True)
-    files = []
+    files: list[tuple[Path, dict[str, int]]] = []
     for file in _files(full_tensors(model, dtype)):
         path = folder / f"part-{len(files)}.safetensors"
         save_file(file, path, metadata={"format": "pt"})
         files.append((path, {name: tensor.nbytes for name, tensor in file.items()}))
-    places, total = {}, 0
+    places: dict[str, str] = {}
+    total = 0
     for number, (path, sizes) in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         path.rename(folder / name)

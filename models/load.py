@@ -11,7 +11,6 @@ Invariant: a model that loads has every weight from the folder; none is left at 
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,7 @@ def _check_folder(path: str) -> None:
     local = Path(path)
     if local.is_dir():
         if not (local / "config.json").is_file():
-            found = ", ".join(sorted(os.listdir(local))[:5]) or "nothing"
+            found = ", ".join(sorted(path.name for path in local.iterdir())[:5]) or "nothing"
             raise ConfigError(
                 f"model.path must be a folder with a config.json, got {path!r} with {found}. Name a Hugging Face folder"
             )

@@ -49,8 +49,8 @@ def response_log_probs(
     if packed.position_ids is not None:
         if not can_share_rows(model):
             raise ConfigError(
-                f"rows must hold one sequence each for {type(model).__name__}, which mixes those of a row, got rows with several. "
-                "Pack with share_rows=can_share_rows(model)"
+                f"rows must hold one sequence each for {type(model).__name__}, which mixes those of a row, "
+                "got rows with several. Pack with share_rows=can_share_rows(model)"
             )
         arguments["position_ids"] = packed.position_ids
     with _scoring(model.get_output_embeddings(), packed, temperature, chunk_tokens, with_entropy) as found:

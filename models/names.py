@@ -130,7 +130,9 @@ def _conversions(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter
     found = getattr(model, "_weight_conversions", None)
     if found is None:
         found = [
-            entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, PrefixChange)
+            entry
+            for entry in get_model_conversion_mapping(model, add_legacy=False)
+            if not isinstance(entry, PrefixChange)
         ]
     renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
     return renamings, [entry for entry in found if isinstance(entry, WeightConverter)]

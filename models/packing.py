@@ -26,7 +26,6 @@ import torch
 
 from rondo.runtime.errors import ConfigError
 
-
 _shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
@@ -56,10 +55,12 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
-        names = ("input_ids", "position_ids", "positions", "targets")
-        moved = {name: getattr(self, name) for name in names}
         return replace(
-            self, **{name: None if t is None else t.to(device, non_blocking=True) for name, t in moved.items()}
+            self,
+            input_ids=self.input_ids.to(device),
+            position_ids=None if self.position_ids is None else self.position_ids.to(device),
+            positions=self.positions.to(device),
+            targets=self.targets.to(device),
         )
 
 
@@ -98,7 +99,8 @@ def pack(sequences: Ordered[Sequence], *, row_tokens: int | None = None, share_r
     _check(sequences, row_tokens)
     lengths = [len(sequence.tokens) for sequence in sequences]
     width = row_tokens or max(lengths)
-    places, num_rows = _first_fit(lengths, width) if share_rows else ([(row, 0) for row in range(len(lengths))], len(lengths))
+    one_each = [(row, 0) for row in range(len(lengths))], len(lengths)
+    places, num_rows = _first_fit(lengths, width) if share_rows else one_each
     input_ids = np.zeros((num_rows, width), np.int64)
     shared = num_rows < len(lengths)
     # Padding goes on where it lies: after two sequences that is one more sequence of the row, so it too has something to

@@ -209,7 +209,7 @@ def _lending(owned: _Owned, dtype: torch.dtype) -> Iterator[None]:
     copies = {parameter: parameter.to(dtype) for _, _, parameter in owned}  # tied parameters share one copy
     try:
         for module, name, parameter in owned:
-            module._parameters[name] = copies[parameter]  # type: ignore[assignment]  # as FSDP2 does: not a leaf
+            module._parameters[name] = copies[parameter]  # not a leaf: gradients flow on to `parameter`
         yield
     finally:
         for module, name, parameter in owned:

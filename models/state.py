@@ -35,9 +35,7 @@ def named_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, tor
     return found
 
 
-def training_state(
-    model: Any, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def training_state(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors of this rank, JSON values). The tensors are the live ones: copy them before training goes on."""
     tensors = {name: _local(tensor) for name, tensor in named_tensors(model, optimizer).items()}
     return tensors | random_states(model), options(optimizer)

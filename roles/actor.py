@@ -53,6 +53,7 @@ class ActorRole:
             version = await self._restore()
         await self._publish(version)
         await ctx.ready()
+        self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             metrics = await self._train(step)
             if metrics is None:  # the run is being stopped: leave at the committed version
@@ -67,7 +68,7 @@ class ActorRole:
 
     async def _train(self, step: int) -> dict[str, Any] | None:
         """Train step `step` and commit version `step + 1`; None when no more rounds will come."""
-        config, trainer, begun = self._job.config, self._trainer, time.monotonic()
+        config, trainer = self._job.config, self._trainer
         busy, num_tokens, complete = 0.0, 0, False
         rewards: list[float] = []
         ages: list[int] = []
@@ -88,10 +89,8 @@ class ActorRole:
         since = time.monotonic()
         figures, trained = await self._ctx.compute(trainer.finish, step)
         busy += time.monotonic() - since
-        await self._commit(step + 1, trained)
-        await self._publish(step + 1)
-        self._ctx.progress()
-        step_s = time.monotonic() - begun
+        step_s = time.monotonic() - self._step_began
+        self._step_began = time.monotonic()
         by_age = [ages.count(age) for age in range(config.max_staleness + 1)]
         sums = [sum(rewards), float(len(rewards)), float(num_tokens), *map(float, by_age)]
         reward, num_samples, tokens, *by_age_all = await self._ctx.compute(trainer.sum_over_ranks, sums)
@@ -100,11 +99,14 @@ class ActorRole:
             "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
             "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / num_samples,
             "staleness_max": max(age for age, count in enumerate(by_age_all) if count),
-            "staleness_histogram": {str(age): int(count) for age, count in enumerate(by_age_all) if count},
             "waits_s": totals(),
         }  # fmt: skip
+        # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
             await self._ctx.report("metrics", metrics)
+        await self._commit(step + 1, trained)
+        await self._publish(step + 1)
+        self._ctx.progress()
         return metrics
 
     def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[int]]:

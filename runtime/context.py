@@ -47,6 +47,11 @@ class Process:
         self.not_ready: set[object] = set()
         """The roles that have not called `ready` yet."""
 
+    def look_whether_asked_to_leave(self) -> None:
+        """At SIGTERM. torchrun sends it too, when another rank died: then SIGKILL is on its way, and nothing is saved."""
+        if self.me.heartbeat.asked_to_leave:
+            self.stopping.set()
+
     def close(self) -> None:
         self.supervisor.close()
         self.coordinator.close()

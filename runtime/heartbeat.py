@@ -1,14 +1,15 @@
 """Heartbeats: a few words in shared memory by which the supervisor sees that a process lives, moves, and what it does.
 
 Owns the layout of the words and both ends of them. Does not own what silence means: `supervision.py` decides. A process
-writes its own slot and nobody else's; the supervisor only reads; nobody waits for anybody.
+writes its own slot and nobody else's, but for the one word by which the supervisor asks it to leave; nobody waits.
 
-    slot of a rank, 128 bytes:  0 beat  8 progress  16 section limit  24 left  32 section name (96 bytes)
+    slot of a rank, 128 bytes:  0 beat  8 progress  16 section limit  24 left  32 asked  40 section name (88 bytes)
 
 `beat` is the time of the event loop's last sign of life and `section limit` the time by which the open section with the
 nearest limit must be over (0: none is open), both in milliseconds of the monotonic clock, which all processes of a node
-share. `left` is 1 from the moment a process ends on purpose. Words are aligned, so they are read and written whole; a
-torn name only misspells.
+share. `left` is 1 from the moment a process ends on purpose. `asked` is 1 from the moment the supervisor wants it to save
+and leave: SIGTERM says "look here", since torchrun and batch systems send that signal too, for reasons of their own.
+Words are aligned, so they are read and written whole; a torn name only misspells.
 
     beat = HeartbeatWriter(client.segment(segment_name("actor-0", 2), 0).view(), rank=0)
     with beat.section("load", limit_s=600): ...
@@ -26,9 +27,9 @@ SLOT_BYTES = 128
 BEAT_S = 0.25
 """Seconds between two beats of a loop."""
 
-_BEAT, _PROGRESS, _LIMIT, _LEFT = range(4)
+_BEAT, _PROGRESS, _LIMIT, _LEFT, _ASKED = range(5)
 _WORDS = SLOT_BYTES // 8
-_NAME_AT = 32
+_NAME_AT = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,10 @@ class HeartbeatWriter:
         """Says that the end of this process is on purpose; its exit code may be collected before anybody reads it."""
         self._words[_LEFT] = 1
 
+    @property
+    def asked_to_leave(self) -> bool:
+        return bool(self._words[_ASKED])
+
     @contextlib.contextmanager
     def section(self, name: str, limit_s: float) -> Iterator[None]:
         """While it lasts the process may be silent, for `limit_s` seconds at most; of several, each keeps its limit."""
@@ -95,6 +100,13 @@ class HeartbeatWriter:
         limit, name = min(self._open.values(), default=(0.0, ""))
         self._name[:] = name.encode()[: len(self._name)].ljust(len(self._name), b"\0")
         self._words[_LIMIT] = round(limit * 1000)
+
+
+def ask_to_leave(view: memoryview) -> None:
+    """The supervisor's side: every rank is to save and leave. SIGTERM makes them look."""
+    words = view.cast("Q")
+    for rank in range(len(view) // SLOT_BYTES):
+        words[rank * _WORDS + _ASKED] = 1
 
 
 def read_beats(view: memoryview) -> tuple[Beat, ...]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rondo.runtime import process
-from rondo.runtime.heartbeat import Beat, read_beats
+from rondo.runtime.heartbeat import Beat, ask_to_leave, read_beats
 from rondo.runtime.segments import Registration, Segment
 from rondo.runtime.waits import waiting
 
@@ -118,6 +118,12 @@ class Incarnation:
                 process.kill(worker.pid, worker.start_time, number)
         elif self.main.poll() is None:
             self.main.send_signal(number)
+
+    def ask_to_leave(self) -> None:
+        """Save and leave."""
+        if self._heartbeat is not None:
+            ask_to_leave(self._heartbeat.view())
+        self.signal(signal.SIGTERM)
 
     async def dump(self) -> None:
         """Workers write the stacks of all their threads to the log; those that are stopped cannot."""

@@ -21,11 +21,12 @@ _IMPORT_LIMIT_S = 300.0
 
 
 async def run(fd: int) -> None:
-    """Serves until SIGTERM."""
+    """Serves until the supervisor asks it to leave."""
     me = Membership.join(rank=0)
     set_waiter(me.group)
     ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    look = lambda: ended.set() if me.heartbeat.asked_to_leave else None  # noqa: E731
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, look)
     with me.heartbeat.section("load", _IMPORT_LIMIT_S):
         from torch.distributed import TCPStore
 

@@ -146,7 +146,7 @@ class Supervisor(Actor):
                 case Start():
                     self._start(action)
                 case Terminate():
-                    self._lives[action.child].signal(signal.SIGTERM)
+                    self._lives[action.child].ask_to_leave()
                 case Kill():
                     self._end(self._lives[action.child], dump=action.dump)
                 case TellDead():

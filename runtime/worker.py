@@ -3,7 +3,7 @@
 Owns the life of the process: it dies with its torchrun, registers, beats, loads the role classes on the compute thread,
 runs all roles in one task group, and leaves. Does not own what a role does (`context.py` is what it is given).
 
-    exit 0    every role has returned, by itself or because it was asked to (SIGTERM sets `ctx.stopping`)
+    exit 0    every role has returned, by itself or because it was asked to by the supervisor (`ctx.stopping`)
     exit 1    a role raised: its traceback is in the log; the supervisor replaces the whole role group
 """
 
@@ -61,7 +61,7 @@ class WorkerActor(Actor):
 async def run(me: Membership, references: Sequence[str]) -> None:
     """Runs the roles to their end. Raises what the first of them raised, in a group."""
     process = Process(me, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.stopping.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.look_whether_asked_to_leave)
     address = f"unix:{me.rt_dir}/{me.group}.{me.rank}.sock"
     try:
         async with me.beating(), await serve(WorkerActor(process, references), address, token=me.token, name=me.group):

@@ -217,6 +217,7 @@ def test_whatever_dies_groups_balance_and_nothing_is_lost_or_trained_twice():
         assert (found.num_lost, found.num_trained_twice, found.num_unexpected) == (0, 0, 0)
         assert found.num_trained == 4 * 3 * 3
         assert found.outcomes["surplus"] == 3 * bus.index.counts["surplus"]
+        assert found.staleness == dict(sorted(bus.index.staleness.items()))
 
 
 def test_the_audit_turns_red_on_a_planted_loss_and_a_planted_duplicate():

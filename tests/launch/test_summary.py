@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rondo.launch.records import evaluation_records, read_records, step_records
-from rondo.launch.summary import Summary, print_table, read, staleness_histogram, summarize, waits_by_role, write
+from rondo.launch.summary import Summary, print_table, read, summarize, waits_by_role, write
 from rondo.runtime.errors import CorruptData
 
 
@@ -47,12 +47,11 @@ def test_one_evaluation_says_nothing_about_after(tmp_path: Path) -> None:
 
 
 def test_a_step_that_ran_again_counts_once_and_as_its_last_run(tmp_path: Path) -> None:
-    first = step(1, 2.0, reward=0.2, staleness_histogram={"0": 4})
-    again = step(1, 3.0, reward=0.3, staleness_histogram={"0": 1, "1": 3})
-    run = run_with(tmp_path, [step(0, 1.0, staleness_histogram={"0": 4}), first, again])
+    first = step(1, 2.0, reward=0.2)
+    again = step(1, 3.0, reward=0.3)
+    run = run_with(tmp_path, [step(0, 1.0), first, again])
     steps = step_records(run / "metrics.jsonl")
     assert [record["reward_mean"] for record in steps] == [0.5, 0.3]
-    assert staleness_histogram(steps) == {"0": 5, "1": 3}
 
 
 def test_waits_of_a_process_that_was_replaced_stay_counted() -> None:

@@ -83,7 +83,9 @@ EPS = 1e-4
 """Large: with the usual one Adam makes the rounding of tiny gradients visible."""
 
 
-def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int, *, rank: int = 0, world_size: int = 1) -> list[float]:
+def train_step(
+    model: Any, optimizer: torch.optim.Optimizer, step: int, *, rank: int = 0, world_size: int = 1
+) -> list[float]:
     """One step over this rank's part of STEPS[step]: [this rank's loss sum, gradient norm]."""
     total = 0.0
     batches = [STEPS[step][start : start + 8][rank::world_size] for start in (0, 8)]

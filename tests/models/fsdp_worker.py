@@ -1,7 +1,5 @@
-"""What torchrun starts for test_fsdp.py: trains and saves on two ranks, and writes what it saw as JSON.
-
-    torchrun --nproc-per-node 2 fsdp_worker.py OUT DENSE_FOLDER MOE_FOLDER
-"""
+"""What torchrun starts for test_fsdp.py, with OUT DENSE_FOLDER MOE_FOLDER: trains and saves on two ranks, and writes what
+it saw as JSON."""
 
 from __future__ import annotations
 
@@ -93,7 +91,9 @@ def snapshots(model: Any, optimizer: Any) -> dict[str, bool]:
         "scores_restored": everywhere(torch.equal(before, again)),
         "repeated": everywhere(first == second and all(torch.equal(after[name], repeated[name]) for name in after)),
         "changed": everywhere(not torch.equal(before, scored(model))),
-        "is_a_shard": everywhere(sum(t.numel() for n, t in kept.items() if n.startswith("model.")) < 0.6 * whole_size(model)),
+        "is_a_shard": everywhere(
+            sum(t.numel() for n, t in kept.items() if n.startswith("model.")) < 0.6 * whole_size(model)
+        ),
     }
 
 
@@ -114,9 +114,10 @@ def main() -> None:
     facts["bfloat16_scores"] = everywhere(torch.equal(scored(half), scored(load_model(DENSE, dtype="bfloat16"))))
     facts["float32_scores"] = everywhere(torch.equal(scored(sharded(DENSE)[0]), scored(load_model(DENSE))))
 
-    model, optimizer = sharded(DENSE)
-    steps(model, optimizer, range(2))
-    facts |= snapshots(model, optimizer)
+    for dtype in ("float32", "bfloat16"):
+        model, optimizer = sharded(DENSE, param_dtype=dtype)
+        steps(model, optimizer, range(2))
+        facts[f"{dtype}_snapshots"] = snapshots(model, optimizer)
 
     model, optimizer = sharded(MOE)
     steps(model, optimizer, range(2))

@@ -1,8 +1,7 @@
 """What test_checkpoint.py starts: forks savers that kill themselves with SIGKILL at one file operation after another.
 
-A saver that dies at operation n has done n - 1 of them; the last saver lives. Prints one JSON object.
-
-    python killed_worker.py FOLDER ANOTHER
+A saver that dies at operation n has done n - 1 of them; the last saver lives. Takes a folder to save in and one beside it;
+prints one JSON object.
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ def test_a_checkpoint_without_its_marker_or_of_another_model_is_refused(tmp_path
     with pytest.raises(CorruptData, match=r"must hold exactly the tensors of this model, got \d+ that differ \(model"):
         checkpoint.load(tmp_path / "step_000001", other, make_optimizer(other, lr=LR))
     (tmp_path / "step_000001" / "COMPLETE").unlink()
-    with pytest.raises(CorruptData, match=r"must carry its COMPLETE marker, got .*step_000001 without\. Choose a whole one"):
+    with pytest.raises(
+        CorruptData, match=r"must carry its COMPLETE marker, got .*step_000001 without\. Choose a whole one"
+    ):
         checkpoint.load(tmp_path / "step_000001", model, optimizer)
 
 

@@ -17,7 +17,10 @@ def told(**fields: object) -> str:
 
 def test_the_model_has_exactly_one_source() -> None:
     rule = "model.path and model.build must be set one without the other, got"
-    assert told() == f"{rule} neither. Set model.path to a Hugging Face folder, or model.build to a function that writes one."
+    assert (
+        told()
+        == f"{rule} neither. Set model.path to a Hugging Face folder, or model.build to a function that writes one."
+    )
     assert told(path="a", build="m:f").startswith(f"{rule} both. ")
     assert ModelConfig(path="Qwen/Qwen3-0.6B").dtype == "float32"
 

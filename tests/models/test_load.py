@@ -96,7 +96,9 @@ def test_a_path_without_a_model_is_said_with_what_lies_there(folder: Path, tmp_p
     with pytest.raises(ConfigError, match=r"must be a folder with a config.json, got '.*data' with train.jsonl\."):
         load_config(str(tmp_path / "data"))
     (tmp_path / "data" / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
-    with pytest.raises(ConfigError, match=r"must name a model that transformers .* can load, got '.*data' \(ValueError"):
+    with pytest.raises(
+        ConfigError, match=r"must name a model that transformers .* can load, got '.*data' \(ValueError"
+    ):
         load_config(str(tmp_path / "data"))
 
 

@@ -55,4 +55,6 @@ def test_the_rate_rises_in_equal_parts_and_falls_towards_its_end(schedule: str, 
 
 
 def test_no_step_of_a_run_has_rate_zero() -> None:
-    assert min(learning_rate(step, 1.0, warmup_steps=3, schedule="linear", total=9) for step in range(9)) == pytest.approx(1 / 6)
+    assert min(
+        learning_rate(step, 1.0, warmup_steps=3, schedule="linear", total=9) for step in range(9)
+    ) == pytest.approx(1 / 6)

@@ -17,7 +17,9 @@ def predicted(packed: PackedBatch, one: Sequence, positions: torch.Tensor) -> bo
     row, last = divmod(int(positions[-1]) + 1, width)
     start = last + 1 - len(one.tokens)
     inside = packed.input_ids[row, start : last + 1].numpy()
-    counted = packed.position_ids is None or packed.position_ids[row, start : last + 1].tolist() == list(range(len(inside)))
+    counted = packed.position_ids is None or packed.position_ids[row, start : last + 1].tolist() == list(
+        range(len(inside))
+    )
     steps = positions.tolist() == list(range(row * width + last - one.response, row * width + last))
     return bool(np.array_equal(inside, one.tokens)) and counted and steps
 

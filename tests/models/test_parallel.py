@@ -77,12 +77,17 @@ def test_recomputed_layers_give_equal_gradients_and_run_twice(param_dtype: str) 
 
 
 def test_recomputation_needs_layers() -> None:
-    with pytest.raises(ConfigError, match=r"must have decoder layers to recompute, got none in Linear\. Set it to False"):
+    with pytest.raises(
+        ConfigError, match=r"must have decoder layers to recompute, got none in Linear\. Set it to False"
+    ):
         parallel.shard(torch.nn.Linear(2, 2), activation_checkpointing=True)
 
 
 def test_layers_are_found_in_every_family() -> None:
-    names = {family: [type(layer).__name__ for layer in parallel.decoder_layers(tiny(family))] for family in ("qwen3", "gpt2")}
+    names = {
+        family: [type(layer).__name__ for layer in parallel.decoder_layers(tiny(family))]
+        for family in ("qwen3", "gpt2")
+    }
     assert names == {"qwen3": ["Qwen3DecoderLayer"] * 2, "gpt2": ["GPT2Block"] * 2}
 
 

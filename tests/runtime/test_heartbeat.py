@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rondo.runtime.heartbeat import Beat, HeartbeatWriter, read_beats, segment_bytes
+from rondo.runtime.heartbeat import Beat, HeartbeatWriter, ask_to_leave, read_beats, segment_bytes
 
 
 class Clock:
@@ -51,4 +51,13 @@ def test_a_long_section_name_is_cut_and_leaves_the_next_slot_alone() -> None:
     memory = memoryview(bytearray(segment_bytes(2)))
     with HeartbeatWriter(memory, 0, Clock()).section("x" * 500, 1):
         first, second = read_beats(memory)
-    assert (first.section, second) == ("x" * 96, Beat(1, 0.0, 0))
+    assert (first.section, second) == ("x" * 88, Beat(1, 0.0, 0))
+
+
+def test_every_rank_can_be_asked_to_leave() -> None:
+    memory = memoryview(bytearray(segment_bytes(2)))
+    writers = [HeartbeatWriter(memory, rank, Clock()) for rank in (0, 1)]
+    assert not any(writer.asked_to_leave for writer in writers)
+    ask_to_leave(memory)
+    assert all(writer.asked_to_leave for writer in writers)
+    assert read_beats(memory) == (Beat(0, 0.0, 0), Beat(1, 0.0, 0))

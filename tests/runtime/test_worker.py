@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
 from rondo.runtime.errors import Refused
-from rondo.runtime.heartbeat import Beat, read_beats, segment_bytes, segment_name
+from rondo.runtime.heartbeat import Beat, ask_to_leave, read_beats, segment_bytes, segment_name
 from rondo.runtime.segments import Registration, SegmentServer
 
 TOKEN = "a-token-of-the-run"
@@ -42,13 +41,16 @@ class HangingCollective(Base):
 class Busy(Base):
     async def run(self):
         with self.ctx.section("compile", 300):
-            computing = asyncio.ensure_future(self.ctx.compute(spin))
+            self.spinning, self.loop = asyncio.Event(), asyncio.get_running_loop()
+            computing = asyncio.ensure_future(self.ctx.compute(self.spin))
+            await self.spinning.wait()
             self.ctx.progress()
             await self.ctx.ready()
             await computing
 
-def spin():
-    while not os.path.exists(os.environ["SPIN_UNTIL"]): pass
+    def spin(self):
+        self.loop.call_soon_threadsafe(self.spinning.set)
+        while not os.path.exists(os.environ["SPIN_UNTIL"]): pass
 """
 
 
@@ -88,6 +90,10 @@ class Stand:
         with self.segments.segment(segment_name("actor-0", 4), 0) as segment:
             return read_beats(segment.view(readonly=True))[1]
 
+    def ask_to_leave(self) -> None:
+        with self.segments.segment(segment_name("actor-0", 4), 0) as segment:
+            ask_to_leave(segment.view())
+
     async def worker(self, role: str) -> asyncio.subprocess.Process:
         self.segments.segment(segment_name("actor-0", 4), segment_bytes(2)).close()
         environment = {
@@ -118,14 +124,26 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
     made.segments.close()
 
 
-async def test_sigterm_lets_the_role_save_and_the_process_ends_with_zero(stand: Stand) -> None:
+async def test_asked_to_leave_the_role_saves_and_the_process_ends_with_zero(stand: Stand) -> None:
     worker = await stand.worker("Polite")
     assert await stand.supervisor.next() == ("registered", "actor-0", 1, worker.pid)
     assert await stand.supervisor.next() == ("ready", "actor-0", 4, 1)
     assert not stand.beat().left
+    stand.ask_to_leave()
     worker.send_signal(signal.SIGTERM)
     assert await ended(worker) == (0, "saved\n")
     assert stand.beat().left
+
+
+async def test_a_sigterm_that_does_not_come_from_the_supervisor_saves_nothing(stand: Stand) -> None:
+    worker = await stand.worker("Polite")
+    while (await stand.supervisor.next())[0] != "ready":
+        pass
+    worker.send_signal(signal.SIGTERM)
+    with ActorRef(f"unix:{stand.folder}/actor-0.1.sock", token=TOKEN, peer="actor-0.1") as actor:
+        assert (await actor.call("info", deadline_s=PATIENCE_S))["stopping"] is False
+    worker.kill()
+    assert await ended(worker) == (-signal.SIGKILL, "")
 
 
 async def test_a_role_that_raises_ends_the_process_though_the_compute_thread_hangs(stand: Stand) -> None:
@@ -171,9 +189,8 @@ async def test_the_loop_beats_and_answers_while_the_compute_thread_is_busy(stand
 
 async def test_all_stacks_go_to_the_log_on_request(stand: Stand) -> None:
     worker = await stand.worker("Busy")
-    with contextlib.suppress(asyncio.QueueEmpty):
-        while (await stand.supervisor.next())[0] != "ready":
-            pass
+    while (await stand.supervisor.next())[0] != "ready":
+        pass
     worker.send_signal(signal.SIGUSR2)
     assert worker.stdout is not None
     line = await asyncio.wait_for(worker.stdout.readuntil(b"in spin"), PATIENCE_S)
