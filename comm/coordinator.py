@@ -367,9 +367,9 @@ class Coordinator(Actor):
         rounds = self.index.rounds
         scope = f"{member}.{incarnation}" if step is None else rounds.train_scope(stream, step)
         found = rounds.find(stream, scope, index)
-        if found is None and self.index.done:
-            return {"end": True}
-        if found is None and not self._draining:
+        if found is None and (self.index.done or self._draining):
+            return {"end": True}  # the same for every rank: rounds that one of them has are planned for all
+        if found is None:
             planned = self._plan(stream, member, incarnation, step)
             if planned:
                 self._emit({"event": "rounds", "rounds": planned})
@@ -542,6 +542,7 @@ class Coordinator(Actor):
     async def drain(self) -> None:
         """Hand out nothing more: the run is being stopped. What is in flight may still be put and acknowledged."""
         self._draining = True
+        self._wake()
 
     @endpoint
     async def stats(self) -> dict[str, Any]:
@@ -577,6 +578,9 @@ class Coordinator(Actor):
     def _emit(self, *events: Event) -> None:
         self._journal_and_apply(list(events))
         self._drop_idle_overflow()
+        self._wake()
+
+    def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

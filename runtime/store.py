@@ -25,7 +25,11 @@ async def run(fd: int) -> None:
     me = Membership.join(rank=0)
     set_waiter(me.group)
     ended = asyncio.Event()
-    look = lambda: ended.set() if me.heartbeat.asked_to_leave else None  # noqa: E731
+
+    def look() -> None:
+        if me.heartbeat.asked_to_leave:
+            ended.set()
+
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, look)
     with me.heartbeat.section("load", _IMPORT_LIMIT_S):
         from torch.distributed import TCPStore

@@ -209,3 +209,14 @@ async def test_readers_see_views_of_the_ring_and_stale_ones_are_found_out():
             assert isinstance(np.asarray(view), np.ndarray)
             fwd.check(made)
             break
+
+
+async def test_a_drained_bus_ends_streams_at_the_same_round_for_every_rank() -> None:
+    async with served(max_staleness=0) as run:
+        rollout, fwd, *_ = await everyone(run)
+        await fwd.join("actor_fwd", 1 << 20)
+        asking = asyncio.create_task(fwd.call("next_round", "actor_fwd", 0, 0))
+        await rollout.call("renew", [])
+        assert not asking.done()
+        await run.ref("coordinator").call("drain")
+        assert await asking == {"end": True}

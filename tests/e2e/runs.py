@@ -40,6 +40,7 @@ class Ended:
 
 
 def command(folder: Path, *arguments: str, sets: tuple[str, ...] = ()) -> list[str]:
+    """`python -m rondo.launch.cli train QUICKSTART`, small, in `folder`."""
     chosen = [part for text in (*SMALL, f"run_dir={folder}", *sets) for part in ("--set", text)]
     return [sys.executable, "-m", "rondo.launch.cli", "train", str(QUICKSTART), *chosen, *arguments]
 
