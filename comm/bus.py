@@ -11,7 +11,9 @@ which rows exist and who may read them is the coordinator's word alone.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from rondo.comm.records import Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
 from rondo.runtime.actor import ActorRef
 from rondo.runtime.errors import CorruptData
-from rondo.runtime.segments import SegmentClient
+from rondo.runtime.segments import Segment, SegmentClient
 
 POLL_S = 3600.0  # longest time one call waits at the coordinator before it is asked again
 
@@ -76,13 +78,19 @@ class Bus:
         self.member = member
         self._coordinator = coordinator
         self._segments = segments
-        self._writers: dict[str, RingWriter] = {}
-        self._views: dict[str, RingView] = {}
+        self._open = ExitStack()
+        self._views: dict[str, tuple[RingView, Segment]] = {}
 
     async def open(self) -> None:
         """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head."""
-        self._own = (await self.call("open_ring", self.member.rank))["ring"]
-        self._writer(self._own)
+        self._own_name = (await self.call("open_ring", self.member.rank))["ring"]
+        self._own = self._open.enter_context(self._writer(self._own_name))
+
+    def close(self) -> None:
+        """Let go of every ring; memory and records stay."""
+        for ring in list(self._views):
+            self._forget(ring)
+        self._open.close()
 
     async def call(self, method: str, *args: Any, deadline_s: float = 60.0, **kwargs: Any) -> Any:
         """An idempotent request as this member, repeated over coordinator restarts until the deadline."""
@@ -116,23 +124,21 @@ class Bus:
     def _put(
         self, ring: str, rows: list[list[int]], columns: Sequence[Column], epoch: int, meta: dict[str, Any]
     ) -> RecordRef:
-        writer = self._writer(ring)
-        ref = writer.put(rows, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
-        if ring != self._own:  # an overflow ring serves one grant; the coordinator takes it away when it is empty
-            self._retire(ring)
-        return ref
+        if ring == self._own_name:
+            return self._own.put(rows, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
+        with self._writer(ring) as writer:  # an overflow ring serves one grant: the coordinator takes it away when empty
+            return writer.put(rows, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
 
-    def _writer(self, ring: str) -> RingWriter:
-        if ring not in self._writers:
-            segment = self._segments.segment(ring, 0)
-            self._writers[ring] = RingWriter(segment, self._segments.doorbell(ring), ring)
-        return self._writers[ring]
-
-    def _retire(self, ring: str) -> None:
-        """Keep the newest few overflow writers; older ones are finished with (their grants had at most n puts)."""
-        others = [name for name in self._writers if name not in (self._own, ring)]
-        for name in others[:-16]:
-            del self._writers[name]
+    @contextmanager
+    def _writer(self, ring: str) -> Iterator[RingWriter]:
+        with self._segments.segment(ring, 0) as segment:
+            doorbell = self._segments.doorbell(ring)
+            writer = RingWriter(segment, doorbell, ring)
+            try:
+                yield writer
+            finally:
+                writer.close()
+                os.close(doorbell)
 
     # ---- consuming --------------------------------------------------------------------------------------------------
 
@@ -157,15 +163,21 @@ class Bus:
         named = {(place[0], place[1], place[2]) for row in fields["rows"] for place in row["places"].values()}
         rings = {ring for ring, _, _ in named}
         for ring in [name for name in self._views if name.startswith("overflow/") and name not in rings]:
-            del self._views[ring]
+            self._forget(ring)
         records = {(ring, pos, seq): self.view(ring).read(pos, seq) for ring, pos, seq in named}
         rows = tuple(Row(**row, _records=records) for row in fields["rows"])
         return Round(fields["key"], fields["index"], fields["step"], fields["last"], rows, fields["ring"], records)
 
     def view(self, ring: str) -> RingView:
         if ring not in self._views:
-            self._views[ring] = RingView(self._segments.segment(ring, 0), ring)
-        return self._views[ring]
+            segment = self._segments.segment(ring, 0)
+            self._views[ring] = (RingView(segment, ring), segment)
+        return self._views[ring][0]
+
+    def _forget(self, ring: str) -> None:
+        view, segment = self._views.pop(ring)
+        view.close()
+        segment.close()
 
     def check(self, made: Round) -> None:
         """Raise CorruptData when memory of this round was overwritten while it was read: the work is discarded."""

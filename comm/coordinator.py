@@ -14,6 +14,7 @@ from its journalled head, and deaths that happened meanwhile are fetched from th
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,9 +114,15 @@ class Coordinator(Actor):
 
     def close(self) -> None:
         """Stop listening to doorbells; memory stays where it is."""
-        for ring in self._rings.values():
-            asyncio.get_running_loop().remove_reader(ring.doorbell)
-        self._rings.clear()
+        for name in list(self._rings):
+            self._shut(name)
+
+    def _shut(self, name: str) -> None:
+        ring = self._rings.pop(name)
+        asyncio.get_running_loop().remove_reader(ring.doorbell)
+        ring.tail.close()
+        ring.segment.close()
+        os.close(ring.doorbell)
 
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
@@ -133,8 +140,14 @@ class Coordinator(Actor):
         if events:
             self._emit(*events)
         fatal = self.index.imbalance() or self.index.starving()
-        if fatal:
+        if fatal and not self._draining:
+            self._draining = True  # told once; the supervisor ends the run
             self._report("fatal", {"cause": fatal})
+
+    async def ticking(self, period_s: float) -> None:
+        while True:
+            self.tick()
+            await asyncio.sleep(period_s)
 
     async def reporting(self) -> None:
         """Forward reports to the supervisor, one by one; a restarted supervisor does not exist, so no retry is kept."""
@@ -226,9 +239,7 @@ class Coordinator(Actor):
         for name, space in list(self.index.space.rings.items()):
             if space.overflow and space.idle:
                 self._journal_and_apply([{"event": "ring_dropped", "ring": name}])
-                ring = self._rings.pop(name)
-                asyncio.get_running_loop().remove_reader(ring.doorbell)
-                ring.segment.close()
+                self._shut(name)
                 self._segments.drop(name)
 
     # ---- leases -----------------------------------------------------------------------------------------------------

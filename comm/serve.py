@@ -68,16 +68,14 @@ async def run() -> None:
         server = await serve(coordinator, f"unix:{rt_dir}/coordinator.sock", token=token, name="coordinator")
         group, incarnation = os.environ["RONDO_GROUP"], int(os.environ["RONDO_INCARNATION"])
         await supervisor.call("ready", group, incarnation, 0, deadline_s=30, retry=True)
-        reporting = asyncio.create_task(coordinator.reporting())
-        while not ended.is_set():
-            coordinator.tick()
-            done, _ = await asyncio.wait(
-                [asyncio.ensure_future(ended.wait()), reporting], timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            if reporting in done:
-                reporting.result()
-        reporting.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(coordinator.reporting()), tasks.create_task(coordinator.ticking(TICK_S))]
+            await ended.wait()
+            for task in beside:
+                task.cancel()
         await server.close()
+        coordinator.close()
+        segments.close()
 
 
 def main() -> None:

@@ -63,10 +63,6 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     return JobConfig.from_resolved(resolved), prepared["model_path"], f"cuda:{ctx.local_rank}" if on_device else "cpu"
 
 
-def open_slab(ctx: WorkerContext, config: JobConfig) -> WeightSlab:
-    return WeightSlab(ctx.segments.segment(SLAB, 0), config.bus.weight_slots)
-
-
 @asynccontextmanager
 async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> AsyncIterator[asyncio.Event]:
     """Install every newly published version while the body runs; the event is set once the first one is proved.
@@ -84,11 +80,13 @@ async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> A
 
 async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, first: asyncio.Event) -> None:
     version = -1
+    slab: WeightSlab | None = None
     while True:
         held = await job.bus.call("weights", role, version, deadline_s=POLL_S)
         if "slot" not in held:
             return
-        slab = open_slab(ctx, job.config)
+        if slab is None:
+            slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.bus.weight_slots)
         tensors = await asyncio.to_thread(
             slab.read, held["slot"], version=held["version"], checksum=held["checksum"], attempt=held["attempt"]
         )

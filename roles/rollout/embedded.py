@@ -153,8 +153,8 @@ class EmbeddedEngine:
 
     async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         command = _Load(version, tensors, self._future())
-        self._send(command)
         try:
+            self._send(command)
             async with waiting("update weights", peer="engine", deadline_s=None):
                 await asyncio.shield(command.done)
         except asyncio.CancelledError:

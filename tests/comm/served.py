@@ -57,6 +57,7 @@ class Served:
         self.segments = SegmentServer(folder / "handover.sock", TOKEN, lambda _: None)
         self.clients: list[SegmentClient] = []
         self.refs: list[ActorRef] = []
+        self.buses: list[Bus] = []
         self.coordinator: Coordinator
         self._server: Server
         self._journal: Journal
@@ -95,6 +96,7 @@ class Served:
         await self.ref("coordinator").call("member_started", group, incarnation, 1)
         bus = Bus(Member(group, incarnation, 0, 1, 0), self.ref("coordinator"), self.client())
         await bus.open()
+        self.buses.append(bus)
         return bus
 
     async def die(self, group: str, incarnation: int = 1) -> None:
@@ -114,6 +116,8 @@ async def served(**changes: Any) -> AsyncIterator[Served]:
             yield run
             await run.stop()
         finally:
+            for bus in run.buses:
+                bus.close()
             for ref in run.refs:
                 ref.close()
             await supervisor.close()

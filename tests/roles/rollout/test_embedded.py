@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,8 +94,13 @@ async def rig(num_slots: int = 4) -> AsyncIterator[Rig]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_waiting() -> Iterator[None]:
+async def nothing_is_left_behind() -> AsyncIterator[None]:
+    """No wait stays listed, and no future ends with an error that nobody takes."""
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     yield
+    gc.collect()
+    assert complaints == []
     assert [each.name for each in waits.pending() if each.peer == "engine"] == []
 
 
