@@ -34,6 +34,10 @@ from rondo.runtime.errors import Refused
 from rondo.runtime.segments import SegmentClient
 
 
+ROLLOUT_READER = "rollout.0"
+"""Who proves the weights that a replica's leases depend on: a replica generates on one rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
     """What `launch` decides and the coordinator holds to. Written as JSON into the run directory."""
@@ -258,7 +262,7 @@ class Coordinator(Actor):
         label = self._due_evaluation()
         if self.index.done and label is None:
             return {"end": True}
-        version = self.index.versions.proved.get(f"{member}/rollout")
+        version = self.index.versions.proved.get(f"{member}/{ROLLOUT_READER}")
         if version is None or self._draining:
             return None
         if label is not None:
@@ -512,24 +516,24 @@ class Coordinator(Actor):
         self._emit({"event": "published", "slot": slot, "version": version, "checksum": checksum})
 
     @endpoint
-    async def weights(self, member: str, incarnation: int, role: str, newer_than: int) -> dict[str, Any]:
-        """The newest published version above `newer_than`, held for this role until it proves it; waits."""
+    async def weights(self, member: str, incarnation: int, reader: str, newer_than: int) -> dict[str, Any]:
+        """The newest published version above `newer_than`, held for this reader ("role.rank") until it proves it; waits."""
 
         def newest() -> dict[str, Any] | None:
             slot = self.index.versions.newest
             if slot is None or self.index.versions.slots[slot].version <= newer_than:
                 return {"end": True} if self._closed() else None
             ready = self.index.versions.slots[slot]
-            self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{role}"})
+            self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{reader}"})
             return {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": self.index.attempt}
 
         return await self._until(member, incarnation, newest)
 
     @endpoint
-    async def proved(self, member: str, incarnation: int, role: str, version: int) -> None:
-        """This role verified the checksum of `version` and serves it from now on."""
+    async def proved(self, member: str, incarnation: int, reader: str, version: int) -> None:
+        """This reader verified the checksum of `version` and serves it from now on."""
         self._fence(member, incarnation)
-        self._emit({"event": "proved", "reader": f"{member}/{role}", "version": version})
+        self._emit({"event": "proved", "reader": f"{member}/{reader}", "version": version})
 
     @endpoint
     async def evaluated(self, member: str, incarnation: int, label: str, result: dict[str, Any]) -> None:

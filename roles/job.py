@@ -79,10 +79,10 @@ async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> A
 
 
 async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, first: asyncio.Event) -> None:
-    version = -1
+    version, reader = -1, f"{role}.{ctx.rank}"
     slab: WeightSlab | None = None
     while True:
-        held = await job.bus.call("weights", role, version, deadline_s=POLL_S)
+        held = await job.bus.call("weights", reader, version, deadline_s=POLL_S)
         if "slot" not in held:
             return
         if slab is None:
@@ -93,5 +93,5 @@ async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, fir
         version = held["version"]
         await install(version, tensors)
         del tensors
-        await job.bus.call("proved", role, version)
+        await job.bus.call("proved", reader, version)
         first.set()

@@ -127,7 +127,7 @@ async def served(**changes: Any) -> AsyncIterator[Served]:
 
 
 async def prove(bus: Bus, version: int = 0) -> None:
-    await bus.call("proved", "rollout", version)
+    await bus.call("proved", "rollout.0", version)
 
 
 def put_group(bus: Bus, grant: dict[str, Any], samples: list[int], value: float = 1.0) -> None:

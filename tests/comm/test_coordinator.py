@@ -170,7 +170,7 @@ async def test_weights_are_held_until_proved_and_a_dead_holder_lets_go():
         for version in (0, 1):
             slot = (await actor.call("begin_publish", version))["slot"]
             await actor.call("end_publish", slot, version, 40 + version)
-        held = await rollout.call("weights", "rollout", -1)
+        held = await rollout.call("weights", "rollout.0", -1)
         assert (held["version"], held["checksum"]) == (1, 41)
         slot = (await actor.call("begin_publish", 2))["slot"]
         assert slot != held["slot"]

@@ -138,7 +138,7 @@ def test_a_path_that_is_no_python_file_is_told(tmp_path: Path) -> None:
 
 
 def test_modes_are_lists_of_role_groups() -> None:
-    assert groups_of(*colocate(processes=2)) == [("actor", ("rollout", "actor", "advantages"), 1, 2)]
+    assert groups_of(*colocate()) == [("actor", ("rollout", "actor", "advantages"), 1, 1)]
     assert groups_of(*hybrid(rollout_replicas=2, reference=True)) == [
         ("rollout", ("rollout",), 2, 1),
         ("actor", ("actor", "advantages", "reference"), 1, 1),
@@ -193,6 +193,13 @@ def test_a_group_that_trains_cannot_be_replicated(tmp_path: Path) -> None:
     assert told(tmp_path, sets=("groups.1.replicas=2",)) == (
         "groups[actor].replicas must be 1 for the group that holds the actor, got 2. "
         "Use processes=2 to train on more ranks."
+    )
+
+
+def test_a_group_that_generates_has_one_process(tmp_path: Path) -> None:
+    assert told(tmp_path, sets=("groups.0.processes=2",)) == (
+        "groups[rollout].processes must be 1 for a group that generates, got 2. "
+        "Use replicas=2 of a rollout group to generate on more processes."
     )
 
 

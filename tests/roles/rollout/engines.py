@@ -70,9 +70,7 @@ def prompt_of(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, length]).integers(1, VOCAB, length).astype(np.int32)
 
 
-def request(
-    name: str, prompt: np.ndarray | int, num_new: int, *, seed: int | None = None, **params: Any
-) -> Request:
+def request(name: str, prompt: np.ndarray | int, num_new: int, *, seed: int | None = None, **params: Any) -> Request:
     """`prompt` may be a length; the seed is the name's, unless given."""
     tokens = prompt_of(prompt) if isinstance(prompt, int) else prompt
     own = int.from_bytes(name.encode()[-7:], "big")

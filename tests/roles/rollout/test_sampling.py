@@ -180,7 +180,11 @@ def test_parameters_out_of_range_are_refused(changes: dict[str, Any], text: str)
     ("prompt", "seed", "text"),
     [
         (np.zeros(0, np.int32), 0, "the prompt of request 'a' must be a non-empty vector of token ids, got int32 [0]"),
-        (np.zeros((1, 3), np.int32), 0, "the prompt of request 'a' must be a non-empty vector of token ids, got int32 [1, 3]"),
+        (
+            np.zeros((1, 3), np.int32),
+            0,
+            "the prompt of request 'a' must be a non-empty vector of token ids, got int32 [1, 3]",
+        ),
         (np.zeros(3), 0, "the prompt of request 'a' must be a non-empty vector of token ids, got float64 [3]"),
         (np.zeros(3, np.int32), 2**63, "the seed of request 'a' must be in [0, 2**63), got 9223372036854775808"),
     ],

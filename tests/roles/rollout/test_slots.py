@@ -37,7 +37,8 @@ def test_every_request_gets_its_tokens_whatever_the_number_of_slots(model: Any) 
     }
     assert {each.finish_reason for each in done.values()} == {"length"}
     assert all(
-        (each.tokens.dtype, each.log_probs.dtype, each.policy_versions.dtype) == (np.int32, np.float32, np.int32)
+        [str(column.dtype) for column in (each.tokens, each.log_probs, each.policy_versions)]
+        == ["int32", "float32", "int32"]
         for each in done.values()
     )
 
@@ -90,6 +91,18 @@ def test_a_sample_that_comes_later_copies_the_prompt_of_one_in_flight(model: Any
     assert gap(model, [*group, other], done) < 2e-5
     for each in group:
         assert same_sample(done[each.id], run(engine_for(model), [each])[each.id])
+
+
+def test_samples_of_several_prompts_in_flight_each_copy_their_own(model: Any) -> None:
+    engine = engine_for(model, num_slots=6)
+    first = [request(f"{name}/0", prompt_of(length), 9) for name, length in (("a", 4), ("b", 7), ("c", 5))]
+    later = [request(f"{name}/1", prompt_of(length), 9) for name, length in (("c", 5), ("a", 4), ("b", 7))]
+    for each in first:
+        engine.add(each)
+    engine.step()
+    done = run(engine, later)
+    assert (engine.stats().prefill_tokens, engine.stats().shared_prompt_tokens) == (16, 16)
+    assert gap(model, [*first, *later], done) < 2e-5
 
 
 def test_a_prompt_is_computed_again_once_no_sample_holds_it(model: Any) -> None:
@@ -228,7 +241,9 @@ def test_requests_that_can_never_run_are_refused_with_the_reason(model: Any) -> 
     strange = Request("odd", np.array([1, 97], np.int32), SamplingParams(2), 0)
     assert refused(engine, strange).startswith("the tokens of request 'odd' must be in [0, 97), got 97.")
     seen = dataclasses.replace(request("seen", 2, 2), media={"pixel_values": np.zeros(1)})
-    assert refused(engine, seen).startswith("request 'seen' must carry text only on the slot engine, got media ['pixel_values']")
+    assert refused(engine, seen).startswith(
+        "request 'seen' must carry text only on the slot engine, got media ['pixel_values']"
+    )
     engine.add(request("twice", 2, 2))
     assert refused(engine, request("twice", 3, 2)).startswith("the id of a request must be unique")
     engine.step()
