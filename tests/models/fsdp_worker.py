@@ -4,6 +4,7 @@ it saw as JSON."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         save_file({"scores": scores}, OUT / "scores.safetensors")
         (OUT / "facts.json").write_text(json.dumps(facts))
-    dist.destroy_process_group()
+    # gloo's thread frees the last collective's tensors when it comes to it; in a finalizing interpreter that aborts.
+    os._exit(0)
 
 
 assert len(STEPS) == 3
