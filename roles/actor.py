@@ -26,7 +26,7 @@ from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.trainer import Trainer, TrainRow
-from rondo.runtime.checkpoints import folder_of, newest_complete, rotate
+from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import RondoError
 from rondo.runtime.waits import totals
@@ -69,7 +69,7 @@ class ActorRole:
     async def _train(self, step: int) -> dict[str, Any] | None:
         """Train step `step` and commit version `step + 1`; None when no more rounds will come."""
         config, trainer = self._job.config, self._trainer
-        busy, num_tokens, complete = 0.0, 0, False
+        busy, num_tokens, whole = 0.0, 0, False
         rewards: list[float] = []
         ages: list[int] = []
         async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
@@ -81,9 +81,9 @@ class ActorRole:
             num_tokens += sum(row.length for row in made.rows)
             rewards += [row.reward for row in made.rows]
             ages += seen
-            complete = made.last
+            whole = made.last
             self._ctx.progress()
-        if not complete:
+        if not whole:
             trainer.discard()
             return None
         since = time.monotonic()
@@ -219,6 +219,8 @@ class ActorRole:
         """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here."""
         ctx, config = self._ctx, self._job.config
         folder = folder_of(ctx.run_dir / "checkpoints", version)
+        if folder in complete(folder.parent):  # a resumed run that is stopped before its first commit
+            return
         with ctx.section("save", SAVE_LIMIT_S):
             index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 else {}
             extra = {"version": version, "index": index}

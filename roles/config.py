@@ -248,7 +248,8 @@ class SftConfig(Section):
     data: DataConfig | None = None
     """Or a data set, whose `label` column is the answer."""
     demonstrate: FunctionRef | None = None
-    """Or a function `(prompt, label, draw) -> answer` for each training row of the run; `draw` is a seeded random.Random."""
+    """Or a function `(prompt, label, draw) -> answer` for training rows of the run, called anew each time a row comes;
+    `draw` is a seeded random.Random."""
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     """Demonstrations of one optimizer step."""

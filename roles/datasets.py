@@ -138,14 +138,15 @@ def open_splits(job: JobConfig) -> tuple[Dataset, Dataset | None]:
 
 
 def demonstrations(job: JobConfig) -> Dataset:
-    """What the warm-up learns from: its own rows, or one for each training row; never of a row that is held out."""
+    """What the warm-up learns from: its own rows, or as many of the training rows, in a seeded order, as it takes in all,
+    each with an answer of its own. Never a row that is held out."""
     assert job.sft is not None
     if job.sft.demonstrate is None:
         return open_dataset(job.sft.source())
     answer = load_reference(job.sft.demonstrate, "sft.demonstrate")
     train, _ = open_splits(job)
-    draw = random.Random(job.seed)
-    rows = (train.row(index) for index in range(len(train)))
+    draw, order = random.Random(job.seed), Order(len(train), job.seed)
+    rows = (train.row(order.locate(place).row) for place in range(job.sft.steps * job.sft.batch_size))
     made = [{"prompt": row.prompt, "answer": answer(row.prompt, row.label, draw)} for row in rows]
     name = job.sft.demonstrate.rpartition(":")[2]
     return Dataset(Listed(made, name), job.sft.source(), range(len(made)))

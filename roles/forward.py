@@ -21,7 +21,7 @@ from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Sequence as Packable
-from rondo.models.packing import pack
+from rondo.models.packing import can_share_rows, pack
 from rondo.roles.job import Job, follow, open_job
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
@@ -37,7 +37,9 @@ class Scorer:
 
     def __init__(self, path: str, job: Job) -> None:
         config = job.config
-        self._model = load_model(path, dtype=config.train.dtype, device=job.device).eval()
+        self._model = load_model(path, dtype=config.train.dtype, device=job.device, attn=config.model.attn)
+        self._share_rows = can_share_rows(self._model)
+        self._device = job.device
         self._temperature = config.rollout.temperature
         self._chunk = config.train.log_prob_chunk_tokens
 
@@ -46,7 +48,8 @@ class Scorer:
 
     def score(self, rows: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
         """rows: (tokens int32 [T], response length R) each. float32 [R] each, log-probs after the temperature."""
-        packed = pack([Packable(tokens, response) for tokens, response in rows])
+        sequences = [Packable(tokens, response) for tokens, response in rows]
+        packed = pack(sequences, share_rows=self._share_rows).to(self._device)
         with torch.inference_mode():
             flat, _ = response_log_probs(self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk)
         ends = np.cumsum([response for _, response in rows])[:-1]

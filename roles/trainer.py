@@ -11,6 +11,7 @@ micro-batches and ranks, it is the same gradient to rounding.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from rondo.models.load import load_model, load_tokenizer
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import learning_rate, make_optimizer
 from rondo.models.packing import Sequence as Packable
-from rondo.models.packing import pack
+from rondo.models.packing import can_share_rows, pack
 from rondo.models.state import load_training_state, training_state
 from rondo.roles import losses, sft
 from rondo.roles.config import JobConfig
@@ -54,7 +55,8 @@ class Trainer:
         self.device = torch.device(device)
         self._algorithm = config.algorithm.resolved()
         train = config.train
-        model = load_model(path, dtype="float32", device=device)
+        model = load_model(path, dtype="float32", device=device, attn=config.model.attn)
+        self._share_rows = can_share_rows(model)
         self.model = parallel.shard(
             model,
             world_size=world_size,
@@ -79,7 +81,8 @@ class Trainer:
         self._trained += ids
 
     def _sums_of(self, rows: Sequence[TrainRow]) -> losses.LossSums:
-        packed = pack([Packable(row.tokens, len(row.mask)) for row in rows]).to(self.device)
+        sequences = [Packable(row.tokens, len(row.mask)) for row in rows]
+        packed = pack(sequences, share_rows=self._share_rows).to(self.device)
         log_probs, entropy = self._log_probs(packed)
         return losses.policy_sums(
             self._algorithm,
@@ -118,11 +121,14 @@ class Trainer:
 
     def discard(self) -> None:
         """Forget the step in progress: its gradient, its sums, its rows."""
-        self.optimizer.zero_grad(set_to_none=True)
+        parallel.discard_gradients(self.model)
         self._sums, self._trained = None, []
 
     def finish(self, step: int) -> tuple[dict[str, float], list[list[int]]]:
-        """Scale, clip and step (collective). Metrics of the whole step, and every [group, sample] that it trained."""
+        """Scale, clip and step (collective). Metrics of the whole step, and every [group, sample] that it trained.
+
+        A gradient that is not finite changes no weight: the step counts, and `skipped` is 1 in its metrics.
+        """
         if self._sums is None:
             raise AssertionError("finish needs at least one accumulated round")
         train = self.config.train
@@ -136,10 +142,12 @@ class Trainer:
         )  # fmt: skip
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        if math.isfinite(grad_norm):
+            self.optimizer.step()
         rows = self._gather_rows()
         self.discard()
-        return {"grad_norm": grad_norm, "lr": lr, **total.metrics(self._algorithm, denominator)}, rows
+        skipped = float(not math.isfinite(grad_norm))
+        return {"grad_norm": grad_norm, "lr": lr, "skipped": skipped, **total.metrics(self._algorithm, denominator)}, rows
 
     def _gather_rows(self) -> list[list[int]]:
         if self.world_size == 1:

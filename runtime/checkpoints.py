@@ -32,7 +32,7 @@ def version_of(folder: Path) -> int:
 
 def publish(aside: Path, folder: Path) -> None:
     """Make what was written in `aside` the checkpoint `folder`: flush it, rename it, mark it."""
-    for path in sorted(aside.rglob("*")):
+    for path in [*sorted(aside.rglob("*")), aside]:
         _flush(path)
     if folder.exists():
         shutil.rmtree(folder)

@@ -98,16 +98,22 @@ def main(references: Sequence[str]) -> None:
     except BaseException as error:  # noqa: BLE001  # whatever it is, it is told, and then this process ends
         _fail(error)
     _destroy_process_group()
+    _leave(0)
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """Tells the error and ends at once: the compute thread may hang in a collective that no peer will ever join."""
+    """Tells the error and ends: the compute thread may hang in a collective that no peer will ever join."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     log.error("a role failed", exc_info=error)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends at once: gloo's threads free tensors while Python finalizes, and abort a process that has done its work."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _destroy_process_group() -> None:

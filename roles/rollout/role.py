@@ -93,7 +93,7 @@ class RolloutRole:
         rollout = config.rollout
 
         def build() -> SlotEngine:
-            model = load_model(self._job.model_path, dtype=config.model.dtype, device=device).eval()
+            model = load_model(self._job.model_path, dtype=config.model.dtype, device=device, attn=config.model.attn)
             length = rollout.max_prompt_tokens + rollout.max_new_tokens
             return slot_engine(model, num_slots=rollout.num_slots, max_length=length)
 
