@@ -126,7 +126,9 @@ class Bus:
     ) -> RecordRef:
         if ring == self._own_name:
             return self._own.put(rows, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
-        with self._writer(ring) as writer:  # an overflow ring serves one grant: the coordinator takes it away when empty
+        with self._writer(
+            ring
+        ) as writer:  # an overflow ring serves one grant: the coordinator takes it away when empty
             return writer.put(rows, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
 
     @contextmanager

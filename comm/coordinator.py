@@ -33,7 +33,6 @@ from rondo.runtime.actor import Actor, ActorRef, endpoint
 from rondo.runtime.errors import Refused
 from rondo.runtime.segments import SegmentClient
 
-
 ROLLOUT_READER = "rollout.0"
 """Who proves the weights that a replica's leases depend on: a replica generates on one rank."""
 

@@ -19,7 +19,9 @@ class Slot:
     state: str = "free"  # free | writing | ready
     version: int = -1
     checksum: int = 0
-    holders: set[str] = field(default_factory=set)  # readers, "group/role.rank"; one incarnation of a group lives at a time
+    holders: set[str] = field(
+        default_factory=set
+    )  # readers, "group/role.rank"; one incarnation of a group lives at a time
 
 
 class Versions:

@@ -3,8 +3,10 @@
     rondo train examples/gsm8k_arithmetic.py --set data.path=train.jsonl
 
 GSM8K's worked answers mark each calculation: "48/2 = <<48/2=24>>24". The rows are those with one operation on integers below
-1,000 and an integer result, each once. `data.path` names the JSON Lines file; nothing is downloaded. Half of the
-demonstrations of the warm-up are corrupted, so that reinforcement learning has something to mend.
+1,000 and an integer result, as often as they come (16,723 in the train file, 5,226 distinct): so most of the 1,000 held-out
+rows ask for something that is among the training rows too, and the reward measures recall as well as arithmetic. `data.path`
+names the JSON Lines file; nothing is downloaded. Half of the demonstrations of the warm-up are corrupted, so that
+reinforcement learning has something to mend.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def exact(response: str, label: str, *, prompt: str, metadata: dict[str, object]
 
 
 def steps(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """Every distinct step of all rows, in the order of the file."""
-    return list({step["prompt"]: step for row in rows for step in arithmetic(row)}.values())
+    """Every marked step of all rows, in the order of the file, as often as it comes."""
+    return [step for row in rows for step in arithmetic(row)]
 
 
 def half_wrong(prompt: str, label: str, draw: random.Random) -> str:
@@ -59,7 +61,7 @@ def half_wrong(prompt: str, label: str, draw: random.Random) -> str:
 
 config = RunConfig(
     name="gsm8k_arithmetic",
-    num_steps=300,
+    num_steps=200,
     max_staleness=1,
     groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 128, "num_layers": 3}),

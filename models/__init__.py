@@ -1,1 +1,26 @@
-"""rondo.models"""
+"""What is trained.
+
+in and out     config, load, names (on disk), checkpoint, tiny/ (built without a download)
+computing      packing, logprobs, parallel (FSDP2), optimizer, state (what a snapshot holds)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_FACE = {
+    "ModelConfig": "rondo.models.config",
+    "load_model": "rondo.models.load",
+    "load_tokenizer": "rondo.models.load",
+    "pack": "rondo.models.packing",
+    "response_log_probs": "rondo.models.logprobs",
+    "shard": "rondo.models.parallel",
+}
+__all__ = list(_FACE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FACE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FACE[name]), name)

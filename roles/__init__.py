@@ -1,1 +1,29 @@
-"""rondo.roles"""
+"""What each process does.
+
+roles          actor (with trainer), forward (actor_fwd, reference), advantages, sft_role, rollout/
+algorithms     algorithms (a record each), losses, advantage_functions, sft
+data           datasets, sources, cursor, prompts; streams says which role reads and writes which columns
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_FACE = {
+    "JobConfig": "rondo.roles.config",
+    "DataConfig": "rondo.roles.config",
+    "RewardConfig": "rondo.roles.config",
+    "AlgorithmConfig": "rondo.roles.config",
+    "RolloutConfig": "rondo.roles.config",
+    "TrainConfig": "rondo.roles.config",
+    "EvalConfig": "rondo.roles.config",
+    "SftConfig": "rondo.roles.config",
+}
+__all__ = list(_FACE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FACE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FACE[name]), name)

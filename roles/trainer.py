@@ -147,7 +147,12 @@ class Trainer:
         rows = self._gather_rows()
         self.discard()
         skipped = float(not math.isfinite(grad_norm))
-        return {"grad_norm": grad_norm, "lr": lr, "skipped": skipped, **total.metrics(self._algorithm, denominator)}, rows
+        return {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "skipped": skipped,
+            **total.metrics(self._algorithm, denominator),
+        }, rows
 
     def _gather_rows(self) -> list[list[int]]:
         if self.world_size == 1:

@@ -1,1 +1,30 @@
-"""rondo.runtime"""
+"""What everything stands on.
+
+actors and calls    actor, transport, waits, errors
+a run's processes   supervisor, supervision (its pure core), spec, launcher, worker, context, segments, store
+what users see      admin, record, section (settings), checkpoints
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_FACE = {
+    "Actor": "rondo.runtime.actor",
+    "ActorRef": "rondo.runtime.actor",
+    "GroupRef": "rondo.runtime.actor",
+    "endpoint": "rondo.runtime.actor",
+    "serve": "rondo.runtime.actor",
+    "Supervisor": "rondo.runtime.supervisor",
+    "SupervisorConfig": "rondo.runtime.spec",
+    "WorkerContext": "rondo.runtime.context",
+    "waiting": "rondo.runtime.waits",
+}
+__all__ = list(_FACE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FACE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FACE[name]), name)

@@ -72,7 +72,9 @@ def _folder(longest_name: str) -> Path:
     for folder in (Path(tempfile.gettempdir()), Path("/tmp")):
         if len(os.fsencode(folder / "rondo-12345678" / f"{longest_name}.sock")) <= _MAX_SOCKET_BYTES:
             return folder
-    raise ConfigError(f"names of role groups must be shorter, got {longest_name!r}: the path of a Unix socket is limited")
+    raise ConfigError(
+        f"names of role groups must be shorter, got {longest_name!r}: the path of a Unix socket is limited"
+    )
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -75,7 +75,9 @@ class SupervisorConfig:
             if names.count(name) > 1 or not _NAME.fullmatch(name):
                 raise ConfigError(f"names of role groups must differ and look like 'actor-0', got {name!r}")
         if self.coordinator.name != COORDINATOR_NAME or not self.groups:
-            raise ConfigError(f"a run must have a service {COORDINATOR_NAME!r} and at least one role group, got {names}")
+            raise ConfigError(
+                f"a run must have a service {COORDINATOR_NAME!r} and at least one role group, got {names}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

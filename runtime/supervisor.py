@@ -69,7 +69,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class Supervisor(Actor):
     """One run. `on_event` gets every record that is written, as a dict, in the event loop."""
 
-    def __init__(self, config: SupervisorConfig, on_event: Callable[[dict[str, Any]], None] = lambda record: None) -> None:
+    def __init__(
+        self, config: SupervisorConfig, on_event: Callable[[dict[str, Any]], None] = lambda record: None
+    ) -> None:
         self._config = config
         self._on_event = on_event
         self._groups = {group.name: group for group in config.groups}
@@ -107,7 +109,9 @@ class Supervisor(Actor):
             self._announcer = Announcer(self._coordinator, self._on_undelivered)
             ends.callback(self._close_lives)
             ends.enter_context(self._signals())
-            async with await serve(self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"):
+            async with await serve(
+                self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"
+            ):
                 return await self._supervise()
 
     def request_stop(self, reason: str) -> None:
@@ -175,7 +179,9 @@ class Supervisor(Actor):
             main = around.start_group(spec, number, order.attempt, self._config.limits.grace_s)
         elif name == STORE_NAME:
             fd = self._estate.store_socket.fileno()
-            main = around.start_service(ServiceSpec(name, "rondo.runtime.store", (str(fd),)), number, order.attempt, [fd])
+            main = around.start_service(
+                ServiceSpec(name, "rondo.runtime.store", (str(fd),)), number, order.attempt, [fd]
+            )
         else:
             main = around.start_service(self._config.coordinator, number, order.attempt)
         log = around.log_path(name, number, order.attempt)
@@ -212,7 +218,9 @@ class Supervisor(Actor):
         self._num_dumps += 1
         path = self._config.run_dir / "dumps" / f"no_progress_{self._machine.attempt}_{self._num_dumps}.json"
         path.parent.mkdir(exist_ok=True)
-        names = [f"{life.name}.{rank}" for life in self._lives.values() if life.name in self._groups for rank in life.workers]
+        names = [
+            f"{life.name}.{rank}" for life in self._lives.values() if life.name in self._groups for rank in life.workers
+        ]
         answers = await asyncio.gather(*[self._waits_of(name) for name in [COORDINATOR_NAME, *names]])
         path.write_bytes(orjson.dumps(dict(answers), option=orjson.OPT_INDENT_2))
         for life in self._lives.values():

@@ -235,8 +235,7 @@ class RolloutRole:
             Column("policy_versions", "int32", [c.policy_versions for c in done]),
         ]
         info = [
-            [len(prompt) + len(c.tokens), len(c.tokens), sample.reward]
-            + [int(c.policy_versions.min()), int(c.policy_versions.max())]
+            (len(prompt) + len(c.tokens), len(c.tokens), sample.reward, *_versions(c))
             for sample, c in zip(samples, done, strict=True)
         ]
         self._job.bus.put_samples(
@@ -282,6 +281,11 @@ class RolloutRole:
         )
         result = {"version": version, "reward": float(np.mean(scores)), "num_prompts": len(data)}
         await self._job.bus.call("evaluated", label, result)
+
+
+def _versions(completion: Completion) -> tuple[int, int]:
+    """The oldest and the newest policy version among its tokens."""
+    return int(completion.policy_versions.min()), int(completion.policy_versions.max())
 
 
 def sample_seed(run_seed: int, kind: str, position: int, sample: int) -> int:

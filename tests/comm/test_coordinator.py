@@ -137,7 +137,7 @@ async def test_a_full_ring_holds_back_younger_steps_and_never_the_oldest_one():
         oldest = [g for g in grants if g["step"] == 0]
         for grant in oldest[:2]:
             await rollout.call("settle", grant["group"], 0, "filtered", "equal rewards")
-        for grant in grants[3:] + [oldest[2]]:
+        for grant in [*grants[3:], oldest[2]]:
             put_group(rollout, grant, [0, 1])
         # Fill what the filtered groups gave back with younger steps, then ask for their replacements of step 0.
         run.coordinator.index.space.reserve(

@@ -1,4 +1,4 @@
-"""On-policy, without KL: no actor_fwd and no reference; two actor processes; rewards of which some raise and one never returns."""
+"""On-policy, without KL, so without actor_fwd and reference; two actor processes; one reward raises, one never returns."""
 
 from __future__ import annotations
 

@@ -93,7 +93,10 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
         ([("train.micro_batch_tokens", 31)], "train.micro_batch_tokens must hold the longest sample, .* = 32, got 31"),
         ([("train.warmup_steps", 10)], "train.warmup_steps must be less than num_steps, got 10 and 10"),
         ([("train.min_lr_fraction", 0.1)], "train.min_lr_fraction must be 0 with train.schedule 'constant'"),
-        ([("sft.data", {"path": "a"})], "exactly one of sft.rows, sft.data and sft.demonstrate must be set, got rows and data"),
+        (
+            [("sft.data", {"path": "a"})],
+            "exactly one of sft.rows, sft.data and sft.demonstrate must be set, got rows and data",
+        ),
         ([("sft.rows", None)], "exactly one of sft.rows, sft.data and sft.demonstrate must be set, got none"),
         (
             [("sft.rows", None), ("sft.data", {"path": "a", "label": None})],

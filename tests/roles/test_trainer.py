@@ -8,7 +8,15 @@ import torch
 
 from rondo.models.config import ModelConfig
 from rondo.models.load import prepare
-from rondo.roles.config import AlgorithmConfig, DataConfig, JobConfig, RewardConfig, RolloutConfig, SftConfig, TrainConfig
+from rondo.roles.config import (
+    AlgorithmConfig,
+    DataConfig,
+    JobConfig,
+    RewardConfig,
+    RolloutConfig,
+    SftConfig,
+    TrainConfig,
+)
 from rondo.roles.trainer import Trainer, TrainRow
 
 VOCABULARY = 256
@@ -37,7 +45,9 @@ def job(model: str, **algorithm: object) -> JobConfig:
         reward=RewardConfig(function=exact),
         algorithm=AlgorithmConfig(**{"kl_coef": 0.1, **algorithm}),
         rollout=RolloutConfig(prompts_per_step=2, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=8),
-        train=TrainConfig(lr=1e-2, eps=1e-2, micro_batch_tokens=64),  # eps: Adam else magnifies rounding of tiny gradients
+        train=TrainConfig(
+            lr=1e-2, eps=1e-2, micro_batch_tokens=64
+        ),  # eps: Adam else magnifies rounding of tiny gradients
         sft=SftConfig(rows=digits, steps=2, batch_size=4, lr=1e-3),
     )
 

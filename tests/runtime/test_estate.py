@@ -42,7 +42,9 @@ def test_an_estate_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatc
     assert os.listdir(tmp_path) == ["run"]  # noqa: PTH208
 
 
-def test_a_long_temporary_folder_is_passed_over_for_a_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_temporary_folder_is_passed_over_for_a_short_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))

@@ -32,14 +32,22 @@ STORE = Child("store", service=True, strategy=Strategy.ONE_FOR_ALL)
 COORDINATOR = Child("coordinator", service=True)
 CHILDREN = (STORE, COORDINATOR, Child("actor-0", 2), Child("rollout-0"))
 LIMITS = Limits(
-    max_restarts=3, restart_window_s=600, max_global_restarts=1, silence_s=15, start_s=300, grace_s=20, no_progress_s=900
+    max_restarts=3,
+    restart_window_s=600,
+    max_global_restarts=1,
+    silence_s=15,
+    start_s=300,
+    grace_s=20,
+    no_progress_s=900,
 )
 
 
 class Run:
     """A machine with its clock. Notes are kept apart from what is to be done."""
 
-    def __init__(self, limits: Limits = LIMITS, *, can_restart: bool = True, incarnations: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, limits: Limits = LIMITS, *, can_restart: bool = True, incarnations: dict[str, int] | None = None
+    ) -> None:
         self.machine = Supervision(CHILDREN, limits, incarnations=incarnations, can_restart=lambda: can_restart)
         self.now = 1000.0
         self.notes: list[Note] = []
@@ -78,7 +86,9 @@ class Run:
             self.now += 1
             actions += self.do(self.machine.tick(self.now, {}))
         self.now = end
-        return actions + self.do(self.machine.tick(self.now, {name.replace("_", "-"): [beat] for name, beat in beats.items()}))
+        return actions + self.do(
+            self.machine.tick(self.now, {name.replace("_", "-"): [beat] for name, beat in beats.items()})
+        )
 
     def crash(self, name: str) -> list[Action]:
         """A child dies, is proved gone, and is started again after whatever back-off it has; all is ready again."""
@@ -253,9 +263,7 @@ def test_global_restarts_are_limited_and_the_first_cause_is_kept() -> None:
     for name in ("store", "coordinator", "actor-0"):
         run.gone(name)
     assert run.gone("rollout-0") == [Finish(EXIT_FAILED)]
-    assert str(run.machine.first_cause) == (
-        "actor-0 rank 1 of incarnation 1 (pid 77): exit code 3\n    ValueError: no"
-    )
+    assert str(run.machine.first_cause) == ("actor-0 rank 1 of incarnation 1 (pid 77): exit code 3\n    ValueError: no")
 
 
 def test_a_failure_after_all_were_ready_again_is_a_cause_of_its_own() -> None:

@@ -77,7 +77,9 @@ class Program:
         return outcome
 
     def of(self, kind: str, **facts: Any) -> list[Record]:
-        return [r for r in self.events if r["kind"] == kind and all(r.get(name) == fact for name, fact in facts.items())]
+        return [
+            r for r in self.events if r["kind"] == kind and all(r.get(name) == fact for name, fact in facts.items())
+        ]
 
     def pid(self, group: str, rank: int = 0, incarnation: int = 1) -> int:
         (found,) = self.of("registered", group=group, rank=rank, incarnation=incarnation)
@@ -178,7 +180,11 @@ def test_recovery_is_measured_by_role(stormy: Program) -> None:
 def test_a_stop_lets_every_worker_save_and_ends_with_the_requeue_code(stormy: Program) -> None:
     assert stormy.process.returncode == 75
     assert stormy.outcome["first_cause"] is None
-    assert sorted((r["group"], r["rank"]) for r in stormy.of("saved")) == [("alpha-0", 0), ("alpha-0", 1), ("beta-0", 0)]
+    assert sorted((r["group"], r["rank"]) for r in stormy.of("saved")) == [
+        ("alpha-0", 0),
+        ("alpha-0", 1),
+        ("beta-0", 0),
+    ]
     assert stormy.told()[-1]["told"] == "drain"
 
 
@@ -230,7 +236,9 @@ def test_role_classes_are_imported_on_the_one_compute_thread(calm: Program) -> N
 
 
 def test_a_group_is_ready_when_every_role_of_it_is(calm: Program) -> None:
-    kinds = [r["kind"] for r in calm.events if r["kind"] == "late" or (r["kind"], r.get("group")) == ("ready", "gamma-0")]
+    kinds = [
+        r["kind"] for r in calm.events if r["kind"] == "late" or (r["kind"], r.get("group")) == ("ready", "gamma-0")
+    ]
     assert kinds == ["late", "late", "ready"]
 
 
@@ -247,7 +255,9 @@ def test_memory_and_processor_time_are_measured(calm: Program) -> None:
 # Runs that end badly.
 
 
-def test_the_death_of_the_store_is_another_attempt_and_a_failure_there_is_reported_as_the_first_cause(tmp_path: Path) -> None:
+def test_the_death_of_the_store_is_another_attempt_and_a_failure_there_is_reported_as_the_first_cause(
+    tmp_path: Path,
+) -> None:
     limits = {"max_restarts": 0, "max_global_restarts": 1}
     with program(tmp_path, [("crash-0", 1, ["Crash"])], kill=[("store", 1)], **limits) as run:
         outcome = run.end()
