@@ -49,6 +49,8 @@ class Summary:
     waits_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """Resident memory of each process, the most that was seen."""
+    cores: Mapping[str, float] = field(default_factory=dict)
+    """Cores that each process kept busy, on average over the run."""
     cpu_share: float | None = None
     """Processor time of all processes over wall time times cores, 0 to 1."""
     first_cause: str | None = None
@@ -64,6 +66,7 @@ def summarize(
     restarts: Mapping[str, int] | None = None,
     recovery_s: Mapping[str, float] | None = None,
     memory_bytes: Mapping[str, int] | None = None,
+    cores: Mapping[str, float] | None = None,
     cpu_share: float | None = None,
     started: float | None = None,
 ) -> Summary:
@@ -87,6 +90,7 @@ def summarize(
         first_step_s=first_time - started if first_time is not None and started is not None else None,
         waits_s=waits_by_role(read_records(metrics)),
         memory_bytes=dict(memory_bytes or {}),
+        cores=dict(cores or {}),
         cpu_share=cpu_share,
         first_cause=first_cause,
     )
@@ -168,6 +172,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield f"waits_s.{role}", _pairs(dict(sorted(waits.items(), key=lambda item: -item[1])))
     if summary.memory_bytes:
         yield "memory_bytes", " ".join(f"{name}={value / 2**20:.0f}MiB" for name, value in summary.memory_bytes.items())
+    if summary.cores:
+        yield "cores", " ".join(f"{name}={value:.3f}" for name, value in summary.cores.items())
     if summary.cpu_share is not None:
         yield "cpu_share", f"{summary.cpu_share:.2f}"
     if summary.attempt:

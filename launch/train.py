@@ -93,6 +93,7 @@ def _run(
         restarts=_by_role(outcome.restarts),
         recovery_s=outcome.recovery_s,
         memory_bytes=outcome.memory_bytes,
+        cores=outcome.cores,
         cpu_share=outcome.cpu_share,
         started=started,
     )

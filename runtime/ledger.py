@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rondo.runtime import process
 from rondo.runtime.incarnation import Incarnation
 from rondo.runtime.record import JsonLines
 from rondo.runtime.spec import Outcome
@@ -19,6 +20,7 @@ from rondo.runtime.supervision import Supervision
 
 _RESERVED = ("time", "kind", "source")
 _SAMPLE_S = 1.0
+_SELF = "supervisor"
 
 
 class Ledger:
@@ -32,6 +34,7 @@ class Ledger:
         self._sampled_at = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._cpu_s: dict[tuple[str, int], float] = {}
+        self._own_cpu_s = time.process_time()
 
     def record(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
         """Kind "metrics" goes to metrics.jsonl, any other to events.jsonl. ValueError for names that are taken."""
@@ -47,6 +50,8 @@ class Ledger:
         if now < self._sampled_at + _SAMPLE_S:
             return
         self._sampled_at = now
+        own = process.stat(os.getpid())
+        self._peak_bytes[_SELF] = max(self._peak_bytes.get(_SELF, 0), own.rss_bytes if own is not None else 0)
         for life in lives:
             if life.ending is None:
                 usage = life.usage()
@@ -61,7 +66,9 @@ class Ledger:
         for name, seconds in machine.recoveries:
             role = roles.get(name, name)
             recovery_s[role] = max(recovery_s.get(role, 0.0), seconds)
-        cpu_s = sum(self._cpu_s.values()) + time.process_time()
+        cpu_s: dict[str, float] = {_SELF: time.process_time() - self._own_cpu_s}
+        for (name, _), seconds in self._cpu_s.items():
+            cpu_s[name] = cpu_s.get(name, 0.0) + seconds
         self.record("supervisor", "finished", {"exit_code": exit_code, "wall_s": wall_s})
         return Outcome(
             exit_code=exit_code,
@@ -71,7 +78,8 @@ class Ledger:
             wall_s=wall_s,
             attempt=machine.attempt,
             memory_bytes=dict(self._peak_bytes),
-            cpu_share=cpu_s / (wall_s * len(os.sched_getaffinity(0))),
+            cpu_share=sum(cpu_s.values()) / (wall_s * len(os.sched_getaffinity(0))),
+            cores={name: seconds / wall_s for name, seconds in cpu_s.items()},
         )
 
     def close(self) -> None:

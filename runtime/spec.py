@@ -122,5 +122,7 @@ class Outcome:
     attempt: int
     memory_bytes: Mapping[str, int]
     """Resident memory of each role group and service, the most that was seen."""
+    cores: Mapping[str, float]
+    """Processor time over wall time of the supervisor and of each role group and service: cores that it kept busy."""
     cpu_share: float
     """Processor time of all processes over wall time times cores, 0 to 1."""
