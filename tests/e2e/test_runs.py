@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from pathlib import Path
 
 import orjson
@@ -46,9 +47,14 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     assert stopped.code == 75, stopped.output
     folder = newest_complete(stopped.run_dir / "checkpoints")
     assert folder is not None and left_behind(tmp_path) == []
-    resumed = start([*command(tmp_path)[:3], "resume", str(stopped.run_dir)], tmp_path)
+    rondo, run = command(tmp_path)[:3], str(stopped.run_dir)
+    resumed = start([*rondo, "resume", run], tmp_path)
     read_until(resumed, "step=9/60")
-    resumed.send_signal(signal.SIGINT)
+    status = subprocess.run([*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=30, check=True)
+    seen = orjson.loads(status.stdout)
+    assert seen["alive"] and seen["health"]["ready"] and {role["name"] for role in seen["roles"]} >= {"actor-0"}
+    told = subprocess.run([*rondo, "stop", run, "--no-wait"], capture_output=True, text=True, timeout=30, check=True)
+    assert "saves and ends" in told.stdout
     ended = finish(resumed, stopped.run_dir)
     assert ended.code == 75, ended.output
     summary = ended.summary

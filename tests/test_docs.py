@@ -1,0 +1,84 @@
+"""Every command that README and docs show is run here, or in the test named beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"^\$ (.+)$", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?://)([^)#]+)\)")
+CODE = re.compile(r"`((?:launch|roles|models|comm|runtime|tests|examples|benchmarks|docs)/[\w/.]+)`")
+
+RUN_HERE = {
+    "rondo check examples/quickstart.py": (),
+    "rondo show examples/quickstart.py --set train.lr=1e-5": (),
+    "rondo show examples/quickstart.py --set algorithm.kl_coef=0.05 --changed": (),
+    "rondo sft examples/quickstart.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8"),
+    "rondo train examples/gsm8k_arithmetic.py --set data.path=PATH/TO/gsm8k/train.jsonl": (
+        "num_steps=2", "rollout.prompts_per_step=4", "sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8",
+        "data.held_out=8", "evaluation.num_prompts=8", "train.warmup_steps=1",
+    ),
+}  # fmt: skip
+ELSEWHERE = {
+    "make demo": "test_make_runs_what_the_readme_says",
+    "make test": "test_make_runs_what_the_readme_says",
+    "make demo KILL=actor": "test_make_runs_what_the_readme_says",
+    "rondo status": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
+    "rondo stop": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
+    "rondo resume runs/quickstart": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
+    "python -m benchmarks.recovery": "measured by hand: it times a machine",
+    "python -m benchmarks.calls": "measured by hand: it times a machine",
+    "python -m benchmarks.generation": "measured by hand: it times a machine",
+    "python -m benchmarks.ring": "measured by hand: it times a machine",
+}
+
+
+def shown() -> set[str]:
+    return {command.strip() for page in PAGES for command in COMMAND.findall(page.read_text())}
+
+
+def test_every_command_in_the_docs_is_tested_somewhere() -> None:
+    assert shown() == set(RUN_HERE) | set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    missing = [target for target in LINK.findall(text) if not (page.parent / target).exists()]
+    missing += [path for path in CODE.findall(text) if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("command", RUN_HERE, ids=lambda command: command.split()[1] + " " + command.split()[2][9:])
+def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -> None:
+    rows = [{"question": "?", "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}"} for a in range(8) for b in range(8)]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = command.replace("PATH/TO/gsm8k/train.jsonl", str(data)).split()
+    sets = [part for text in (*RUN_HERE[command], f"run_dir={tmp_path}/runs") for part in ("--set", text)]
+    line = [sys.executable, "-m", "rondo.launch.cli", *words[1:], *sets]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if words[1] in ("train", "sft"):
+        weights = (tmp_path / "runs" / "latest" / "checkpoints").glob("step_*/hf/model.safetensors")
+        assert [path.stat().st_size > 0 for path in weights] == [True]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (("demo",), "rondo train examples/quickstart.py"),
+        (("demo", "KILL=actor"), "rondo train examples/quickstart.py --kill actor@75"),
+        (("test",), "-m pytest"),
+    ],
+)
+def test_make_runs_what_the_readme_says(target: tuple[str, ...], expected: str) -> None:
+    done = subprocess.run(["make", "-n", *target], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    assert expected in " ".join(done.stdout.split())
