@@ -228,7 +228,7 @@ def _known_roles(kill: Sequence[tuple[str, int]], roles: set[str]) -> None:
     from rondo.runtime.errors import ConfigError
     from rondo.runtime.section import nearest
 
-    known = sorted(roles | {"coordinator"})
+    known = sorted(roles | {"coordinator", "store"})
     for role, _ in kill:
         if role not in known:
             raise ConfigError(f"--kill must name a role of this run, got {role!r}. {nearest(role, known)}")

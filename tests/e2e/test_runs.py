@@ -77,3 +77,15 @@ def test_on_policy_on_two_actor_processes_with_rewards_that_raise_and_hang(tmp_p
     assert len(told) == 2
     assert "ZeroDivisionError" in told[0]["why"] and "0.2 s" in told[1]["why"]
     assert left_behind(tmp_path) == []
+
+
+def test_the_death_of_the_store_restarts_the_run_from_its_checkpoint_under_the_next_attempt(tmp_path: Path) -> None:
+    ended = train(tmp_path, "--kill", "store@5", sets=("num_steps=8", "train.save_every=2"))
+    assert ended.code == 0, ended.output
+    summary = ended.summary
+    assert (summary["attempt"], summary["steps"]) == (1, 8)
+    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
+    assert summary["samples_trained"] == 8 * 8 * 8
+    assert max(map(int, summary["staleness_histogram"])) <= 1
+    assert [record["step"] for record in step_records(ended.run_dir / "metrics.jsonl")] == list(range(8))
+    assert left_behind(tmp_path) == []
