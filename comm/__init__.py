@@ -8,8 +8,7 @@ afterwards     audit
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from rondo.runtime.face import lazy
 
 _FACE = {
     "Bus": "rondo.comm.bus",
@@ -20,12 +19,6 @@ _FACE = {
     "RingView": "rondo.comm.ring",
     "WeightSlab": "rondo.comm.slab",
     "HotSnapshot": "rondo.comm.snapshot",
-    "audit": "rondo.comm.audit",
 }
 __all__ = list(_FACE)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FACE[name]), name)
+__getattr__ = lazy(__name__, _FACE)

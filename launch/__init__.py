@@ -6,8 +6,7 @@ rundir is the folder of a run; status asks a run in another process
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from rondo.runtime.face import lazy
 
 _FACE = {
     "RunConfig": "rondo.launch.config",
@@ -18,9 +17,4 @@ _FACE = {
     "load": "rondo.launch.config",
 }
 __all__ = list(_FACE)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FACE[name]), name)
+__getattr__ = lazy(__name__, _FACE)

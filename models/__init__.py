@@ -6,8 +6,7 @@ computing      packing, logprobs, parallel (FSDP2), optimizer, state (what a sna
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from rondo.runtime.face import lazy
 
 _FACE = {
     "ModelConfig": "rondo.models.config",
@@ -18,9 +17,4 @@ _FACE = {
     "shard": "rondo.models.parallel",
 }
 __all__ = list(_FACE)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FACE[name]), name)
+__getattr__ = lazy(__name__, _FACE)

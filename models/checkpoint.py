@@ -17,7 +17,6 @@ Invariant: a folder is written aside, flushed, renamed and then marked; so whoev
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -34,7 +33,7 @@ from safetensors.torch import save_file
 from rondo.models.load import load_tokenizer
 from rondo.models.parallel import full_tensors
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
-from rondo.runtime.checkpoints import MARKER, publish
+from rondo.runtime.checkpoints import MARKER, flush, flush_tree, publish
 from rondo.runtime.errors import CorruptData
 
 SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
@@ -100,12 +99,11 @@ def export_hf(folder: Path, model: Any, tokenizer_path: str, *, dtype: str = "fl
         shutil.rmtree(aside, ignore_errors=True)
     _write_hf(aside, model, tokenizer_path, dtype)
     if _rank() == 0:
-        for path in [*sorted(aside.rglob("*")), aside]:
-            _flush(path)
+        flush_tree(aside)
         if folder.exists():
             shutil.rmtree(folder)
         aside.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     _barrier()
 
 
@@ -176,14 +174,6 @@ def _single_process_allowed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _of_rank(name: str) -> str:

@@ -7,8 +7,7 @@ data           datasets, sources, cursor, prompts; streams says which role reads
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from rondo.runtime.face import lazy
 
 _FACE = {
     "JobConfig": "rondo.roles.config",
@@ -21,9 +20,4 @@ _FACE = {
     "SftConfig": "rondo.roles.config",
 }
 __all__ = list(_FACE)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FACE[name]), name)
+__getattr__ = lazy(__name__, _FACE)

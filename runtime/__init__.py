@@ -7,8 +7,7 @@ what users see      admin, record, section (settings), checkpoints
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from rondo.runtime.face import lazy
 
 _FACE = {
     "Actor": "rondo.runtime.actor",
@@ -22,9 +21,4 @@ _FACE = {
     "waiting": "rondo.runtime.waits",
 }
 __all__ = list(_FACE)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FACE[name]), name)
+__getattr__ = lazy(__name__, _FACE)

@@ -32,16 +32,15 @@ def version_of(folder: Path) -> int:
 
 def publish(aside: Path, folder: Path) -> None:
     """Make what was written in `aside` the checkpoint `folder`: flush it, rename it, mark it."""
-    for path in [*sorted(aside.rglob("*")), aside]:
-        _flush(path)
+    flush_tree(aside)
     if folder.exists():
         shutil.rmtree(folder)
     aside.rename(folder)
-    _flush(folder.parent)
+    flush(folder.parent)
     marker = folder / MARKER
     marker.write_text(f"{version_of(folder)}\n")
-    _flush(marker)
-    _flush(folder)
+    flush(marker)
+    flush(folder)
 
 
 def complete(checkpoints: Path) -> list[Path]:
@@ -63,7 +62,14 @@ def rotate(checkpoints: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def _flush(path: Path) -> None:
+def flush_tree(folder: Path) -> None:
+    """Everything in `folder`, and its own list of names, is on the disk."""
+    for path in [*sorted(folder.rglob("*")), folder]:
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """What was written to a file, or the names in a folder, is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

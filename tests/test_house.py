@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,11 @@ def test_nothing_is_pickled() -> None:
         | ({node.module} if isinstance(node, ast.ImportFrom) else set()) & {"pickle", "cloudpickle", "dill", "marshal"}
     }
     assert users == set()
+
+
+@pytest.mark.parametrize("folder", BELOW)
+def test_every_name_of_a_public_face_is_there(folder: str) -> None:
+    face = importlib.import_module(f"rondo.{folder}")
+    assert face.__all__ and all(getattr(face, name).__name__ == name for name in face.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = face.nothing
