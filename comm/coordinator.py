@@ -265,7 +265,7 @@ class Coordinator(Actor):
         if version is None or self._draining:
             return None
         if label is not None:
-            target = 0 if label == "start" else self.config.rules.num_steps
+            target = 0 if label == "start" else self.index.version
             holder = self._evaluators.get(label)
             busy = holder is not None and self.index.members.get(holder[0], [None, 0, 0])[::2] == [holder[1], 1]
             if version != target or (busy and holder != (member, incarnation)):
@@ -455,7 +455,12 @@ class Coordinator(Actor):
     async def committed(self, member: str, incarnation: int) -> dict[str, Any]:
         """The newest committed version and its checksum; version None before the first commit of a run."""
         self._fence(member, incarnation)
-        return {"version": self.index.version, "checksum": self.index.checksum, "attempt": self.index.attempt}
+        return {
+            "version": self.index.version,
+            "checksum": self.index.checksum,
+            "attempt": self.index.attempt,
+            "done": self.index.done,
+        }
 
     @endpoint
     async def await_version(self, member: str, incarnation: int, version: int) -> dict[str, Any]:

@@ -365,7 +365,15 @@ class Index:
 
     @property
     def done(self) -> bool:
-        return self.version is not None and self.version >= self.rules.num_steps
+        return self.version is not None and (self.version >= self.rules.num_steps or self._out_of_data)
+
+    @property
+    def _out_of_data(self) -> bool:
+        """The data ended, and what is left of them cannot fill the oldest step: the run ends with whole steps."""
+        if self.rules.num_positions is None:
+            return False
+        left = self.rules.num_positions - self.next_position
+        return len(self.survivors(self.step)) + left < self.rules.groups_per_step
 
     def imbalance(self) -> str:
         """Empty while promise B1 holds; else the sentence that stops the run."""
@@ -389,7 +397,10 @@ class Index:
         """Admissions that bring a step to P + spare groups; fewer when the data end."""
         missing = self.rules.groups_per_step + self.rules.spare_groups - len(self.survivors(step))
         if self.rules.num_positions is not None:
-            missing = min(missing, self.rules.num_positions - self.next_position)
+            left = self.rules.num_positions - self.next_position
+            if len(self.survivors(step)) + left < self.rules.groups_per_step:
+                return []  # a step that cannot fill is not begun
+            missing = min(missing, left)
         return [
             {"event": "admit", "group": self.next_group + i, "step": step, "position": self.next_position + i}
             for i in range(missing)
@@ -409,13 +420,6 @@ class Index:
             return (
                 f"consecutive filtered prompt groups must stay at most {self.rules.max_consecutive_filtered}, "
                 f"got {self.consecutive_filtered}. Every prompt gives equal rewards: check the reward function or the filter."
-            )
-        ended = self.rules.num_positions is not None and self.next_position >= self.rules.num_positions
-        alive = len(self.survivors(self.step))
-        if ended and not self.done and alive < self.rules.groups_per_step:
-            return (
-                f"step {self.step} must have {self.rules.groups_per_step} prompt groups, got {alive} and no data left. "
-                "Give more rows, more passes (data.num_passes) or fewer steps (num_steps)."
             )
         return ""
 

@@ -262,4 +262,6 @@ def _in_child(config: RunConfig, folder: Path) -> tuple[list[Finding], Facts]:
         )
         return [Finding("error", text)], Facts()
     answer: dict[str, Any] = orjson.loads(done.stdout)
-    return [Finding(item["level"], item["text"]) for item in answer["findings"]], Facts(**answer["facts"])
+    # Demonstrations can come from the rows that are trained on: what is wrong with those is told once.
+    findings = dict.fromkeys(Finding(item["level"], item["text"]) for item in answer["findings"])
+    return list(findings), Facts(**answer["facts"])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,33 +81,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(options: argparse.Namespace) -> int:
-    from rondo.launch.check import require
     from rondo.launch.config import load
 
     config = load(options.config, options.set)
     kill = tuple(_kill(text, config.num_steps) for text in options.kill)
     roles = {role for group in config.groups for role in group.roles} | {group.name for group in config.groups}
     _known_roles(kill, roles)
-    with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
-        facts = require(config, Path(folder))
-        from rondo.launch.train import main as run
+    from rondo.launch.train import main as run
 
-        return run(config, TrainOptions(options.config, kill, options.plain), facts)
+    return run(config, TrainOptions(options.config, kill, options.plain))
 
 
 def sft(options: argparse.Namespace) -> int:
-    from rondo.launch.check import require
     from rondo.launch.config import load
     from rondo.runtime.errors import ConfigError
 
     config = load(options.config, options.set)
     if config.sft is None:
         raise ConfigError(f"sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to {options.config}")
-    with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
-        facts = require(config, Path(folder))
-        from rondo.launch.train import fine_tune
+    from rondo.launch.train import fine_tune
 
-        return fine_tune(config, TrainOptions(options.config, (), options.plain), facts)
+    return fine_tune(config, TrainOptions(options.config, (), options.plain))
 
 
 def check(options: argparse.Namespace) -> int:

@@ -125,16 +125,19 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
         raise explain(error, _where(error, file, path), _place_of(error.title, kind)) from error
     except SyntaxError as error:
         shown = path if error.filename == file else error.filename
-        raise ConfigError(f"{shown}:{error.lineno}: {error.msg}. Correct the Python code") from error
+        raise ConfigError(
+            f"CONFIG must be valid Python, got {error.msg} ({shown}:{error.lineno}). Correct it"
+        ) from error
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # whatever user code raises, sys.exit too, is told as one line
         raise ConfigError(
-            f"{_where(error, file, path)}: {type(error).__name__}: {error}. The config module must import without errors"
+            f"CONFIG must import without errors, got {type(error).__name__}: {error} ({_where(error, file, path)}). "
+            "Correct the module"
         ) from error
     config = getattr(module, "config", None)
     if not isinstance(config, kind):
-        got = "no such name" if config is None else f"a {type(config).__name__}"
+        got = "no such name" if config is None else f"type {type(config).__name__}"
         raise ConfigError(f"{path} must define `config = {kind.__name__}(...)`, got {got}. Add it at the top level")
     return config
 
@@ -227,7 +230,7 @@ def _where(error: BaseException, file: str, path: Path) -> str:
     last = frames[-1] if frames else None
     if isinstance(error, ValidationError) or (last is not None and last.filename == file):
         return f"{path}:{own[-1].lineno}" if own else str(path)
-    inside = f" (called from {path}:{own[-1].lineno})" if own else ""
+    inside = f", called from {path}:{own[-1].lineno}" if own else ""
     return f"{last.filename}:{last.lineno}{inside}" if last is not None else str(path)
 
 

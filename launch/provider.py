@@ -57,7 +57,7 @@ class RunProvider:
             *(f"{g.name}.{r}" for g in self._supervisor.snapshot().groups for r in range(g.num_ranks)),
         ]
         answers = await asyncio.gather(*(self._ask(name, "rondo.waits") for name in names))
-        self._waits = [wait for answer in answers for wait in answer or ()]
+        self._waits = [wait for answer in answers if answer is not None for wait in answer["waits"]]
         self._bus = await self._ask(COORDINATOR_NAME, "stats") or self._bus
 
     async def _ask(self, name: str, method: str) -> Any:
@@ -80,7 +80,8 @@ class RunProvider:
         groups = self._supervisor.snapshot().groups
         ready = all(group.state in (State.READY, State.DONE) for group in groups)
         return {"ready": ready, "healthy": self._supervisor.snapshot().phase != "failing"} | {
-            "step": self._last_step.get("step"), "version": self._bus.get("version"), "attempt": self._bus.get("attempt"),
+            "step": self._last_step.get("step"), "version": self._last_step.get("version", self._bus.get("version")),
+            "attempt": self._bus.get("attempt"),
         }  # fmt: skip
 
     def roles(self) -> Any:

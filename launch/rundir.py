@@ -68,7 +68,12 @@ class RunDir:
     @classmethod
     def create(cls, parent: Path, name: str, resolved: dict[str, Any], config_file: Path | None = None) -> RunDir:
         """Makes and claims a new run directory under `parent`. ConfigError when a run of that name is alive."""
-        parent.mkdir(parents=True, exist_ok=True)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir must be a folder to write to, got {parent}: {error.strerror}. Choose another"
+            ) from error
         number = 1
         while True:
             path = parent / (name if number == 1 else f"{name}-{number}")

@@ -19,6 +19,7 @@ import orjson
 from rondo.launch.records import evaluation_records, step_records
 from rondo.launch.rundir import SupervisorRecord, existing_run, owner, supervisor_record
 from rondo.launch.summary import print_table, read
+from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError, PeerGone
 
 _ANSWER_S = 10.0
@@ -123,7 +124,9 @@ def _print_unfinished(run: Path, as_json: bool) -> int:
         _print_json({"run": run.name, "alive": False, "summary": None, "last_step": last, "evaluations": evaluations})
         return 1
     reached = f"step {last['step'] + 1}, reward {last['reward_mean']:.3f}" if last is not None else "no step"
-    print(f"run {run.name} ended without a summary after {reached}. Go on with `rondo resume {run}`")
+    saved = newest_complete(run / "checkpoints") is not None
+    advice = f"Go on with `rondo resume {run}`" if saved else "It has no checkpoint: start it again with `rondo train`"
+    print(f"run {run.name} ended without a summary after {reached}. {advice}")
     return 1
 
 

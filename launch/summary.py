@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_SHOWN_WAIT_S = 0.05
+"""Waits that add up to less are left out of the table; summary.json has them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """One run. Samples, not prompt groups; seconds and bytes; None where it was not measured."""
@@ -169,7 +173,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.staleness_histogram:
         yield "staleness_histogram", _pairs(summary.staleness_histogram)
     for role, waits in sorted(summary.waits_s.items()):
-        yield f"waits_s.{role}", _pairs(dict(sorted(waits.items(), key=lambda item: -item[1])))
+        longest = sorted(waits.items(), key=lambda item: -item[1])
+        yield f"waits_s.{role}", _pairs({name: seconds for name, seconds in longest if seconds >= _SHOWN_WAIT_S}) or "0"
     if summary.memory_bytes:
         yield "memory_bytes", " ".join(f"{name}={value / 2**20:.0f}MiB" for name, value in summary.memory_bytes.items())
     if summary.cores:

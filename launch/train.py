@@ -1,7 +1,7 @@
 """`rondo train` and `rondo resume`: a run from its directory to its summary.
 
-Owns the order: claim the directory, prepare the model, start supervisor, view and admin endpoint, and when all of it has ended
-write the summary and the picture. Owns no rule: each piece knows its own.
+Owns the order: check, claim the directory, prepare the model, start supervisor, view and admin endpoint, and when all of it
+has ended write the summary and the picture. Owns no rule: each piece knows its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import orjson
 import uvloop
 
 from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
-from rondo.launch.check import Facts
+from rondo.launch.check import Facts, require
 from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.plan import coordinator_config, coordinator_json, group_specs
@@ -40,20 +42,19 @@ _PLOT_LIMIT_S = 120.0
 PREPARED = "prepared.json"
 
 
-def main(config: RunConfig, options: TrainOptions, facts: Facts) -> int:
-    """Run `config` in a new run directory. The exit code of the run."""
-    with RunDir.create(config.run_dir, config.name, resolve(config), options.config_path) as run:
-        _prepare(config, run, facts)
+def main(config: RunConfig, options: TrainOptions) -> int:
+    """Check `config` and run it in a new run directory. The exit code of the run; ConfigError when nothing was started."""
+    with _prepared(config, config.name, options) as run:
         return _run(config, run, options, attempt=0)
 
 
-def fine_tune(config: RunConfig, options: TrainOptions, facts: Facts) -> int:
+def fine_tune(config: RunConfig, options: TrainOptions) -> int:
     """`rondo sft`: the warm-up as a job of its own, on the actor's processes alone. Its result is a checkpoint."""
     actor = config.group_of("actor")
     assert actor is not None
     group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft_role:SftRole",), actor.threads)
-    with RunDir.create(config.run_dir, f"{config.name}-sft", resolve(config), options.config_path) as run:
-        _prepare(config, run, facts, extra={"sft": actor.devices}, ranks={"sft-0": actor.processes})
+    placed = {"extra": {"sft": actor.devices}, "ranks": {"sft-0": actor.processes}}
+    with _prepared(config, f"{config.name}-sft", options, **placed) as run:
         return _run(config, run, options, attempt=0, groups=(group,))
 
 
@@ -104,6 +105,18 @@ def _run(
     if outcome.exit_code == 75:
         print(f"stopped before the end: `rondo resume {run.path}` goes on")
     return outcome.exit_code
+
+
+@contextmanager
+def _prepared(config: RunConfig, name: str, options: TrainOptions, **placed: Mapping[str, int]) -> Iterator[RunDir]:
+    """A new run directory with all that its processes read, once every check has passed. The folder that a model was
+    built in is gone before anything starts, so that a killed run leaves none."""
+    with ExitStack() as stack:
+        with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
+            facts = require(config, Path(folder))
+            run = stack.enter_context(RunDir.create(config.run_dir, name, resolve(config), options.config_path))
+            _prepare(config, run, facts, **placed)
+        yield run
 
 
 def _prepare(

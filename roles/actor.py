@@ -56,8 +56,9 @@ class ActorRole:
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             metrics = await self._train(step)
-            if metrics is None:  # the run is being stopped: leave at the committed version
-                await self._save(step, final=False)
+            if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
+                done = (await job.bus.call("committed"))["done"]
+                await self._save(step, final=done)
                 return
             every = config.train.save_every
             if every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps:

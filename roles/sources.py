@@ -169,8 +169,8 @@ class Listed:
 def missing_column(row_name: str, column: str, available: Sequence[str]) -> RowError:
     """The error for a row (or file) without a column that a setting names."""
     return RowError(
-        f"{row_name}: must have the column {column!r}, got {', '.join(map(repr, available)) or 'none'}. "
-        f"{nearest(column, list(available))}"
+        f"{row_name} must have the column {column!r} that data.prompt, data.label or data.metadata names, "
+        f"got {', '.join(map(repr, available)) or 'none'}. {nearest(column, list(available))}"
     )
 
 

@@ -271,3 +271,11 @@ def random_run(seed: int) -> Driver:
         if len(planned) == bus.index.rules.groups_per_step:
             bus.commit(step + 1)
     return bus
+
+
+def test_a_run_whose_data_end_trains_whole_steps_and_is_done() -> None:
+    bus = Driver(num_positions=8)
+    for step in range(2):
+        bus.step(step)
+    assert bus.index.done and bus.index.version == 2 and bus.index.next_position == 6
+    assert bus.index.plan_admissions(2) == [] and bus.index.imbalance() == "" and bus.index.starving() == ""

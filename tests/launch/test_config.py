@@ -99,9 +99,17 @@ def test_a_mistake_in_the_module_is_told_with_path_file_and_line(tmp_path: Path)
             "cfg = RunConfig(",
             "demo_config.py must define `config = RunConfig(...)`, got no such name",
         ),
-        ("from rondo.launch.modes", "from rondo.launch.mods", "demo_config.py:3: ModuleNotFoundError: No module named"),
-        ("lr=1e-5", "lr=1 / 0", "demo_config.py:"),
-        ("def rows():", "def rows(:", "demo_config.py:8: invalid syntax. Correct the Python code"),
+        (
+            "from rondo.launch.modes",
+            "from rondo.launch.mods",
+            "CONFIG must import without errors, got ModuleNotFoundError: No module named",
+        ),
+        (
+            "lr=1e-5",
+            "lr=1 / 0",
+            "CONFIG must import without errors, got ZeroDivisionError: division by zero (demo_config.py:",
+        ),
+        ("def rows():", "def rows(:", "CONFIG must be valid Python, got invalid syntax (demo_config.py:8). Correct it"),
     ],
 )
 def test_a_module_that_gives_no_config_is_told_with_file_and_line(
@@ -116,8 +124,8 @@ def test_an_error_below_the_module_is_told_with_both_places(tmp_path: Path) -> N
     (tmp_path / "tasks_of_demo.py").write_text("def make():\n    raise KeyError('gone')\n")
     text = told(tmp_path, ("\n\ndef rows():", "import tasks_of_demo\n\ntasks_of_demo.make()\n\n\ndef rows():"))
     assert text == (
-        "tasks_of_demo.py:2 (called from demo_config.py:8): KeyError: 'gone'. "
-        "The config module must import without errors"
+        "CONFIG must import without errors, got KeyError: 'gone' (tasks_of_demo.py:2, called from demo_config.py:8). "
+        "Correct the module"
     )
 
 

@@ -96,7 +96,7 @@ def test_a_run_that_was_killed_is_shown_with_what_it_reached(
         run.metrics.write_text('{"time": 1, "source": "actor-0", "kind": "metrics", "step": 2, "reward_mean": 0.5}\n')
     assert show_status(tmp_path / "demo") == 1
     assert capsys.readouterr().out == (
-        f"run demo ended without a summary after step 3, reward 0.500. Go on with `rondo resume {tmp_path / 'demo'}`\n"
+        "run demo ended without a summary after step 3, reward 0.500. It has no checkpoint: start it again with `rondo train`\n"
     )
 
 

@@ -33,7 +33,7 @@ class Run:
         self.out.mkdir()
         self.dense, self.moe = default_folder(folder / "dense"), folder_of(folder / "moe", "qwen3_moe", tied=False)
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder),
             str(Path(__file__).with_name("fsdp_worker.py")), str(self.out), self.dense, self.moe,
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}

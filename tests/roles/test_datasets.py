@@ -109,7 +109,7 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
 def test_parquet_without_a_named_column_is_refused(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    with pytest.raises(RowError, match=r"a.parquet: must have the column 'anser', got .*Did you mean 'answer'"):
+    with pytest.raises(RowError, match=r"a.parquet must have the column 'anser' that .*, got .*Did you mean 'answer'"):
         open_dataset(config(tmp_path / "a.parquet", label="anser"))
 
 
@@ -163,7 +163,8 @@ def test_a_missing_column_names_the_row_and_the_nearest_column(tmp_path: Path) -
     with pytest.raises(RowError) as raised:
         open_dataset(config(path, prompt="questoin"))
     assert str(raised.value) == (
-        "a.jsonl:1: must have the column 'questoin', got 'question', 'answer', 'info'. Did you mean 'question'?"
+        "a.jsonl:1 must have the column 'questoin' that data.prompt, data.label or data.metadata names, "
+        "got 'question', 'answer', 'info'. Did you mean 'question'?"
     )
 
 

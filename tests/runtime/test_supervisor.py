@@ -250,7 +250,9 @@ def test_memory_and_processor_time_are_measured(calm: Program) -> None:
     memory = calm.outcome["memory_bytes"]
     assert set(memory) == {"supervisor", "store", "coordinator", "gamma-0"} and min(memory.values()) > 10 << 20
     assert 0 < calm.outcome["cpu_share"] <= 1
-    assert set(calm.outcome["cores"]) == set(memory) and all(0 <= cores <= 2 for cores in calm.outcome["cores"].values())
+    assert set(calm.outcome["cores"]) == set(memory) and all(
+        0 <= cores <= 2 for cores in calm.outcome["cores"].values()
+    )
 
 
 # Runs that end badly.
