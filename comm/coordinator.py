@@ -23,7 +23,7 @@ from typing import Any
 
 import orjson
 
-from rondo.comm.index import Index, Rules
+from rondo.comm.index import Group, Index, Rules
 from rondo.comm.journal import Event, Journal
 from rondo.comm.records import Descriptor, worst_case_bytes
 from rondo.comm.ring import RecordRef, RingTail
@@ -248,22 +248,27 @@ class Coordinator(Actor):
     # ---- leases -----------------------------------------------------------------------------------------------------
 
     @endpoint
-    async def lease(self, member: str, incarnation: int, max_groups: int) -> dict[str, Any]:
-        """Work for a rollout replica; waits until there is some. One of:
+    async def lease(self, member: str, incarnation: int, max_groups: int, held: list[list[int]]) -> dict[str, Any]:
+        """Work for a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
 
         {"grants": [{group, epoch, step, position, ring, have: [[sample, reward, response], ...]}, ...]}
         {"evaluate": {"label", "version"}}: sample the held-out prompts with exactly this version;
         {"end": True}: the run needs nothing more.
-        """
-        return await self._until(member, incarnation, lambda: self._work(member, incarnation, max_groups))
 
-    def _work(self, member: str, incarnation: int, max_groups: int) -> dict[str, Any] | None:
+        What was granted and is not held was in an answer that got lost: it is granted again, the same.
+        """
+        return await self._until(member, incarnation, lambda: self._work(member, incarnation, max_groups, held))
+
+    def _work(self, member: str, incarnation: int, max_groups: int, held: list[list[int]]) -> dict[str, Any] | None:
         label = self._due_evaluation()
         if self.index.done and label is None:
             return {"end": True}
         version = self.index.versions.proved.get(f"{member}/{ROLLOUT_READER}")
         if version is None or self._draining:
             return None
+        unheard = [group for group in self.index.held_by(member) if [group.id, group.epoch] not in held]
+        if unheard:
+            return {"grants": [self._lease_of(group) for group in unheard]}
         if label is not None:
             target = 0 if label == "start" else self.index.version
             holder = self._evaluators.get(label)
@@ -304,12 +309,16 @@ class Coordinator(Actor):
                 }  # fmt: skip
                 self._journal_and_apply([event])
                 self._renewed[group.id] = self._granted[group.id] = self._clock()
-                have = [[sample, row.reward, row.response] for sample, row in sorted(group.rows.items())]
-                grants.append(
-                    {"group": group.id, "epoch": group.epoch, "step": step, "position": group.position}
-                    | {"ring": ring, "have": have}
-                )
+                grants.append(self._lease_of(group))
         return grants
+
+    def _lease_of(self, group: Group) -> dict[str, Any]:
+        """What the holder of a group is told."""
+        return {
+            "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
+            "ring": self.index.space.ring_of(group.reservation()),
+            "have": [[sample, row.reward, row.response] for sample, row in sorted(group.rows.items())],
+        }  # fmt: skip
 
     def _room(self, name: str, member: str, entries: list[int], *, oldest: bool) -> str | None:
         """A ring that can promise these records; the oldest uncommitted step gets an overflow ring when none can."""

@@ -393,6 +393,10 @@ class Index:
         first = self.survivors(step)[: self.rules.groups_per_step]
         return [g for g in first if self.groups[g].state == "ready"]
 
+    def held_by(self, member: str) -> list[Group]:
+        """The groups that this member has a lease on."""
+        return [group for group in self.groups.values() if group.state == "running" and group.holder == member]
+
     def plan_admissions(self, step: int) -> list[Event]:
         """Admissions that bring a step to P + spare groups; fewer when the data end."""
         missing = self.rules.groups_per_step + self.rules.spare_groups - len(self.survivors(step))

@@ -67,6 +67,10 @@ class Space:
         self.rings[name].reserved[reservation] = list(entries)
         self._ring_of[reservation] = name
 
+    def ring_of(self, reservation: str) -> str:
+        """The ring in which a reservation was made. KeyError when nothing of it is left."""
+        return self._ring_of[reservation]
+
     def release(self, reservation: str) -> str | None:
         """Return what is left of a reservation; the name of its ring, or None when there was none."""
         name = self._ring_of.pop(reservation, None)

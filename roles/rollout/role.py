@@ -121,7 +121,7 @@ class RolloutRole:
 
     async def _next(self, room: int) -> dict[str, Any]:
         """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""
-        asking = asyncio.create_task(self._job.bus.call("lease", room, deadline_s=POLL_S))
+        asking = asyncio.create_task(self._job.bus.call("lease", room, self._held(), deadline_s=POLL_S))
         leaving = asyncio.create_task(self._ctx.stopping.wait())
         try:
             await asyncio.wait([asking, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -129,6 +129,9 @@ class RolloutRole:
         finally:
             asking.cancel()
             leaving.cancel()
+
+    def _held(self) -> list[list[int]]:
+        return [[lease.group, lease.epoch] for lease, _ in self._running.values()]
 
     async def _renew(self) -> None:
         """Leases last while tokens come. Those the coordinator no longer grants are given up."""
@@ -140,8 +143,7 @@ class RolloutRole:
             if made == before or not self._running:
                 continue
             before = made
-            held = [[lease.group, lease.epoch] for lease, _ in self._running.values()]
-            answer = await self._job.bus.call("renew", held)
+            answer = await self._job.bus.call("renew", self._held())
             for group, epoch in answer["lost"]:
                 lease, task = self._running.get(group, (None, None))
                 if lease is not None and task is not None and lease.epoch == epoch:

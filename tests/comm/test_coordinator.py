@@ -24,7 +24,7 @@ async def train(run: Served, bus, step: int) -> list[list[int]]:
 async def whole_step(run: Served, rollout, fwd, advantages, actor, step: int) -> list[list[int]]:
     grants = []
     while len(grants) < 3:
-        grants += (await rollout.call("lease", 8))["grants"]
+        grants += (await rollout.call("lease", 8, []))["grants"]
     assert {grant["step"] for grant in grants} <= {step, step + 1}
     for grant in grants:
         put_group(rollout, grant, [0, 1])
@@ -53,7 +53,7 @@ async def test_rows_go_from_a_lease_through_every_role_to_a_commit():
 async def test_a_coordinator_that_dies_between_any_two_acts_goes_on_where_it_was():
     async with served(max_staleness=0) as run:
         rollout, fwd, advantages, actor = await everyone(run)
-        (first, *rest) = (await rollout.call("lease", 8))["grants"]
+        (first, *rest) = (await rollout.call("lease", 8, []))["grants"]
         put_group(rollout, first, [1])
         await run.restart()
         put_group(rollout, first, [0])
@@ -89,7 +89,7 @@ async def test_leases_wait_for_a_proved_version_within_the_bound():
     async with served(max_staleness=0) as run:
         rollout, fwd, advantages, actor = await everyone(run)
         await whole_step(run, rollout, fwd, advantages, actor, 0)
-        asking = asyncio.create_task(rollout.call("lease", 8))
+        asking = asyncio.create_task(rollout.call("lease", 8, []))
         await rollout.call("renew", [])
         assert not asking.done()  # version 0 is one behind step 1
         await prove(rollout, 1)
@@ -101,10 +101,10 @@ async def test_a_dead_replica_s_groups_go_to_another_which_makes_only_what_is_mi
         rollout, *_ = await everyone(run)
         other = await run.bus("rollout-1")
         await prove(other)
-        first, *_ = (await rollout.call("lease", 8))["grants"]
+        first, *_ = (await rollout.call("lease", 8, []))["grants"]
         put_group(rollout, first, [1])
         await run.die("rollout-0")
-        again = next(g for g in (await other.call("lease", 8))["grants"] if g["group"] == first["group"])
+        again = next(g for g in (await other.call("lease", 8, []))["grants"] if g["group"] == first["group"])
         assert again["epoch"] == first["epoch"] + 1 and again["have"] == [[1, 1.0, 4]]
         with pytest.raises(Refused, match="living incarnation"):
             await rollout.call("renew", [])
@@ -113,7 +113,7 @@ async def test_a_dead_replica_s_groups_go_to_another_which_makes_only_what_is_mi
 async def test_a_lease_without_progress_is_lost_and_its_late_put_refused():
     async with served(max_staleness=0) as run:
         rollout, *_ = await everyone(run)
-        first, second, _ = (await rollout.call("lease", 8))["grants"]
+        first, second, _ = (await rollout.call("lease", 8, []))["grants"]
         run.clock = 90.0
         await rollout.call("renew", [[second["group"], 0]])
         run.clock = 150.0
@@ -132,7 +132,7 @@ async def test_a_full_ring_holds_back_younger_steps_and_never_the_oldest_one():
 
     async with served(max_staleness=2, ring_bytes=5 * 3 * ROW_BYTES + 4096, num_steps=8) as run:
         rollout, *_ = await everyone(run)
-        grants = (await rollout.call("lease", 99))["grants"]
+        grants = (await rollout.call("lease", 99, []))["grants"]
         assert 3 <= len(grants) <= 5 and {g["ring"] for g in grants} == {"ring/rollout-0/0"}
         oldest = [g for g in grants if g["step"] == 0]
         for grant in oldest[:2]:
@@ -143,7 +143,7 @@ async def test_a_full_ring_holds_back_younger_steps_and_never_the_oldest_one():
         run.coordinator.index.space.reserve(
             "other", "ring/rollout-0/0", [run.coordinator._rings["ring/rollout-0/0"].tail.capacity]
         )
-        again = (await rollout.call("lease", 2))["grants"]
+        again = (await rollout.call("lease", 2, []))["grants"]
         assert {g["step"] for g in again} == {0} and all(g["ring"].startswith("overflow/") for g in again)
         for grant in again:
             put_group(rollout, grant, [0, 1])
@@ -187,21 +187,21 @@ async def test_evaluations_come_before_the_first_lease_and_after_the_last_commit
         object.__setattr__(run.config, "evaluate_start", True)
         object.__setattr__(run.config, "evaluate_end", True)
         rollout, fwd, advantages, actor = await everyone(run)
-        assert (await rollout.call("lease", 8))["evaluate"] == {"label": "start", "version": 0}
+        assert (await rollout.call("lease", 8, []))["evaluate"] == {"label": "start", "version": 0}
         await rollout.call("evaluated", "start", {"version": 0, "reward": 0.25, "num_prompts": 4})
         await whole_step(run, rollout, fwd, advantages, actor, 0)
-        asking = asyncio.create_task(rollout.call("lease", 8))
+        asking = asyncio.create_task(rollout.call("lease", 8, []))
         await prove(rollout, 1)
         assert (await asking)["evaluate"] == {"label": "end", "version": 1}
         await rollout.call("evaluated", "end", {"version": 1, "reward": 0.5, "num_prompts": 4})
-        assert await rollout.call("lease", 8) == {"end": True}
+        assert await rollout.call("lease", 8, []) == {"end": True}
         assert await actor.call("next_round", "actor", 0, 0, 1) == {"end": True}
 
 
 async def test_readers_see_views_of_the_ring_and_stale_ones_are_found_out():
     async with served(max_staleness=0) as run:
         rollout, fwd, *_ = await everyone(run)
-        for grant in (await rollout.call("lease", 8))["grants"]:
+        for grant in (await rollout.call("lease", 8, []))["grants"]:
             put_group(rollout, grant, [0, 1])
         async for made in fwd.stream("actor_fwd", tokens=1 << 20):
             view = made.rows[0].array("tokens")
@@ -220,3 +220,13 @@ async def test_a_drained_bus_ends_streams_at_the_same_round_for_every_rank() -> 
         assert not asking.done()
         await run.ref("coordinator").call("drain")
         assert await asking == {"end": True}
+
+
+async def test_grants_whose_answer_was_lost_are_granted_again_the_same() -> None:
+    async with served(max_staleness=0) as run:
+        rollout, *_ = await everyone(run)
+        lost = (await rollout.call("lease", 8, []))["grants"]
+        await run.restart()
+        assert (await rollout.call("lease", 8, []))["grants"] == lost
+        held = [[grant["group"], grant["epoch"]] for grant in lost[1:]]
+        assert (await rollout.call("lease", 8, held))["grants"] == lost[:1]
