@@ -111,6 +111,8 @@ class _Ledger:
                 self._fail(group, epoch, "infra")
 
     def on_settle(self, event: Event) -> None:
+        if self.holder.get(event["group"], ("", -1))[1] != event["epoch"]:
+            return  # too late: the lease was lost, or the group is complete
         self.ended.setdefault(event["group"], event["outcome"])
         self.holder.pop(event["group"], None)
 

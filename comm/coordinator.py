@@ -104,6 +104,7 @@ class Coordinator(Actor):
         """Open every ring that the index knows, and fold in what happened while no coordinator ran."""
         for name in list(self.index.space.rings):
             self._open(name)
+        self._emit(*(event for name in self._rings for event in self._read(name)))
         roster = await self._supervisor.call("roster", deadline_s=30, retry=True)
         for member, incarnation in roster["dead"]:
             if self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]:
@@ -217,8 +218,6 @@ class Coordinator(Actor):
         ring = _Ring(tail, self._segments.doorbell(name), segment)
         self._rings[name] = ring
         asyncio.get_running_loop().add_reader(ring.doorbell, self._rung, name)
-        if known is not None:
-            self._rung(name)
 
     def _rung(self, name: str) -> None:
         events = self._read(name)
@@ -359,9 +358,10 @@ class Coordinator(Actor):
 
     @endpoint
     async def abandon(self, member: str, incarnation: int, group: int, epoch: int) -> None:
-        """The holder of a lost lease stopped working on it: its reservation returns."""
+        """The holder of a lease stopped working on it, whatever became of the group: what is left reserved returns."""
         self._fence(member, incarnation)
-        self._emit({"event": "abandon", "group": group, "epoch": epoch})
+        if self.index.space.holds(f"group.{group}.{epoch}"):
+            self._emit({"event": "abandon", "group": group, "epoch": epoch})
 
     def _settle(self, group: int, epoch: int, outcome: str, why: str) -> Event:
         return {"event": "settle", "group": group, "epoch": epoch, "outcome": outcome, "why": why}

@@ -251,12 +251,15 @@ class Index:
         self.space.release(f"group.{event['group']}.{event['epoch']}")
 
     def _on_settle(self, event: Event) -> None:
-        """The holder, or a deadline, decided a group's outcome before it was ready: filtered or failed."""
+        """The holder (filtered) or a deadline (failed) decided a group's outcome before it was ready.
+
+        A deadline revokes the right to put, never the memory: that stays reserved until the holder abandons it or dies.
+        """
         group = self.groups[event["group"]]
         if group.state not in ("waiting", "running") or group.epoch != event["epoch"]:
             return
-        self.space.release(group.reservation())
         if event["outcome"] == "filtered":
+            self.space.release(group.reservation())
             self.consecutive_filtered += 1
         group.error = event["why"]
         self._end(group, event["outcome"])
@@ -289,8 +292,7 @@ class Index:
                     age = step - row.oldest
                     self.staleness[age] = self.staleness.get(age, 0) + 1
                 self._end(group, "trained")
-            else:
-                self.space.release(group.reservation())
+            else:  # what its holder has reserved stays so until it is abandoned
                 self._end(group, "surplus")
         self.rounds.close(step)
 

@@ -67,6 +67,10 @@ class Space:
         self.rings[name].reserved[reservation] = list(entries)
         self._ring_of[reservation] = name
 
+    def holds(self, reservation: str) -> bool:
+        """Whether anything of a reservation is left."""
+        return reservation in self._ring_of
+
     def ring_of(self, reservation: str) -> str:
         """The ring in which a reservation was made. KeyError when nothing of it is left."""
         return self._ring_of[reservation]

@@ -46,7 +46,8 @@ class Versions:
         self.slots[slot] = Slot("writing", version)
 
     def publish(self, slot: int, version: int, checksum: int) -> None:
-        self.slots[slot] = Slot("ready", version, checksum)
+        """Complete what `begin` began. Repeated, it leaves those who hold the slot by now their hold."""
+        self.slots[slot] = Slot("ready", version, checksum, self.slots[slot].holders)
 
     def hold(self, slot: int, reader: str) -> None:
         self.slots[slot].holders.add(reader)

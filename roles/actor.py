@@ -22,6 +22,7 @@ import orjson
 from rondo.comm.bus import POLL_S, Round
 from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
+from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE
 from rondo.roles.job import SLAB, open_job
@@ -58,7 +59,9 @@ class ActorRole:
             metrics = await self._train(step)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
                 done = (await job.bus.call("committed"))["done"]
-                await self._save(step, final=done)
+                # Said at several moments; true on one rank is true. All ranks must save the same.
+                (num_done,) = await ctx.compute(self._trainer.sum_over_ranks, [float(done)])
+                await self._save(step, final=num_done > 0)
                 return
             every = config.train.save_every
             if every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps:
@@ -155,7 +158,10 @@ class ActorRole:
         version = committed["version"]
         if version is None:
             return await self._begin()
-        if self._snapshot is not None and version in self._snapshot.versions():
+        # All ranks go the same way: one killed while a checkpoint was copied into its snapshot has no such version.
+        held = self._snapshot is not None and version in self._snapshot.versions()
+        (num_holding,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(held)])
+        if self._snapshot is not None and num_holding == self._ctx.world_size:
             tensors, state = self._snapshot.read(version)
             await self._ctx.compute(self._trainer.load_state, tensors, state)
             return int(version)
@@ -220,7 +226,10 @@ class ActorRole:
         """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here."""
         ctx, config = self._ctx, self._job.config
         folder = folder_of(ctx.run_dir / "checkpoints", version)
-        if folder in complete(folder.parent):  # a resumed run that is stopped before its first commit
+        if folder in complete(folder.parent):  # a run that ends, or is stopped, before its next commit
+            if final and not (folder / HF).exists():
+                with ctx.section("save", SAVE_LIMIT_S):
+                    await ctx.compute(self._trainer.export, folder / HF, self._job.model_path)
             return
         with ctx.section("save", SAVE_LIMIT_S):
             index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 else {}

@@ -64,7 +64,8 @@ class RolloutRole:
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
-        self._running: dict[int, tuple[Lease, asyncio.Task[None]]] = {}
+        # By (group, epoch): a group whose lease was lost can come back here before its old task has ended.
+        self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         ctx = self._ctx
@@ -106,17 +107,17 @@ class RolloutRole:
         limit = max(1, -(-2 * rollout.num_slots // rollout.samples_per_prompt))  # one wave decodes, one waits
         while not self._ctx.stopping.is_set():
             while len(self._running) >= limit:
-                await asyncio.wait([task for _, task in self._running.values()], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
             answer = await self._next(limit - len(self._running))
             if "grants" in answer:
                 for grant in answer["grants"]:
                     lease = Lease(**{**grant, "have": {sample: reward for sample, reward, _ in grant["have"]}})
-                    self._running[lease.group] = (lease, tasks.create_task(self._run_group(lease)))
+                    self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
             elif "evaluate" in answer:
                 await self._evaluate(**answer["evaluate"])
             else:
                 break
-        for _, task in list(self._running.values()):
+        for task in list(self._running.values()):
             task.cancel()
 
     async def _next(self, room: int) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class RolloutRole:
             leaving.cancel()
 
     def _held(self) -> list[list[int]]:
-        return [[lease.group, lease.epoch] for lease, _ in self._running.values()]
+        return [[group, epoch] for group, epoch in self._running]
 
     async def _renew(self) -> None:
         """Leases last while tokens come. Those the coordinator no longer grants are given up."""
@@ -145,8 +146,8 @@ class RolloutRole:
             before = made
             answer = await self._job.bus.call("renew", self._held())
             for group, epoch in answer["lost"]:
-                lease, task = self._running.get(group, (None, None))
-                if lease is not None and task is not None and lease.epoch == epoch:
+                task = self._running.get((group, epoch))
+                if task is not None:
                     task.cancel()
 
     async def _report(self) -> None:
@@ -162,12 +163,12 @@ class RolloutRole:
             await self._fill(lease)
         except RowError as error:  # this prompt's own fault; the run goes on
             await self._job.bus.call("settle", lease.group, lease.epoch, "error", str(error))
-        except asyncio.CancelledError:
-            await self._job.bus.call("abandon", lease.group, lease.epoch)
-            raise
         finally:
-            del self._running[lease.group]
-            self._ctx.progress()
+            try:  # in every case: a lease that was lost while its last samples were put has room left over
+                await self._job.bus.call("abandon", lease.group, lease.epoch)
+            finally:
+                del self._running[lease.group, lease.epoch]
+                self._ctx.progress()
 
     async def _fill(self, lease: Lease) -> None:
         config = self._job.config

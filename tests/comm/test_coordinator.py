@@ -182,6 +182,50 @@ async def test_weights_are_held_until_proved_and_a_dead_holder_lets_go():
         assert (await waiting)["slot"] == held["slot"]
 
 
+async def test_an_overflow_ring_left_empty_by_a_death_is_taken_away_at_the_next_start():
+    async with served(max_staleness=0) as run:
+        rollout, *_ = await everyone(run)
+        (first, *_) = (await rollout.call("lease", 8, []))["grants"]
+        # Killed between the ring's event and the grant's; a put comes while nobody looks.
+        run.coordinator._make_ring("overflow/rollout-0/0.0", 1 << 16, "rollout-0", overflow=True)
+        await run.stop()
+        put_group(rollout, first, [0, 1])
+        await run.start()
+        assert run.coordinator.index.counts["ready"] == 1
+        assert [name for name, _ in run.segments.stats().segments if name.startswith("overflow/")] == []
+
+
+@pytest.mark.parametrize("why", ["straggler", "surplus", "filtered"])
+async def test_a_group_that_ends_under_its_holder_keeps_its_room_until_the_holder_stopped(why: str) -> None:
+    async with served(max_staleness=0, spare_groups=1) as run:
+        object.__setattr__(run.config, "straggler_deadline_s", 10.0)
+        rollout, fwd, advantages, actor = await everyone(run)
+        *rest, late = (await rollout.call("lease", 8, []))["grants"]
+        index = run.coordinator.index
+        if why == "filtered":
+            await rollout.call("settle", late["group"], 0, "filtered", "equal rewards")
+            assert index.space.rings[late["ring"]].reserved.keys() == {f"group.{grant['group']}.0" for grant in rest}
+            return
+        for grant in rest:
+            put_group(rollout, grant, [0, 1])
+        await rollout.call("renew", [])
+        if why == "straggler":
+            run.clock = 50.0
+            run.coordinator.tick()
+            assert index.counts["failed"] == 1
+        else:
+            await asyncio.gather(
+                score(fwd, "actor_fwd", "log_probs", 1), score(advantages, "advantages", "advantages", 1)
+            )
+            await train(run, actor, 0)
+            assert index.counts["surplus"] == 1
+        held = f"group.{late['group']}.0"
+        assert index.space.rings[late["ring"]].reserved.keys() == {held}
+        put_group(rollout, late, [0, 1])
+        await rollout.call("abandon", late["group"], 0)
+        assert index.refused_rows == 2 and not index.space.rings[late["ring"]].reserved
+
+
 async def test_evaluations_come_before_the_first_lease_and_after_the_last_commit():
     async with served(max_staleness=0, num_steps=1) as run:
         object.__setattr__(run.config, "evaluate_start", True)

@@ -220,6 +220,22 @@ def test_whatever_dies_groups_balance_and_nothing_is_lost_or_trained_twice():
         assert found.staleness == dict(sorted(bus.index.staleness.items()))
 
 
+def test_the_audit_passes_over_a_settlement_that_came_after_its_lease_was_lost():
+    bus = Driver(spare_groups=1)
+    late, *rest = bus.admit(0)
+    bus.grant(late)
+    bus.emit(event="lose", group=late, epoch=0, why="no progress")
+    bus.emit(event="settle", group=late, epoch=0, outcome="filtered", why="equal rewards")
+    for group in (late, *rest):
+        bus.fill(group)
+    bus.score()
+    bus.train_rounds(0)
+    bus.commit(1)
+    found = count(bus.events, _Ledger(2, 3, 2, 5))
+    assert found.num_lost == 0 and found.num_trained == 6
+    assert (found.outcomes["filtered"], found.outcomes["surplus"]) == (0, 2)
+
+
 def test_the_audit_turns_red_on_a_planted_loss_and_a_planted_duplicate():
     bus = random_run(1)
     commits = [event for event in bus.events if event["event"] == "commit" and event["rows"]]

@@ -33,6 +33,19 @@ def test_a_held_slot_is_not_writable_until_its_reader_proves_or_dies() -> None:
     assert versions.writable() == old and versions.proved == {}
 
 
+def test_a_repeated_publication_leaves_its_readers_their_hold() -> None:
+    versions = published(0, 1)
+    newest = versions.newest
+    assert newest is not None
+    versions.hold(newest, "rollout-0/rollout")
+    versions.publish(newest, 1, 101)  # its answer was lost
+    other = versions.writable()
+    assert other is not None
+    versions.begin(other, 2)
+    versions.publish(other, 2, 102)
+    assert versions.writable() is None
+
+
 def test_roles_of_one_process_hold_and_prove_apart() -> None:
     versions = published(0)
     versions.prove("actor-0/actor_fwd", 0)

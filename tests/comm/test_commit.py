@@ -1,0 +1,86 @@
+"""The actor's way back to a committed version; what computes is scripted, the calls are the role's own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import orjson
+
+from rondo.roles.actor import ActorRole
+
+
+class ScriptedTrainer:
+    """Rank 0 of two, beside a rank 1 that says `other` in every sum. Tells what was called."""
+
+    def __init__(self, other: float) -> None:
+        self.other = other
+        self.calls: list[str] = []
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        return [value + self.other for value in values]
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def checksum(self) -> int:
+        return 7
+
+    def load_state(self, *_: Any) -> None:
+        self.calls.append("load_state")
+
+    def load_checkpoint(self, _: Path) -> None:
+        self.calls.append("load_checkpoint")
+
+    def export(self, folder: Path, _: str) -> None:
+        self.calls.append(f"export {folder.name}")
+
+    def save(self, *_: Any, **__: Any) -> None:
+        self.calls.append("save")
+
+
+def actor(run_dir: Path, other: float) -> tuple[ActorRole, ScriptedTrainer]:
+    """An actor whose run committed version 2, which lies in a checkpoint and in rank 0's snapshot."""
+
+    async def compute(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    async def call(*_: Any) -> dict[str, Any]:
+        return {"version": 2}
+
+    def section(*_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    folder = run_dir / "checkpoints" / "step_000002"
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_bytes(orjson.dumps({"version": 2}))
+    (folder / "COMPLETE").touch()
+    role = ActorRole(cast(Any, SimpleNamespace(run_dir=run_dir, rank=0, world_size=2, compute=compute, section=section)))
+    trainer = ScriptedTrainer(other)
+    snapshot = SimpleNamespace(versions=lambda: (2,), read=lambda _: ({}, {}), write=lambda *_: None)
+    role._trainer, role._snapshot = cast(Any, trainer), cast(Any, snapshot)
+    role._job = cast(Any, SimpleNamespace(config=None, bus=SimpleNamespace(call=call), model_path="model"))
+    return role, trainer
+
+
+async def test_a_version_that_every_rank_holds_comes_from_the_snapshots(tmp_path: Path) -> None:
+    role, trainer = actor(tmp_path, other=1.0)
+    assert await role._restore() == 2 and trainer.calls == ["load_state"]
+
+
+async def test_ranks_that_were_killed_while_they_copied_a_checkpoint_all_read_it_again(tmp_path: Path) -> None:
+    role, trainer = actor(tmp_path, other=0.0)
+    assert await role._restore() == 2 and trainer.calls == ["load_checkpoint"]
+
+
+async def test_the_last_version_gets_its_folder_even_where_its_checkpoint_was_written_before(tmp_path: Path) -> None:
+    role, trainer = actor(tmp_path, other=0.0)
+    await role._save(2, final=False)
+    assert trainer.calls == []
+    await role._save(2, final=True)
+    assert trainer.calls == ["export hf"]
+    (tmp_path / "checkpoints" / "step_000002" / "hf").mkdir()
+    await role._save(2, final=True)
+    assert trainer.calls == ["export hf"]
