@@ -11,17 +11,31 @@ Invariant: settings that contradict each other, or that could have no effect, ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rondo.comm.config import BusConfig
 from rondo.models.config import ModelConfig
+from rondo.models.media.config import MediaConfig
+from rondo.models.media.refs import Kind
 from rondo.roles.algorithms import ALGORITHMS, Algorithm, KlEstimator, Normalizer, resolve
 from rondo.runtime.section import FunctionRef, Section, nearest
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def _regular(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"must be a regular expression, got {pattern!r} ({error}). Correct it") from error
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_regular)]
 
 
 class DataConfig(Section):
@@ -39,6 +53,11 @@ class DataConfig(Section):
     """Column that the reward function gets as `label`; None for data without one."""
     metadata: str | None = None
     """Column with a dict that the reward function gets as `metadata`."""
+    media_columns: dict[Kind, str] = Field(default_factory=dict)
+    """Image, audio or video -> column with one or a list of them: path, URL, data URI, bytes, or Hugging Face's Image and
+    Audio. They take the places of <image>, <audio> and <video> in the prompt; of text without these, the beginning."""
+    use_audio_in_video: str | None = None
+    """Column that says of each row whether its videos bring their sound along; without it `media.use_audio_in_video` does."""
     apply_chat_template: bool = False
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the tokenizer's chat template, such as {"enable_thinking": False}."""
@@ -62,6 +81,11 @@ class DataConfig(Section):
             raise ValueError(
                 "data.chat_template_args must be empty without data.apply_chat_template, "
                 f"got {self.chat_template_args!r}. Set data.apply_chat_template to True, or remove them"
+            )
+        if self.media_columns and not self.apply_chat_template:
+            raise ValueError(
+                "data.apply_chat_template must be True with data.media_columns, whose places in the prompt the template of the "
+                f"model makes, got False with {', '.join(self.media_columns)}. Set it to True"
             )
         if self.limit is not None and self.held_out >= self.limit:
             raise ValueError(
@@ -229,6 +253,17 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     hot_snapshot: bool = True
     """Keeps the newest version in host memory, so that a restart of the actor loses no committed step."""
+    encoders: Literal["replicate", "shard"] = "replicate"
+    """Whether each process holds the image, audio and video encoders whole, or a shard of them, apart from the decoder's."""
+    freeze: tuple[Literal["language", "vision", "audio", "projector"], ...] = ()
+    """Parts of the model that stay as they are."""
+    freeze_parameters: tuple[Pattern, ...] = ()
+    """Regular expressions; parameters whose name in the model matches one stay as they are."""
+    train_parameters: tuple[Pattern, ...] = ()
+    """Regular expressions; when given, only parameters that match one, and are not frozen, are trained."""
+    max_log_prob_gap: float | None = Field(None, gt=0)
+    """The run stops when the mean absolute gap between the log-probs of engine and trainer under the same weights is
+    greater in a step, in nats; None only measures it."""
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> TrainConfig:
@@ -299,6 +334,7 @@ class JobConfig(Section):
     """In policy versions: how much older than the trained version a sample's oldest token may be. 0 is on-policy."""
     model: ModelConfig
     data: DataConfig
+    media: MediaConfig = MediaConfig()
     evaluation: EvalConfig | None = None
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
