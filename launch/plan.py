@@ -12,7 +12,7 @@ from typing import Any
 from rondo.comm.coordinator import CoordinatorConfig
 from rondo.comm.index import Rules
 from rondo.launch.config import RunConfig
-from rondo.roles.streams import BASE_COLUMNS, row_bytes, streams_of
+from rondo.roles.streams import BASE_COLUMNS, media_bytes, row_bytes, streams_of
 from rondo.runtime.spec import GroupSpec
 
 ROLE_CLASSES: Mapping[str, str] = {
@@ -54,6 +54,7 @@ def coordinator_config(config: RunConfig, num_rows: int) -> CoordinatorConfig:
         base_columns=BASE_COLUMNS,
         streams=streams_of(config, roles),
         row_bytes=row_bytes(rollout),
+        media_bytes=media_bytes(config),
         num_slots=config.bus.weight_slots,
         spare_groups=rollout.spare_groups,
         max_consecutive_filtered=rollout.max_consecutive_filtered,

@@ -8,7 +8,8 @@ not judge: every figure is read from the run's files or from the supervisor's ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import collections
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,14 @@ import orjson
 
 from rondo.launch.records import evaluation_records, read_records, step_records
 from rondo.launch.rundir import write_json
+from rondo.models.media.inputs import MODALITIES
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+_NUM_CAUSES = 5
+KINDS = ("text", *MODALITIES)
 _SHOWN_WAIT_S = 0.05
 """Waits that add up to less are left out of the table; summary.json has them."""
 
@@ -43,6 +47,13 @@ class Summary:
     samples_trained: int | None = None
     samples_lost: int | None = None
     samples_trained_twice: int | None = None
+    samples_by_outcome: Mapping[str, int] = field(default_factory=dict)
+    """Samples whose prompt groups ended in another way than by being trained."""
+    quarantined: Mapping[str, int] = field(default_factory=dict)
+    """Why prompt groups were quarantined, and how many for each cause; the most frequent ones."""
+    log_prob_gap: Mapping[str, float] = field(default_factory=dict)
+    """Mean absolute gap between the log-probs of engine and trainer under the same weights, in nats, the largest of any
+    step: of all tokens, and of rows with each modality."""
     restarts: Mapping[str, int] = field(default_factory=dict)
     recovery_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds from a death to a role group that is ready again; the slowest of each role."""
@@ -89,6 +100,8 @@ def summarize(
         reward_before=evaluations[0]["reward"] if evaluations else None,
         reward_after=evaluations[-1]["reward"] if len(evaluations) > 1 else None,
         **counts,
+        quarantined=quarantine_causes(run / "events.jsonl"),
+        log_prob_gap=largest_gaps(steps),
         restarts=dict(restarts or {}),
         recovery_s=dict(recovery_s or {}),
         first_step_s=first_time - started if first_time is not None and started is not None else None,
@@ -98,6 +111,32 @@ def summarize(
         cpu_share=cpu_share,
         first_cause=first_cause,
     )
+
+
+def quarantine_causes(events: Path) -> dict[str, int]:
+    """Cause -> prompt groups, most frequent first. A cause is told without the row's name, so that equal ones add up."""
+    last: dict[tuple[str, int], str] = {}
+    for record in read_records(events):
+        if record.get("kind") == "group_error" and record.get("state") == "quarantined":
+            last[record["source"], record["group"]] = _cause(record["why"])
+    return dict(collections.Counter(last.values()).most_common(_NUM_CAUSES))
+
+
+def _cause(why: str) -> str:
+    """A traceback's last line, or one line without the row's name before it."""
+    lines = why.splitlines()
+    return lines[-1] if len(lines) > 1 else why.partition(": ")[2] or why
+
+
+def largest_gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Name without "log_prob_gap" ("all", "image", ...) -> the largest mean absolute gap of any step."""
+    found: dict[str, float] = {}
+    for record in steps:
+        for name, value in record.items():
+            kind = name.removeprefix("log_prob_gap").removeprefix("_") or "all"
+            if name.startswith("log_prob_gap") and (kind == "all" or kind in KINDS):
+                found[kind] = max(found.get(kind, 0.0), value)
+    return found
 
 
 def waits_by_role(records: Iterator[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -164,6 +203,12 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         value = getattr(summary, name)
         if value is not None:
             yield name, str(value)
+    if summary.samples_by_outcome:
+        yield "samples_by_outcome", _pairs(summary.samples_by_outcome)
+    for cause, count in summary.quarantined.items():
+        yield "quarantined", f"{count} x {cause}"
+    if summary.log_prob_gap:
+        yield "log_prob_gap", " ".join(f"{name}={value:.2g}" for name, value in summary.log_prob_gap.items())
     yield "restarts", _pairs(summary.restarts) or "0"
     if summary.recovery_s:
         yield "recovery_s", _pairs(summary.recovery_s)
@@ -215,5 +260,6 @@ def _audit(run: Path) -> dict[str, Any]:
         "samples_trained": found.num_trained,
         "samples_lost": found.num_lost,
         "samples_trained_twice": found.num_trained_twice,
+        "samples_by_outcome": {name: num for name, num in found.outcomes.items() if num and name != "trained"},
         "staleness_histogram": {str(age): count for age, count in found.staleness.items()},
     }

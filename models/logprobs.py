@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
+from rondo.models.media.batch import collate, encoded_once
 from rondo.models.packing import PackedBatch, can_share_rows
 from rondo.models.parallel import drop_copies
 from rondo.runtime.errors import ConfigError
@@ -45,15 +46,18 @@ def response_log_probs(
             f"temperature and chunk_tokens must be greater than 0, got {temperature} and {chunk_tokens}. "
             "Greedy samples have no log-probs to train on"
         )
-    arguments = {"input_ids": packed.input_ids, "use_cache": False, "return_dict": True}
+    batch = collate(model, packed.media, device=packed.input_ids.device)
+    arguments = {"input_ids": packed.input_ids, "use_cache": False, "return_dict": True, **batch.arguments}
     if packed.position_ids is not None:
-        if not can_share_rows(model):
+        # On four axes the positions say little about rows: those of text alone do.
+        if len(packed.responses) > len(packed.input_ids) and not can_share_rows(model):
             raise ConfigError(
                 f"rows must hold one sequence each for {type(model).__name__}, which mixes those of a row, "
                 "got rows with several. Pack with share_rows=can_share_rows(model)"
             )
         arguments["position_ids"] = packed.position_ids
-    with _scoring(model.get_output_embeddings(), packed, temperature, chunk_tokens, with_entropy) as found:
+    head = model.get_output_embeddings()
+    with _scoring(head, packed, temperature, chunk_tokens, with_entropy) as found, encoded_once(model, batch):
         output = model(**arguments)
     if found.log_probs is None or output.logits is not found.log_probs:
         raise ConfigError(

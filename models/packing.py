@@ -4,6 +4,11 @@ Owns which sequence lies where, and the indices that bring the response position
 attention masks: transformers makes them from `position_ids`, for every attention kernel and layer type (a row with several
 sequences restarts its positions, so each attends to itself only). Pure: equal sequences give equal batches.
 
+Models of multimodal families get positions on four axes: text (which restarts with each sequence and keeps them apart), time,
+height and width. The media of a batch are in the order in which their placeholders lie in its rows. In training such a batch
+holds one sequence more, the family's dummy, which has every modality and is not scored: so each tower runs in every micro-batch
+on every rank, in the same order, with gradients that are 0 where nothing else used it.
+
 Invariant: every response token of every sequence is scored once, from the position before it; the order is the callers'.
 
     lengths 7 5 4 3 2  ->  row length 7, bins by first fit, longest first
@@ -17,13 +22,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from rondo.models.families import family_of
+from rondo.models.media.inputs import MediaInputs
 from rondo.runtime.errors import ConfigError
 
 _shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -31,10 +38,17 @@ _shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """`tokens`, integers [T], of which the last `response` are scored; 0 <= response < T."""
+    """`tokens`, integers [T], of which the last `response` are scored; 0 <= response < T. `media` are those of the prompt,
+    whose placeholders are among the tokens."""
 
     tokens: np.ndarray
     response: int
+    media: MediaInputs | None = field(default=None, repr=False)
+
+    @property
+    def cost(self) -> int:
+        """Tokens, and what the encoders take, each as a token."""
+        return len(self.tokens) + (self.media.encoder_positions if self.media is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +56,13 @@ class PackedBatch:
     """B rows of L tokens that hold every sequence once; R response tokens over all sequences."""
 
     input_ids: torch.Tensor  # int64 [B, L]; 0 where no sequence lies
-    position_ids: torch.Tensor | None  # int64 [B, L], restarting at 0; None: no row holds two sequences
+    # int64 [B, L], restarting at 0; None: no row holds two sequences. Multimodal: float32 [4, B, L], always there.
+    position_ids: torch.Tensor | None
     positions: torch.Tensor  # int64 [R], index into the flat [B * L] of the position that predicts the token
     targets: torch.Tensor  # int64 [R], the response tokens, sequence after sequence as given
     responses: tuple[int, ...]
     num_tokens: int
+    media: tuple[MediaInputs, ...] = ()  # in the order of their placeholders in the flat [B * L]
 
     @property
     def waste(self) -> float:
@@ -64,6 +80,29 @@ class PackedBatch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How one model wants its sequences. Found out once, before the model is sharded."""
+
+    share_rows: bool
+    dummy: Sequence | None
+    """Of a multimodal family: what every batch of training holds beside its sequences."""
+
+    @classmethod
+    def of(cls, model: Any) -> Packing:
+        family = family_of(model)
+        if family is None:
+            return cls(can_share_rows(model), None)
+        tokens, media = family.dummy(model.config)
+        return cls(can_share_rows(model), Sequence(tokens, 0, media))
+
+    def pack(self, sequences: Ordered[Sequence], *, train: bool = False) -> PackedBatch:
+        """The batch of these sequences; with `train` every tower has work in it."""
+        multimodal = self.dummy is not None
+        dummy = self.dummy if train else None
+        return pack(sequences, share_rows=self.share_rows, multimodal=multimodal, dummy=dummy)
+
+
 def can_share_rows(model: Any) -> bool:
     """Whether `model` keeps the sequences of a row apart. Tried out once, before it is sharded, on a few tokens.
 
@@ -71,7 +110,8 @@ def can_share_rows(model: Any) -> bool:
     ignore positions; no declaration of theirs tells them all apart.
     """
     if model not in _shares:
-        _shares[model] = "position_ids" in inspect.signature(type(model).forward).parameters and _keeps_apart(model)
+        named = inspect.signature(type(model).forward).parameters
+        _shares[model] = "position_ids" in named and _keeps_apart(model)
     return _shares[model]
 
 
@@ -80,6 +120,8 @@ def _keeps_apart(model: Any) -> bool:
     device, dtype = next((p.device, p.dtype) for p in model.parameters())
     first, second = [1, 2, 3, 1, 2], [3, 2, 1, 0]
     positions = torch.tensor([[*range(len(first)), *range(len(second))]], device=device)
+    if family_of(model) is not None:
+        positions = positions.expand(4, 1, -1)
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -91,12 +133,21 @@ def _keeps_apart(model: Any) -> bool:
     return bool((behind - expected).norm() <= tolerance * expected.norm())
 
 
-def pack(sequences: Ordered[Sequence], *, row_tokens: int | None = None, share_rows: bool = True) -> PackedBatch:
+def pack(
+    sequences: Ordered[Sequence],
+    *,
+    row_tokens: int | None = None,
+    share_rows: bool = True,
+    multimodal: bool = False,
+    dummy: Sequence | None = None,
+) -> PackedBatch:
     """Rows of `row_tokens`, by default the longest sequence's length; one sequence a row unless `share_rows`.
 
-    Raises ConfigError for no sequences, a sequence longer than `row_tokens`, or a response that leaves no prompt.
+    `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. Raises ConfigError for no sequences, a sequence longer than `row_tokens`, or a response that leaves no prompt.
     """
     _check(sequences, row_tokens)
+    num_given = len(sequences)
+    sequences = [*sequences, dummy] if dummy is not None else sequences
     lengths = [len(sequence.tokens) for sequence in sequences]
     width = row_tokens or max(lengths)
     one_each = [(row, 0) for row in range(len(lengths))], len(lengths)
@@ -105,13 +156,17 @@ def pack(sequences: Ordered[Sequence], *, row_tokens: int | None = None, share_r
     shared = num_rows < len(lengths)
     # Padding goes on where it lies: after two sequences that is one more sequence of the row, so it too has something to
     # attend to.
-    position_ids = np.tile(np.arange(width), (num_rows, 1)) if shared else None
+    position_ids: np.ndarray | None = None
+    if multimodal:
+        position_ids = np.tile(np.arange(width, dtype=np.float32), (4, num_rows, 1))
+    elif shared:
+        position_ids = np.tile(np.arange(width), (num_rows, 1))
     positions, targets = [], []
     for sequence, length, (row, start) in zip(sequences, lengths, places, strict=True):
         end = start + length
         input_ids[row, start:end] = sequence.tokens
         if position_ids is not None:
-            position_ids[row, start:end] = np.arange(length)
+            position_ids[..., row, start:end] = _axes(sequence) if multimodal else np.arange(length)
         first = row * width + end - sequence.response - 1
         positions.append(np.arange(first, first + sequence.response))
         targets.append(sequence.tokens[length - sequence.response :])
@@ -120,9 +175,26 @@ def pack(sequences: Ordered[Sequence], *, row_tokens: int | None = None, share_r
         position_ids=None if position_ids is None else torch.from_numpy(position_ids),
         positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
-        responses=tuple(sequence.response for sequence in sequences),
+        responses=tuple(sequence.response for sequence in sequences[:num_given]),
         num_tokens=sum(lengths),
+        media=tuple(media for _, media in sorted(_placed(sequences, places), key=lambda item: item[0])),
     )
+
+
+def _placed(
+    sequences: Ordered[Sequence], places: list[tuple[int, int]]
+) -> list[tuple[tuple[int, int], MediaInputs]]:
+    return [(place, s.media) for s, place in zip(sequences, places, strict=True) if s.media is not None]
+
+
+def _axes(sequence: Sequence) -> np.ndarray:
+    """float32 [4, T]: text, time, height, width. What follows the prompt goes on from its greatest position."""
+    plain = np.arange(len(sequence.tokens), dtype=np.float32)
+    if sequence.media is None:
+        return np.tile(plain, (4, 1))
+    prompt = sequence.media.positions
+    rest = prompt.max() + 1 + np.arange(len(plain) - prompt.shape[1], dtype=np.float32)
+    return np.concatenate([plain[None], np.concatenate([prompt, np.tile(rest, (3, 1))], axis=1)])
 
 
 def _first_fit(lengths: list[int], width: int) -> tuple[list[tuple[int, int]], int]:

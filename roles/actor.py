@@ -24,15 +24,18 @@ from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
 from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
-from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE
+from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.trainer import Trainer, TrainRow
+from rondo.roles.warm_up import run_warm_up
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import RondoError
 from rondo.runtime.waits import totals
 
 SAVE_LIMIT_S = 1800.0
+_WARM_UP_RECORD = 20
+"""Steps of the warm-up from one record of it to the next."""
 
 
 class ActorRole:
@@ -79,7 +82,7 @@ class ActorRole:
         async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
             rows, seen = await self._ctx.compute(self._read, made, step)
             since = time.monotonic()
-            await self._ctx.compute(trainer.accumulate, rows, made.ids(), last=made.last)
+            await self._ctx.compute(trainer.accumulate, step, rows, made.ids(), last=made.last)
             busy += time.monotonic() - since
             self._job.bus.check(made)
             num_tokens += sum(row.length for row in made.rows)
@@ -108,15 +111,28 @@ class ActorRole:
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
             await self._ctx.report("metrics", metrics)
+            await self._judge_gap(metrics)
         await self._commit(step + 1, trained)
         await self._publish(step + 1)
         self._ctx.progress()
         return metrics
 
+    async def _judge_gap(self, metrics: dict[str, Any]) -> None:
+        """End the run where engine and trainer disagree by more than the settings allow; the step is not committed."""
+        limit, gap = self._job.config.train.max_log_prob_gap, metrics.get("log_prob_gap", 0.0)
+        if limit is not None and not gap <= limit:
+            cause = (
+                f"the log-prob gap between engine and trainer must be at most train.max_log_prob_gap {limit:g} nats, "
+                f"got {gap:g} in step {metrics['step']}. Look at log_prob_gap_* in metrics.jsonl for the modality, or raise it"
+            )
+            await self._ctx.report("fatal", {"cause": cause})
+            await self._ctx.stopping.wait()
+            raise RondoError(cause)
+
     def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[int]]:
         """Views of a round's rows as the loss needs them, and how many versions old each sample's oldest token is."""
         algorithm = self._job.config.algorithm
-        has_fwd = all("log_probs" in row.places for row in made.rows)
+        has_fwd = bool(made.rows) and all("log_probs" in row.places for row in made.rows)
         source = old_log_probs_source(algorithm, on_policy=self._job.config.max_staleness == 0, has_actor_fwd=has_fwd)
         old = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[source]
         reference = "ref_log_probs" if algorithm.resolved().needs_reference else None
@@ -128,6 +144,9 @@ class ActorRole:
                 rollout_log_probs=row.array("rollout_log_probs"),
                 old_log_probs=row.array(old) if old else None,
                 ref_log_probs=row.array(reference) if reference else None,
+                policy_versions=row.array("policy_versions"),
+                scored=(int(row.array("log_probs_version")[0]), row.array("log_probs")) if has_fwd else None,
+                media=media_of(row),
             )
             for row in made.rows
         ]
@@ -178,14 +197,11 @@ class ActorRole:
     async def _begin(self) -> int:
         if self._job.config.sft is not None:
             with self._ctx.section("warm up", LOAD_LIMIT_S):
-                await self._ctx.compute(self._trainer.warm_up, self._warmed, self._ctx.stopping.is_set)
+                await run_warm_up(self._ctx, self._trainer, every=_WARM_UP_RECORD)
         if self._job.config.algorithm.resolved().needs_reference and self._job.config.sft is not None:
             await self._ctx.compute(self._trainer.export, self._ctx.run_dir / REFERENCE, self._job.model_path)
         await self._commit(0, [])
         return 0
-
-    def _warmed(self, metrics: dict[str, float]) -> None:
-        self._ctx.progress()
 
     async def _commit(self, version: int, rows: list[list[int]]) -> None:
         """Steps 1 to 4 of the commit order."""

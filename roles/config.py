@@ -242,7 +242,8 @@ class TrainConfig(Section):
     eps: float = Field(1e-8, gt=0)
     clip_grad_norm: float = Field(1.0, gt=0)
     micro_batch_tokens: int = Field(4096, ge=1)
-    """Prompt and response tokens that one process takes through the model at once."""
+    """Prompt and response tokens that one process takes through the model at once; patches and frames of sound that an
+    encoder takes count as tokens too."""
     log_prob_chunk_tokens: int = Field(2048, ge=1)
     """Tokens whose logits exist at the same time."""
     activation_checkpointing: bool = False
@@ -334,7 +335,8 @@ class JobConfig(Section):
     """In policy versions: how much older than the trained version a sample's oldest token may be. 0 is on-policy."""
     model: ModelConfig
     data: DataConfig
-    media: MediaConfig = MediaConfig()
+    media: MediaConfig | None = None
+    """Limits of image, audio and video. None: the rows are text; where `media_columns` are named, the defaults."""
     evaluation: EvalConfig | None = None
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -342,6 +344,17 @@ class JobConfig(Section):
     train: TrainConfig = TrainConfig()
     sft: SftConfig | None = None
     bus: BusConfig = BusConfig()
+
+    @model_validator(mode="after")
+    def _media_follow_the_data(self) -> JobConfig:
+        # The field stays "not set", so that `override` derives it anew when the columns change.
+        if self.media is None and any(data.media_columns for data in self._data_sections()):
+            self.__dict__["media"] = MediaConfig()
+        return self
+
+    def _data_sections(self) -> list[DataConfig]:
+        own = [self.evaluation and self.evaluation.data, self.sft and self.sft.data]
+        return [self.data, *(data for data in own if data is not None)]
 
     @model_validator(mode="after")
     def _sections_agree(self) -> JobConfig:

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.comm.bus import POLL_S
+from rondo.comm.bus import POLL_S, Row
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.names import load_disk_tensors
+from rondo.models.media.inputs import MediaInputs
+from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
-from rondo.models.packing import can_share_rows, pack
 from rondo.roles.job import Job, follow, open_job
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
@@ -38,41 +39,50 @@ class Scorer:
     def __init__(self, path: str, job: Job) -> None:
         config = job.config
         self._model = load_model(path, dtype=config.train.dtype, device=job.device, attn=config.model.attn)
-        self._share_rows = can_share_rows(self._model)
+        self._packing = Packing.of(self._model)
+        self.version = 0
         self._device = job.device
         self._temperature = config.rollout.temperature
         self._chunk = config.train.log_prob_chunk_tokens
 
-    def load(self, tensors: Mapping[str, Any]) -> None:
+    def load(self, version: int, tensors: Mapping[str, Any]) -> None:
         load_disk_tensors(self._model, tensors)
+        self.version = version
 
-    def score(self, rows: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
-        """rows: (tokens int32 [T], response length R) each. float32 [R] each, log-probs after the temperature."""
-        sequences = [Packable(tokens, response) for tokens, response in rows]
-        packed = pack(sequences, share_rows=self._share_rows).to(self._device)
+    def score(self, rows: Sequence[Packable]) -> tuple[int, list[np.ndarray]]:
+        """(policy version, log-probs after the temperature, float32 [R] for each row)."""
+        packed = self._packing.pack(rows).to(self._device)
         with torch.inference_mode():
             flat, _ = response_log_probs(self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk)
-        ends = np.cumsum([response for _, response in rows])[:-1]
-        return np.split(flat.float().cpu().numpy(), ends)
+        ends = np.cumsum([row.response for row in rows])[:-1]
+        return self.version, np.split(flat.float().cpu().numpy(), ends)
+
+
+def media_of(row: Row) -> MediaInputs | None:
+    """The media of a sample's prompt, as views into the ring that last as long as the row's."""
+    return None if row.media is None else MediaInputs(row.media_key, row.media)
 
 
 class _Forward:
     """The loop of both roles."""
 
     role: str
-    column: str
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
         self._reported_at = time.monotonic()
 
+    def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        """What is put for the rows of a round."""
+        raise NotImplementedError
+
     async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
         await self._ctx.ready()
         async for made in job.bus.stream(self.role, tokens=job.config.train.micro_batch_tokens):
-            rows = [(row.array("tokens"), row.response) for row in made.rows]
+            rows = [Packable(row.array("tokens"), row.response, media_of(row)) for row in made.rows]
             if rows:
-                log_probs = await self._ctx.compute(scorer.score, rows)
-                job.bus.put_columns(made, {self.column: log_probs})
+                version, log_probs = await self._ctx.compute(scorer.score, rows)
+                job.bus.put_columns(made, self.columns(version, log_probs))
             await job.bus.ack(made)
             self._ctx.progress()
             if self._ctx.stopping.is_set():
@@ -88,7 +98,9 @@ class _Forward:
 
 class ReferenceRole(_Forward):
     role = "reference"
-    column = "ref_log_probs"
+
+    def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        return {"ref_log_probs": log_probs}
 
     async def run(self) -> None:
         job = await open_job(self._ctx)
@@ -103,7 +115,9 @@ class ReferenceRole(_Forward):
 
 class ActorForwardRole(_Forward):
     role = "actor_fwd"
-    column = "log_probs"
+
+    def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        return {"log_probs": log_probs, "log_probs_version": [np.array([version], np.int32)] * len(log_probs)}
 
     async def run(self) -> None:
         job = await open_job(self._ctx)
@@ -111,7 +125,7 @@ class ActorForwardRole(_Forward):
             scorer = await self._ctx.compute(Scorer, job.model_path, job)
 
         async def install(version: int, tensors: Mapping[str, Any]) -> None:
-            await self._ctx.compute(scorer.load, tensors)
+            await self._ctx.compute(scorer.load, version, tensors)
 
         async with follow(self._ctx, job, self.role, install) as first:
             await first.wait()

@@ -8,14 +8,16 @@ its own.
     warm_up(model, tokenizer, data, config, "cpu", seed=0, on_step=print, should_stop=lambda: False)
 
 Invariant: the loss of a step is the mean over all answer tokens of its batch (prompt tokens carry none), so it is the
-same however the batch is cut into micro-batches and ranks. Batches depend on seed and step alone.
+same however the batch is cut into micro-batches and ranks. Batches depend on seed and step alone. A demonstration whose media
+cannot be used is left out of its batch, told once, and counted.
 """
 
 from __future__ import annotations
 
-import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -25,16 +27,24 @@ import torch.distributed as dist
 
 from rondo.models import parallel
 from rondo.models.logprobs import response_log_probs
+from rondo.models.media.inputs import MediaInputs
 from rondo.models.optimizer import learning_rate, make_optimizer
+from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
-from rondo.models.packing import can_share_rows, pack
 from rondo.roles.config import DataConfig, SftConfig
 from rondo.roles.cursor import Cursor, Order
 from rondo.roles.datasets import Dataset, Row, RowError
 from rondo.roles.prompts import encode_answer, render_prompt
 from rondo.runtime.errors import ConfigError
 
-_CACHED_ROWS = 1 << 16
+log = logging.getLogger(__name__)
+
+_CACHED_BYTES = 1 << 30
+_CACHED_ROW_BYTES = 256
+"""What an encoded demonstration takes beside its arrays, about."""
+
+Prepare = Callable[[Row, DataConfig, int], tuple[np.ndarray, MediaInputs | None]]
+"""(row with media, its settings, most tokens) -> tokens int32 [T] with placeholders, media. RowError when it cannot."""
 
 
 def warm_up(
@@ -44,6 +54,7 @@ def warm_up(
     config: SftConfig,
     device: torch.device | str,
     *,
+    prepare: Prepare | None = None,
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
@@ -53,22 +64,20 @@ def warm_up(
     """Trains `model` in place with an optimizer of its own (collective), and returns the number of steps taken.
 
     Fewer than `config.steps` when `should_stop` said so on any rank; it is asked before every step. `on_step` gets
-    step, loss (in nats a token), lr, grad_norm and tokens (of answers). RowError for a row that cannot be used,
+    step, loss (in nats a token), lr, grad_norm, tokens (of answers) and skipped (demonstrations so far whose media could
+    not be used). `prepare` is for rows with media. RowError for a row of text that cannot be used, or a whole batch;
     ConfigError when the gradient is no longer finite.
     """
     source = config.source()
     optimizer = make_optimizer(model, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
-    share_rows = can_share_rows(model)
+    packing = Packing.of(model)
     places = Cursor(Order(len(data), seed, source.shuffle, source.num_passes))
-
-    @functools.lru_cache(maxsize=_CACHED_ROWS)
-    def encoded(row: int) -> Packable:
-        return encode(tokenizer, data.row(row), source, config.micro_batch_tokens)
+    encoded = _Encoded(lambda row: encode(tokenizer, data.row(row), source, config.micro_batch_tokens, prepare))
 
     def loss_of(sequences: Sequence[Packable]) -> torch.Tensor:
         """The undivided loss of one micro-batch; no sequences: a dummy of weight 0 through the same modules."""
         weight = -1.0 if sequences else 0.0
-        packed = pack(sequences or [Packable(np.zeros(2, np.int32), 1)], share_rows=share_rows).to(device)
+        packed = packing.pack(sequences or [Packable(np.zeros(2, np.int32), 1)], train=True).to(device)
         log_probs, _ = response_log_probs(model, packed, chunk_tokens=config.log_prob_chunk_tokens)
         return weight * log_probs.sum()
 
@@ -84,10 +93,11 @@ def warm_up(
         # A rank that left alone would hang the others in their next collective.
         if over_ranks(float(should_stop())):
             return step
-        batch = [encoded(place.row) for place in islice(places, config.batch_size)]
-        if not batch:
+        rows = [place.row for place in islice(places, config.batch_size)]
+        if not rows:
             return step
-        rounds = cut([len(sequence.tokens) for sequence in batch], config.micro_batch_tokens, world_size)
+        batch = encoded.usable(rows)
+        rounds = cut([sequence.cost for sequence in batch], config.micro_batch_tokens, world_size)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for number, micro_batches in enumerate(rounds):
             parallel.set_sync(model, number == len(rounds) - 1)
@@ -109,21 +119,72 @@ def warm_up(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         mean = over_ranks(float(total)) / num_tokens
-        on_step({"step": step, "loss": mean, "lr": lr, "grad_norm": grad_norm, "tokens": num_tokens})
+        figures = {"step": step, "loss": mean, "lr": lr, "grad_norm": grad_norm, "tokens": num_tokens}
+        on_step(figures | {"skipped": encoded.num_skipped})
     return config.steps
 
 
-def encode(tokenizer: Any, row: Row, source: DataConfig, max_tokens: int) -> Packable:
+class _Encoded:
+    """Demonstrations as they are trained, the last ones used kept in memory. A row of text that fails raises; one with media
+    is skipped from then on."""
+
+    def __init__(self, encode_row: Callable[[int], Packable | str]) -> None:
+        self._encode_row = encode_row
+        self._kept: OrderedDict[int, Packable | str] = OrderedDict()
+        self._num_bytes = 0
+        self.num_skipped = 0
+
+    def usable(self, rows: Iterable[int]) -> list[Packable]:
+        """Those of `rows` that can be used; RowError when none can."""
+        found = [self._one(row) for row in rows]
+        usable = [item for item in found if isinstance(item, Packable)]
+        faults = [item for item in found if isinstance(item, str)]
+        self.num_skipped += len(faults)
+        if not usable:
+            raise RowError(f"a batch of demonstrations must hold one that can be used, got none; the first: {faults[0]}")
+        return usable
+
+    def _one(self, row: int) -> Packable | str:
+        if row in self._kept:
+            self._kept.move_to_end(row)
+            return self._kept[row]
+        item = self._kept[row] = self._encode_row(row)
+        self._num_bytes += _num_bytes(item)
+        while self._num_bytes > _CACHED_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= _num_bytes(oldest)
+        return item
+
+
+def _num_bytes(item: Packable | str) -> int:
+    if isinstance(item, str):
+        return _CACHED_ROW_BYTES
+    return _CACHED_ROW_BYTES + item.tokens.nbytes + (item.media.num_bytes if item.media is not None else 0)
+
+
+def encode(
+    tokenizer: Any, row: Row, source: DataConfig, max_tokens: int, prepare: Prepare | None = None
+) -> Packable | str:
     """Prompt, answer and end of sequence as tokens, int32; the answer and its end are scored. RowError when too
-    long."""
-    prompt = render_prompt(tokenizer, row, source, max_tokens, setting="sft.micro_batch_tokens")
+    long; for media that cannot be used, its text."""
+    media = None
+    if row.media and prepare is None:
+        raise RowError(f"{row.name}: prompt must be text without the media section, got {row.media[0]}. Set media=MediaConfig()")
+    if row.media and prepare is not None:
+        try:
+            prompt, media = prepare(row, source, max_tokens)
+        except RowError as error:
+            log.warning("demonstration skipped: %s", error)
+            return str(error)
+    else:
+        prompt = render_prompt(tokenizer, row, source, max_tokens, setting="sft.micro_batch_tokens")
     answer = encode_answer(tokenizer, row)
     if len(prompt) + len(answer) > max_tokens:
         raise RowError(
             f"{row.name}: prompt and answer must have at most {max_tokens} tokens, got {len(prompt)} + {len(answer)}. "
             "Raise sft.micro_batch_tokens, or shorten or remove the row"
         )
-    return Packable(np.concatenate([prompt, answer]), len(answer))
+    return Packable(np.concatenate([prompt, answer]), len(answer), media)
 
 
 def cut(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[list[int]]]:

@@ -5,12 +5,10 @@ Owns reporting, and the checkpoint at the end with its Hugging Face folder. Kill
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 from rondo.roles.forward import LOAD_LIMIT_S
 from rondo.roles.job import open_settings
 from rondo.roles.trainer import Trainer
+from rondo.roles.warm_up import run_warm_up
 from rondo.runtime.checkpoints import folder_of
 from rondo.runtime.context import WorkerContext
 
@@ -25,7 +23,6 @@ class SftRole:
         ctx = self._ctx
         config, model_path, device = open_settings(ctx)
         assert config.sft is not None
-        loop, reports = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
         with ctx.section("load", LOAD_LIMIT_S):
             await ctx.compute(ctx.init_process_group, "nccl" if device != "cpu" else "gloo")
             trainer = await ctx.compute(
@@ -33,21 +30,7 @@ class SftRole:
             )
         await ctx.ready()
 
-        def on_step(metrics: dict[str, float]) -> None:
-            loop.call_soon_threadsafe(reports.put_nowait, metrics)
-
-        async def forward_reports() -> None:
-            while True:
-                metrics = await reports.get()
-                ctx.progress()
-                if ctx.rank == 0:
-                    await ctx.report("sft", metrics)
-
-        forwarding = asyncio.create_task(forward_reports())
-        try:
-            await ctx.compute(trainer.warm_up, on_step, ctx.stopping.is_set)
-        finally:
-            forwarding.cancel()
+        await run_warm_up(ctx, trainer)
         folder = folder_of(ctx.run_dir / "checkpoints", config.sft.steps)
         with ctx.section("save", LOAD_LIMIT_S):
             await ctx.compute(trainer.save, folder, {"version": None, "index": {}}, tokenizer_path=model_path)

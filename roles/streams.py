@@ -3,7 +3,8 @@
 Owns the table of fields as streams of the bus. Does not own what a column means: the roles do. Light: no torch.
 
     rollout: tokens loss_mask rollout_log_probs policy_versions
-       |--> actor_fwd: log_probs      (only where old log-probs are not the trainer's own)
+       |    (media of the prompt: once a group, for all who run a model)
+       |--> actor_fwd: log_probs, log_probs_version   (only where old log-probs are not the trainer's own)
        |--> reference: ref_log_probs  (only where the loss has a KL term)
        |--> advantages: advantages
        `--> actor: reads all of them
@@ -15,6 +16,7 @@ from collections.abc import Collection
 
 from rondo.comm.records import worst_case_bytes
 from rondo.comm.rounds import Stream
+from rondo.models.media.inputs import ARRAYS
 from rondo.roles.config import JobConfig, RolloutConfig
 
 BASE_COLUMNS = ("tokens", "loss_mask", "rollout_log_probs", "policy_versions")
@@ -24,13 +26,20 @@ def streams_of(config: JobConfig, roles: Collection[str]) -> tuple[Stream, ...]:
     """The streams of a run with these roles."""
     streams = [Stream("advantages", ("loss_mask",), ("advantages",), whole_groups=True)]
     inputs = [*BASE_COLUMNS, "advantages"]
-    for role, column in (("actor_fwd", "log_probs"), ("reference", "ref_log_probs")):
+    for role, columns in (("actor_fwd", ("log_probs", "log_probs_version")), ("reference", ("ref_log_probs",))):
         if role in roles:
-            streams.append(Stream(role, ("tokens",), (column,)))
-            inputs.append(column)
+            streams.append(Stream(role, ("tokens",), columns, media=True))
+            inputs += columns
     whole_step = config.algorithm.resolved().needs_full_step
-    streams.append(Stream("actor", tuple(inputs), kind="train", whole_step=whole_step))
+    streams.append(Stream("actor", tuple(inputs), kind="train", whole_step=whole_step, media=True))
     return tuple(streams)
+
+
+def media_bytes(config: JobConfig) -> int:
+    """The most that the media of one prompt group take in a rollout ring, in bytes; 0 where the rows are text."""
+    if config.media is None:
+        return 0
+    return config.media.max_group_bytes + worst_case_bytes(1, [(name, 1, 0) for name in ARRAYS])
 
 
 def row_bytes(rollout: RolloutConfig) -> int:

@@ -26,13 +26,17 @@ from torch.distributed.tensor import DTensor
 from rondo.models import checkpoint, parallel
 from rondo.models.load import load_model, load_tokenizer
 from rondo.models.logprobs import response_log_probs
+from rondo.models.media.inputs import MediaInputs
 from rondo.models.optimizer import learning_rate, make_optimizer
+from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
-from rondo.models.packing import can_share_rows, pack
+from rondo.models.parts import freeze
 from rondo.models.state import load_training_state, training_state
 from rondo.roles import losses, sft
 from rondo.roles.config import JobConfig
 from rondo.roles.datasets import demonstrations
+from rondo.roles.gap import Gap
+from rondo.roles.media import preparer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,9 @@ class TrainRow:
     rollout_log_probs: np.ndarray  # float32 [R]
     old_log_probs: np.ndarray | None  # float32 [R]; None: the trainer's own, detached
     ref_log_probs: np.ndarray | None  # float32 [R]; None: no KL
+    policy_versions: np.ndarray  # int32 [R], the weights that each token was sampled under
+    scored: tuple[int, np.ndarray] | None = None  # (version, float32 [R]): actor_fwd's log-probs under that version
+    media: MediaInputs | None = None
 
 
 class Trainer:
@@ -56,34 +63,43 @@ class Trainer:
         self._algorithm = config.algorithm.resolved()
         train = config.train
         model = load_model(path, dtype="float32", device=device, attn=config.model.attn)
-        self._share_rows = can_share_rows(model)
+        self._frozen = freeze(
+            model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters
+        )
+        self._packing = Packing.of(model)
         self.model = parallel.shard(
             model,
             world_size=world_size,
             param_dtype=train.dtype,
             activation_checkpointing=train.activation_checkpointing,
+            encoders=train.encoders,
         )
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, eps=train.eps
         )
         self._sums: losses.LossSums | None = None
+        self._gap = Gap()
         self._trained: list[list[int]] = []
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, rows: Sequence[TrainRow], ids: Sequence[list[int]], *, last: bool) -> None:
-        """Add one micro-batch to the gradient (collective). No rows: a dummy of weight 0 through the same modules."""
+    def accumulate(self, step: int, rows: Sequence[TrainRow], ids: Sequence[list[int]], *, last: bool) -> None:
+        """Add one micro-batch of `step` to the gradient (collective). No rows: a dummy of weight 0 through the same
+        modules."""
         self.model.train()
         parallel.set_sync(self.model, last)
-        sums = self._sums_of(rows) if rows else self._dummy()
+        sums = self._sums_of(rows, step) if rows else self._dummy()
         sums.loss.backward()
         self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()
         self._trained += ids
 
-    def _sums_of(self, rows: Sequence[TrainRow]) -> losses.LossSums:
-        sequences = [Packable(row.tokens, len(row.mask)) for row in rows]
-        packed = pack(sequences, share_rows=self._share_rows).to(self.device)
+    def _sums_of(self, rows: Sequence[TrainRow], step: int | None) -> losses.LossSums:
+        """The undivided loss of some rows; with a `step`, their gap to the engine is measured too."""
+        sequences = [Packable(row.tokens, len(row.mask), row.media) for row in rows]
+        packed = self._packing.pack(sequences, train=True).to(self.device)
         log_probs, entropy = self._log_probs(packed)
+        if step is not None:
+            self._measure_gap(rows, log_probs.detach().float().cpu().numpy(), step)
         return losses.policy_sums(
             self._algorithm,
             log_probs=log_probs,
@@ -95,6 +111,17 @@ class Trainer:
             mask=self._column([row.mask for row in rows]),
             lengths=[len(row.mask) for row in rows],
         )
+
+    def _measure_gap(self, rows: Sequence[TrainRow], log_probs: np.ndarray, step: int) -> None:
+        ends = np.cumsum([len(row.mask) for row in rows])[:-1]
+        for row, mine in zip(rows, np.split(log_probs, ends), strict=True):
+            modalities = row.media.modalities if row.media is not None else ()
+            kept, fresh = row.mask > 0, row.policy_versions == step
+            self._gap.add(mine, row.rollout_log_probs, kept & fresh, modalities)
+            if row.scored is not None:
+                version, scored = row.scored
+                older = kept & ~fresh & (row.policy_versions == version)
+                self._gap.add(scored, row.rollout_log_probs, older, modalities)
 
     def _log_probs(self, packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         config = self.config
@@ -115,14 +142,14 @@ class Trainer:
     def _dummy(self) -> losses.LossSums:
         row = TrainRow(
             np.zeros(2, np.int32), np.zeros(1, np.uint8), np.zeros(1, np.float32), np.zeros(1, np.float32), None,
-            np.zeros(1, np.float32) if self._algorithm.needs_reference else None,
+            np.zeros(1, np.float32) if self._algorithm.needs_reference else None, np.zeros(1, np.int32),
         )  # fmt: skip
-        return self._sums_of([row]).weightless()
+        return self._sums_of([row], None).weightless()
 
     def discard(self) -> None:
         """Forget the step in progress: its gradient, its sums, its rows."""
         parallel.discard_gradients(self.model)
-        self._sums, self._trained = None, []
+        self._sums, self._gap, self._trained = None, Gap(), []
 
     def finish(self, step: int) -> tuple[dict[str, float], list[list[int]]]:
         """Scale, clip and step (collective). Metrics of the whole step, and every [group, sample] that it trained.
@@ -145,6 +172,9 @@ class Trainer:
         if math.isfinite(grad_norm):
             self.optimizer.step()
         rows = self._gather_rows()
+        if self.world_size > 1:
+            self._gap.reduce(self.device)
+        gap = self._gap.metrics()
         self.discard()
         skipped = float(not math.isfinite(grad_norm))
         return {
@@ -152,6 +182,7 @@ class Trainer:
             "lr": lr,
             "skipped": skipped,
             **total.metrics(self._algorithm, denominator),
+            **gap,
         }, rows
 
     def _gather_rows(self) -> list[list[int]]:
@@ -212,6 +243,12 @@ class Trainer:
         """Write a Hugging Face folder (collective)."""
         checkpoint.export_hf(folder, self.model, tokenizer_path)
 
+    def _preparer(self) -> sft.Prepare | None:
+        """How this process makes prompts of rows with media, where the job has some."""
+        if self.config.media is None:
+            return None
+        return preparer(self._path, self.config.media)
+
     def warm_up(self, on_step: Callable[[dict[str, float]], None], should_stop: Callable[[], bool]) -> None:
         """Supervised fine-tuning as the job asks for, with an optimizer of its own (collective)."""
         config = self.config
@@ -222,6 +259,7 @@ class Trainer:
             demonstrations(config),
             config.sft,
             self.device,
+            prepare=self._preparer(),
             seed=config.seed,
             rank=self.rank,
             world_size=self.world_size,

@@ -37,5 +37,7 @@ class Family:
     placeholders: Mapping[Modality, str]
     """Modality -> attribute of the config that holds its placeholder's token id."""
     positions: Positions
+    sound_tokens: Callable[[Any, np.ndarray], np.ndarray] | None
+    """(config, frames of each audio int64 [n]) -> placeholders of each int64 [n]; None for families without audio."""
     dummy: Callable[[Any], tuple[np.ndarray, MediaInputs]]
     """(config) -> the shortest prompt that runs every tower once: tokens int32 [T], and its media. Finite features of zeros."""

@@ -33,6 +33,10 @@ _MADE_FROM: dict[Modality, str] = {
     "video": "pixel_values_videos",
 }
 MODALITIES: tuple[Modality, ...] = tuple(_MADE_FROM)
+ARRAYS = (
+    "positions", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features",
+    "feature_attention_mask",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 Owns the concurrency of a replica: how many groups are in flight, what becomes of each, and the proof of new weights. Does not
 own which prompt comes next (the coordinator admits, `cursor.py` orders), how tokens are made (an `Engine`) or scored.
 
-    lease -> prompt -> engine -> reward -> (filter) -> put          every group ends in exactly one of:
+    lease -> prompt, media -> engine -> reward -> (filter) -> put          every group ends in exactly one of:
                                    |          |         put of its n samples, settled as filtered, error, lease lost
                                  error     filtered
 
 Invariant: a sample that was put is never generated again (a new lease names what is there), and a group whose lease is lost
-puts nothing more and gives its reservation back.
+puts nothing more and gives its reservation back. The media of a prompt are read, decoded and processed once a group, by workers
+beside this process, when its lease begins; so what is looked ahead is bounded by the leases in flight.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,9 +27,12 @@ import orjson
 from rondo.comm.bus import POLL_S
 from rondo.comm.records import Column
 from rondo.models.load import load_model, load_tokenizer
+from rondo.models.media.inputs import MediaInputs
+from rondo.roles.config import DataConfig
 from rondo.roles.datasets import Row, RowError, open_splits, train_order
 from rondo.roles.forward import LOAD_LIMIT_S, REPORT_S
 from rondo.roles.job import follow, open_job
+from rondo.roles.media import MediaPool
 from rondo.roles.prompts import render_prompt
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
@@ -77,8 +82,12 @@ class RolloutRole:
             self._order = train_order(config, len(self._data))
             self._engine: Engine = await self._open_engine()
         limits = config.reward
-        async with RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s) as pool:
-            self._rewards = pool
+        async with AsyncExitStack() as pools:
+            rewards = RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s)
+            self._rewards = await pools.enter_async_context(rewards)
+            self._media = None
+            if config.media is not None:
+                self._media = await pools.enter_async_context(MediaPool(job.model_path, config.media))
             async with follow(ctx, job, self.role, self._engine.update_weights) as first:
                 await first.wait()
                 await ctx.ready()
@@ -103,8 +112,7 @@ class RolloutRole:
     # ---- leases -----------------------------------------------------------------------------------------------------
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
-        rollout = self._job.config.rollout
-        limit = max(1, -(-2 * rollout.num_slots // rollout.samples_per_prompt))  # one wave decodes, one waits
+        limit = self._most_groups(self._job.config.rollout.samples_per_prompt)
         while not self._ctx.stopping.is_set():
             while len(self._running) >= limit:
                 await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -119,6 +127,10 @@ class RolloutRole:
                 break
         for task in list(self._running.values()):
             task.cancel()
+
+    def _most_groups(self, num_samples: int) -> int:
+        """Prompt groups of so many samples to have in flight: one wave decodes, one waits."""
+        return max(1, -(-2 * self._job.config.rollout.num_slots // num_samples))
 
     async def _next(self, room: int) -> dict[str, Any]:
         """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""
@@ -173,12 +185,14 @@ class RolloutRole:
     async def _fill(self, lease: Lease) -> None:
         config = self._job.config
         row = self._data.row(self._order.locate(lease.position).row)
-        prompt = render_prompt(self._tokenizer, row, config.data, config.rollout.max_prompt_tokens)
+        prompt, media = await self._prompt(row, config.data)
+        if media is not None:
+            self._put_media(lease, media)
         missing = [number for number in range(config.rollout.samples_per_prompt) if number not in lease.have]
         rewards = dict(lease.have)
         params = self._params(config.rollout.temperature)
         tasks = {
-            asyncio.create_task(self._engine.generate(self._request(lease, number, prompt, params))): number
+            asyncio.create_task(self._engine.generate(self._request(lease, number, prompt, media, params))): number
             for number in missing
         }
         try:
@@ -199,9 +213,23 @@ class RolloutRole:
             for task in tasks:
                 task.cancel()
 
-    def _request(self, lease: Lease, number: int, prompt: np.ndarray, params: SamplingParams) -> Request:
+    async def _prompt(self, row: Row, data: DataConfig) -> tuple[np.ndarray, MediaInputs | None]:
+        """The prompt's tokens, int32 [T], and what its media became. RowError for a row that cannot be used."""
+        most = self._job.config.rollout.max_prompt_tokens
+        if not row.media:
+            return render_prompt(self._tokenizer, row, data, most), None
+        if self._media is None:
+            raise RowError(
+                f"{row.name}: prompt must be text without the media section, got {row.media[0]}. Set media=MediaConfig()"
+            )
+        prepared = await self._media.prepare(row, data, most)
+        return prepared.tokens, prepared.media
+
+    def _request(
+        self, lease: Lease, number: int, prompt: np.ndarray, media: MediaInputs | None, params: SamplingParams
+    ) -> Request:
         seed = sample_seed(self._job.config.seed, "train", lease.position, number)
-        return Request(f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed)
+        return Request(f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed, media=media)
 
     def _params(self, temperature: float) -> SamplingParams:
         rollout = self._job.config.rollout
@@ -228,6 +256,11 @@ class RolloutRole:
     def _item(self, row: Row, completion: Completion) -> RewardItem:
         text = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
         return RewardItem(response=text, label=row.label, prompt=row.prompt, metadata=row.metadata)
+
+    def _put_media(self, lease: Lease, media: MediaInputs) -> None:
+        """Before the first sample, so that a group that is ready has its media."""
+        columns = [Column(name, array.dtype.name, [array]) for name, array in media.arrays.items()]
+        self._job.bus.put_media(lease.ring, lease.group, lease.epoch, columns, media.encoder_positions)
 
     def _put(self, lease: Lease, prompt: np.ndarray, samples: Sequence[Sample]) -> None:
         done = [sample.completion for sample in samples]
@@ -269,20 +302,36 @@ class RolloutRole:
         params = self._params(evaluation.temperature)
         data = self._held_out.first(evaluation.num_prompts)
 
-        async def one(index: int, number: int) -> float:
-            row = data.row(index)
-            prompt = render_prompt(
-                self._tokenizer, row, evaluation.data or config.data, config.rollout.max_prompt_tokens
-            )
-            seed = sample_seed(config.seed, "evaluation", index, number)
-            request = Request(f"{label}/{index}/{number}", prompt, params, seed, kind="evaluation")
-            (result,) = await self._rewards.score([self._item(row, await self._engine.generate(request))])
-            return result.score if result.score is not None else 0.0
+        room = asyncio.Semaphore(self._most_groups(evaluation.samples_per_prompt))
 
-        scores = await asyncio.gather(
-            *(one(i, number) for i in range(len(data)) for number in range(evaluation.samples_per_prompt))
-        )
+        async def one(index: int) -> list[float]:
+            async with room:
+                row = data.row(index)
+                prompt, media = await self._prompt(row, evaluation.data or config.data)
+                requests = [
+                    Request(
+                        f"{label}/{index}/{number}", prompt, params,
+                        sample_seed(config.seed, "evaluation", index, number), kind="evaluation", media=media,
+                    )
+                    for number in range(evaluation.samples_per_prompt)
+                ]  # fmt: skip
+                done = await asyncio.gather(*map(self._engine.generate, requests))
+                results = await self._rewards.score([self._item(row, completion) for completion in done])
+                return [result.score if result.score is not None else 0.0 for result in results]
+
+        found = await asyncio.gather(*map(one, range(len(data))), return_exceptions=True)
+        scores, unusable = [], []
+        for scored in found:
+            if isinstance(scored, RowError):  # told, counted as no reward, and the run goes on
+                unusable.append(str(scored))
+                scores += [0.0] * evaluation.samples_per_prompt
+            elif isinstance(scored, BaseException):
+                raise scored
+            else:
+                scores += scored
         result = {"version": version, "reward": float(np.mean(scores)), "num_prompts": len(data)}
+        if unusable:
+            result |= {"num_unusable": len(unusable), "first_unusable": unusable[0]}
         await self._job.bus.call("evaluated", label, result)
 
 

@@ -62,6 +62,34 @@ def test_waits_of_a_process_that_was_replaced_stay_counted() -> None:
     assert waits_by_role(iter(records)) == {"rollout": {"weights": 10.0}}
 
 
+def test_quarantined_groups_are_counted_by_cause_and_a_cause_is_told_without_its_row(tmp_path: Path) -> None:
+    def error(group: int, why: str, state: str = "quarantined") -> dict[str, Any]:
+        return {"source": "coordinator", "kind": "group_error", "group": group, "why": why, "state": state}
+
+    told = [
+        error(1, "rows:7: image must be whole, got a broken file", "waiting"),
+        *(error(group, f"rows:{group}: image must be whole, got a broken file") for group in (1, 2)),
+        error(3, "reward of rows:3, sample 0: Traceback\n  line 1\nZeroDivisionError: division by zero"),
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in told))
+    summary = summarize(run_with(tmp_path, []), exit_code=0, wall_s=1.0)
+    assert summary.quarantined == {
+        "image must be whole, got a broken file": 2,
+        "ZeroDivisionError: division by zero": 1,
+    }
+
+
+def test_the_largest_gap_of_any_step_is_told_for_each_modality(tmp_path: Path) -> None:
+    run = run_with(
+        tmp_path,
+        [
+            step(0, 1.0, log_prob_gap=1e-6, log_prob_gap_image=3e-6, log_prob_gap_image_max=1.0, log_prob_gap_tokens=9),
+            step(1, 2.0, log_prob_gap=2e-6, log_prob_gap_image=1e-6, log_prob_gap_k3=5.0),
+        ],
+    )
+    assert summarize(run, exit_code=0, wall_s=1.0).log_prob_gap == {"all": 2e-6, "image": 3e-6}
+
+
 def test_the_file_is_the_same_as_the_summary(tmp_path: Path) -> None:
     summary = summarize(
         run_with(tmp_path, [step(0, 1.0)]),
@@ -89,6 +117,9 @@ def test_the_lines_off_a_terminal_hold_every_figure() -> None:
         samples_trained=640,
         samples_lost=0,
         samples_trained_twice=0,
+        samples_by_outcome={"quarantined": 8},
+        quarantined={"image must be whole": 1},
+        log_prob_gap={"all": 1.25e-6, "image": 2e-6},
         restarts={"actor": 1},
         recovery_s={"actor": 4.25},
         waits_s={"actor": {"round": 1.0, "commit": 2.0}},
@@ -103,6 +134,9 @@ def test_the_lines_off_a_terminal_hold_every_figure() -> None:
         ["samples_trained", "640"],
         ["samples_lost", "0"],
         ["samples_trained_twice", "0"],
+        ["samples_by_outcome", "quarantined=8"],
+        ["quarantined", "1", "x", "image", "must", "be", "whole"],
+        ["log_prob_gap", "all=1.3e-06", "image=2e-06"],
         ["restarts", "actor=1"],
         ["recovery_s", "actor=4.2"],
         ["wall_s", "61.2"],

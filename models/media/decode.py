@@ -1,0 +1,332 @@
+"""Bytes to pictures, sound and frames.
+
+Owns decoding, and every bound that holds before or while something is decoded. Does not own where bytes come from (`fetch.py`),
+token limits or patches (`processor.py`, `frames.py`). Pillow decodes images; PyAV (FFmpeg) sound and video.
+
+    decode.image(png_bytes, config, "image cats/7.png")    # PIL image, RGB
+    decode.audio(wav_bytes, config, "audio a.wav")         # float32 [N], mono, at config.audio_sample_rate
+    decode.video(mp4_bytes, config, "video a.mp4")         # frames, their times, sound
+
+Invariant: a medium either arrives whole and within the bounds, or raises MediaError with its name, the rule and the value.
+Headers are checked before anything is allocated for what they announce.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rondo.models.media.config import MediaConfig
+from rondo.models.media.errors import MediaError, missing_extra
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's other readers start programs (EPS) or are for formats that nobody stores data sets in."""
+_BROKEN_IMAGE = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, EOFError, struct.error, zlib.error)
+"""What Pillow's readers raise for broken files, each its own."""
+_CONTAINERS = "wav,w64,mp3,flac,ogg,aac,aiff,au,caf,amr,asf,mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,gif"
+"""FFmpeg's playlist formats open further files and URLs, so only these formats are read."""
+_SOURCE_RATES = (1_000, 384_000)
+_TEMPORAL_PATCH = 2
+"""Frames of one video patch: videos have a multiple of them."""
+
+Fit = Callable[[int, int], tuple[int, int]]
+"""(height, width) of a source -> (height, width) that its frames are scaled to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Frames of one size, sampled evenly; an even number of them."""
+
+    frames: np.ndarray = field(repr=False)
+    """uint8 [F, H, W, 3]"""
+    times_s: tuple[float, ...]
+    """When each frame is shown, from the start of the video."""
+    frame_s: float
+    """Seconds between two frames."""
+    sound: np.ndarray | None = field(repr=False, default=None)
+    """float32 [N], mono, at `audio_sample_rate`; None when there is none or it was not asked for."""
+
+
+def image(data: bytes, config: MediaConfig, name: str) -> Image:
+    """The picture as RGB: turned as its EXIF orientation says, transparent parts white, of an animation its first frame.
+
+    Raises MediaError for what is no image, is broken or cut short, or has more than `max_source_pixels`.
+    """
+    try:
+        from PIL import Image as pillow
+        from PIL import ImageOps
+    except ImportError as error:
+        raise missing_extra("pillow") from error
+    pillow.init()
+    try:
+        with (
+            _own_bound_on_pixels(pillow),
+            pillow.open(io.BytesIO(data), formats=[kind for kind in _IMAGE_FORMATS if kind in pillow.OPEN]) as picture,
+        ):
+            _check_pixels(name, *picture.size, config)
+            picture.load()
+            return _as_rgb(ImageOps.exif_transpose(picture))
+    except _BROKEN_IMAGE as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError(f"{name} must be an image that can be read, got {_reason(error)}. Correct or remove the row") from error
+
+
+def audio(data: bytes, config: MediaConfig, name: str) -> np.ndarray:
+    """The sound as float32 [N], mono, resampled to `audio_sample_rate`; several channels are averaged.
+
+    Raises MediaError for a file without sound, of length 0, broken, longer than `max_source_s` or of an impossible rate.
+    """
+    with _open(data, name) as container:
+        if not container.streams.audio:
+            raise MediaError(f"{name} must hold sound, got a file without a sound track. Correct or remove the row")
+        return _sound(container, config, name)
+
+
+def video(
+    source: bytes | list[bytes], config: MediaConfig, name: str, *, use_audio: bool = False, fit: Fit | None = None
+) -> Video:
+    """Frames at `fps`, between `min_frames` and `max_frames` of them as far as the video has so many, and its sound.
+
+    The number of frames is even; of a video of one frame it is that frame twice. A list of images is a video of those
+    frames, taken as they are (up to `max_frames`, else sampled evenly), `fps` of them a second. `fit` scales each
+    frame as soon as it is decoded. A video without a sound track has no sound, whatever `use_audio` says.
+
+    Raises MediaError for a video of length 0, that breaks off, is longer than `max_source_s`, changes its size, or has
+    more than `max_source_pixels` in a frame.
+    """
+    if isinstance(source, list):
+        return _from_frames(source, config, name, fit)
+    with _open(source, name) as container:
+        if not container.streams.video:
+            raise MediaError(f"{name} must hold pictures, got a file without a video track. Correct or remove the row")
+        found = _times(container, config, name)
+    with _open(source, name) as container:
+        stream = container.streams.video[0]
+        times = _sample(found, config)
+        frames = _nearest(container, stream, times, found, config, name, fit)
+    sound = None
+    if use_audio:
+        with _open(source, name) as container:
+            if container.streams.audio:
+                sound = _sound(container, config, name)
+    return Video(frames, tuple(times - times[0]), _spacing(times, config), sound)
+
+
+@contextmanager
+def _own_bound_on_pixels(pillow: Any) -> Iterator[None]:
+    """Pillow's bound is a global of its own, with warnings; ours is checked from the header, right after opening."""
+    before = pillow.MAX_IMAGE_PIXELS
+    pillow.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        pillow.MAX_IMAGE_PIXELS = before
+
+
+def _as_rgb(picture: Any) -> Any:
+    from PIL import Image as pillow
+
+    if picture.mode.startswith("I"):  # 16 bits a pixel: a plain conversion would clip all but the darkest
+        picture = pillow.fromarray((np.asarray(picture).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        white = pillow.new("RGBA", picture.size, (255, 255, 255, 255))
+        picture = pillow.alpha_composite(white, picture)
+    return picture.convert("RGB")
+
+
+@contextmanager
+def _open(data: bytes, name: str) -> Iterator[Any]:
+    try:
+        import av
+    except ImportError as error:
+        raise missing_extra("av") from error
+    av.logging.set_level(None)
+    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "", "err_detect": "explode"}
+    try:
+        with av.open(io.BytesIO(data), mode="r", container_options=options, metadata_errors="replace") as container:
+            yield container
+    except (av.FFmpegError, ValueError, IndexError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError(
+            f"{name} must be sound or video that can be read, got {_reason(error)}. Correct or remove the row"
+        ) from error
+
+
+def _sound(container: Any, config: MediaConfig, name: str) -> np.ndarray:
+    from av.audio.resampler import AudioResampler
+
+    stream = container.streams.audio[0]
+    low, high = _SOURCE_RATES
+    if not low <= stream.sample_rate <= high:
+        raise MediaError(
+            f"{name} must have a sample rate of {low} to {high} Hz, got {stream.sample_rate}. Correct or remove the row"
+        )
+    if stream.duration is not None and stream.time_base is not None:
+        _check_length(name, float(stream.duration * stream.time_base), config)
+    resampler = AudioResampler(format="flt", layout="mono", rate=config.audio_sample_rate)
+    pieces: list[np.ndarray] = []
+    num_samples = 0
+    for frame in _and_none(container.decode(stream)):
+        for resampled in resampler.resample(frame):
+            pieces.append(resampled.to_ndarray().reshape(-1))
+            num_samples += len(pieces[-1])
+        _check_length(name, num_samples / config.audio_sample_rate, config)
+    if not num_samples:
+        raise MediaError(f"{name} must last longer than 0 s, got no samples. Correct or remove the row")
+    sound = np.concatenate(pieces)
+    if not np.isfinite(sound).all():
+        raise MediaError(f"{name} must hold finite samples, got infinite ones or NaN. Correct or remove the row")
+    return sound
+
+
+def _and_none(frames: Iterator[Any]) -> Iterator[Any]:
+    """The frames, then None, which empties the resampler."""
+    yield from frames
+    yield None
+
+
+@dataclass(frozen=True, slots=True)
+class _Track:
+    """What the packets of a video track say, without decoding them."""
+
+    start_s: float
+    end_s: float
+    """When the last frame begins."""
+    num_frames: int
+
+    @property
+    def frame_s(self) -> float:
+        return (self.end_s - self.start_s) / max(self.num_frames - 1, 1)
+
+
+def _times(container: Any, config: MediaConfig, name: str) -> _Track:
+    stream = container.streams.video[0]
+    _check_pixels(name, stream.codec_context.width, stream.codec_context.height, config)
+    rate = float(stream.average_rate or stream.guessed_rate or config.fps)
+    times = []
+    for packet in container.demux(stream):
+        if packet.size:
+            ticks = packet.pts if packet.pts is not None else packet.dts
+            times.append(len(times) / rate if ticks is None else float(ticks * packet.time_base))
+    if not times:
+        raise MediaError(f"{name} must last longer than 0 s, got no frames. Correct or remove the row")
+    track = _Track(min(times), max(times), len(times))
+    if stream.frames > track.num_frames:
+        raise MediaError(
+            f"{name} must hold the {stream.frames} frames of its header, got {track.num_frames}. Correct or remove the row"
+        )
+    _check_length(name, track.end_s - track.start_s, config)
+    return track
+
+
+def _sample(track: _Track, config: MediaConfig) -> np.ndarray:
+    """Times to take frames at, float64 [F]: evenly from the first to the last, as Qwen's own sampling does."""
+    duration_s = track.end_s - track.start_s + track.frame_s
+    num_frames = min(max(int(duration_s * config.fps), config.min_frames), config.max_frames, track.num_frames)
+    return np.linspace(track.start_s, track.end_s, _even(num_frames))
+
+
+def _even(num_frames: int) -> int:
+    return max(num_frames // _TEMPORAL_PATCH, 1) * _TEMPORAL_PATCH
+
+
+def _spacing(times_s: np.ndarray, config: MediaConfig) -> float:
+    return float(times_s[-1] - times_s[0]) / (len(times_s) - 1) or 1 / config.fps
+
+
+def _nearest(
+    container: Any, stream: Any, times: np.ndarray, track: _Track, config: MediaConfig, name: str, fit: Fit | None
+) -> np.ndarray:
+    """The frame nearest to each time, uint8 [F, H, W, 3]. Holds one decoded frame beside those that are taken."""
+    stream.thread_type = "NONE"
+    taken: list[np.ndarray] = []
+    before: tuple[float, Any] | None = None
+    size: tuple[int, int] | None = None
+    count = 0
+    for frame in container.decode(stream):
+        if size is None:
+            size = (frame.height, frame.width)
+            _check_pixels(name, frame.width, frame.height, config)
+        elif size != (frame.height, frame.width):
+            raise MediaError(
+                f"{name} must keep one size, got {size[1]} x {size[0]} and {frame.width} x {frame.height}. "
+                "Correct or remove the row"
+            )
+        time = frame.time if frame.time is not None else track.start_s + count * track.frame_s
+        count += 1
+        while before is not None and len(taken) < len(times) and times[len(taken)] <= (before[0] + time) / 2:
+            taken.append(_scaled(before[1].to_image(), fit))
+        before = (time, frame)
+        if len(taken) == len(times):
+            break
+    if before is None or (len(taken) < len(times) and times[-1] - before[0] > max(track.frame_s, 1e-3)):
+        end_s = 0.0 if before is None else before[0] - track.start_s
+        raise MediaError(
+            f"{name} must last the {track.end_s - track.start_s:g} s of its header, got a video that breaks off at "
+            f"{end_s:g} s. Correct or remove the row"
+        )
+    if len(taken) < len(times):
+        last = _scaled(before[1].to_image(), fit)
+        taken += [last] * (len(times) - len(taken))
+    return np.stack(taken)
+
+
+def _from_frames(source: list[bytes], config: MediaConfig, name: str, fit: Fit | None) -> Video:
+    if not source:
+        raise MediaError(f"{name} must have at least one frame, got none. Correct or remove the row")
+    _check_length(name, len(source) / config.fps, config)
+    chosen = np.linspace(0, len(source) - 1, _even(min(len(source), config.max_frames))).round().astype(int)
+    frames: list[np.ndarray] = []
+    size = None
+    for index in chosen:
+        picture = image(source[index], config, f"frame {index} of {name}")
+        if size not in (None, picture.size):
+            raise MediaError(f"{name} must keep one size, got {size} and {picture.size}. Correct or remove the row")
+        size = picture.size
+        frames.append(_scaled(picture, fit))
+    times_s = chosen / config.fps
+    return Video(np.stack(frames), tuple(times_s.tolist()), _spacing(times_s, config))
+
+
+def _scaled(picture: Any, fit: Fit | None) -> np.ndarray:
+    from PIL.Image import Resampling
+
+    if fit is not None:
+        height, width = fit(picture.height, picture.width)
+        if (width, height) != picture.size:
+            picture = picture.resize((width, height), Resampling.BICUBIC)
+    return np.asarray(picture)
+
+
+def _check_pixels(name: str, width: int, height: int, config: MediaConfig) -> None:
+    if not 0 < width * height <= config.max_source_pixels:
+        raise MediaError(
+            f"{name} must have 1 to media.max_source_pixels = {config.max_source_pixels} pixels, got {width} x {height}. "
+            "Raise the limit, or remove the row"
+        )
+
+
+def _check_length(name: str, length_s: float, config: MediaConfig) -> None:
+    if length_s > config.max_source_s:
+        raise MediaError(
+            f"{name} must last at most media.max_source_s = {config.max_source_s:g} s, got {length_s:g} s or more. "
+            "Raise the limit, or remove the row"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0]

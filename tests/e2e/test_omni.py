@@ -1,0 +1,31 @@
+"""Text, image, audio and video through the whole path, with rows that cannot be used and processes that die."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+
+from rondo.launch.records import step_records
+from tests.e2e.runs import ROOT, command, finish, left_behind, start
+
+
+def test_every_modality_trains_through_deaths_and_what_is_broken_is_quarantined_with_its_cause(tmp_path: Path) -> None:
+    module = str(ROOT / "tests" / "e2e" / "omni.py")
+    line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--kill", "rollout@2", "--kill", "actor@4"]
+    ended = finish(start(line, tmp_path), tmp_path / "omni")
+    assert ended.code == 0, ended.output
+    summary = ended.summary
+    assert (summary["steps"], summary["attempt"], summary["restarts"]) == (6, 0, {"rollout": 1, "actor": 1})
+    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
+    assert summary["samples_trained"] == 6 * 6 * 4
+    quarantined = summary["quarantined"]
+    assert sum(quarantined.values()) * 4 == summary["samples_by_outcome"]["quarantined"]
+    assert sum(quarantined.values()) >= 3 and len(quarantined) >= 3
+    gaps = [{name for name in record if name.startswith("log_prob_gap")} for record in step_records(ended.run_dir / "metrics.jsonl")]
+    assert all("log_prob_gap" in names for names in gaps)
+    assert summary["log_prob_gap"].keys() == {"all", "text", "image", "audio", "video"}
+    assert max(summary["log_prob_gap"].values()) < 1e-5
+    warmed = [orjson.loads(text) for text in (ended.run_dir / "events.jsonl").read_bytes().splitlines()]
+    assert max(event["skipped"] for event in warmed if event["kind"] == "sft") > 0
+    assert left_behind(tmp_path) == []
