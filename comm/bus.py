@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.records import Column
+from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
 from rondo.runtime.actor import ActorRef
 from rondo.runtime.errors import CorruptData
@@ -41,7 +41,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample of a round. `array` gives a read-only view into the ring, valid until the round is acknowledged."""
+    """One sample of a round. `array` gives a read-only view into the ring, valid until the round is acknowledged; so do the
+    arrays of `media`, which all samples of a prompt group share. `media_key` is equal for equal media."""
 
     group: int
     sample: int
@@ -51,6 +52,11 @@ class Row:
     reward: float
     places: Mapping[str, Sequence[Any]]  # column -> (ring, position, sequence, row in the record)
     _records: Mapping[tuple[str, int, int], Record]
+    media: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def media_key(self) -> str:
+        return f"group {self.group}"
 
     def array(self, column: str) -> np.ndarray:
         ring, pos, seq, i = self.places[column]
@@ -113,6 +119,14 @@ class Bus:
         rows = [[group, sample] for sample in samples]
         return self._put(ring, rows, columns, epoch, meta)
 
+    def put_media(
+        self, ring: str, group: int, epoch: int, columns: Sequence[Column], encoder_positions: int
+    ) -> RecordRef:
+        """The media of a leased group, once for all its samples and before them; one array a column. `encoder_positions`:
+        what encoders take for them, which rounds are balanced by."""
+        meta = {"reservation": f"group.{group}.{epoch}", "info": [[encoder_positions, 0, 0.0, 0, 0]]}
+        return self._put(ring, [[group, GROUP_BLOB]], columns, epoch, meta)
+
     def put_columns(self, made: Round, columns: Mapping[str, Sequence[np.ndarray]]) -> RecordRef | None:
         """Derived columns for the rows of a round, one array a row, in the round's order."""
         if not made.rows or made.ring is None:
@@ -162,12 +176,18 @@ class Bus:
             index += 1
 
     def _round(self, fields: dict[str, Any]) -> Round:
-        named = {(place[0], place[1], place[2]) for row in fields["rows"] for place in row["places"].values()}
+        media_places = dict(fields["media"])
+        places = [*(row["places"] for row in fields["rows"]), *media_places.values()]
+        named = {(place[0], place[1], place[2]) for found in places for place in found.values()}
         rings = {ring for ring, _, _ in named}
         for ring in [name for name in self._views if name.startswith("overflow/") and name not in rings]:
             self._forget(ring)
         records = {(ring, pos, seq): self.view(ring).read(pos, seq) for ring, pos, seq in named}
-        rows = tuple(Row(**row, _records=records) for row in fields["rows"])
+        media = {
+            group: {name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in found.items()}
+            for group, found in media_places.items()
+        }
+        rows = tuple(Row(**row, _records=records, media=media.get(row["group"])) for row in fields["rows"])
         return Round(fields["key"], fields["index"], fields["step"], fields["last"], rows, fields["ring"], records)
 
     def view(self, ring: str) -> RingView:

@@ -316,6 +316,7 @@ class Coordinator(Actor):
         return {
             "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
             "ring": self.index.space.ring_of(group.reservation()),
+            "has_media": bool(group.media),
             "have": [[sample, row.reward, row.response] for sample, row in sorted(group.rows.items())],
         }  # fmt: skip
 
@@ -399,27 +400,28 @@ class Coordinator(Actor):
             found = rounds.find(stream, scope, index)
         if found is None:
             return None
-        inputs = rounds.lanes[stream].spec.inputs
-        rows = [self._row(group, sample, inputs) for group, sample in found.rows[rank]]
+        spec = rounds.lanes[stream].spec
+        rows = [self._row(group, sample, spec.inputs) for group, sample in found.rows[rank]]
+        with_media = sorted(self.index.with_media({group for group, _ in found.rows[rank]})) if spec.media else []
         reserve = found.reserve[rank]
         return {
             "round": {
                 "key": found.key, "index": index, "step": found.step, "last": found.last, "rows": rows,
+                "media": [[group, self.index.groups[group].media] for group in with_media],
                 "ring": reserve[0] if reserve else None,
             }
         }  # fmt: skip
 
     def _plan(self, stream: str, member: str, incarnation: int, step: int | None) -> list[Event]:
         rounds, index = self.index.rounds, self.index
-        lengths = {
-            g: [row.length for _, row in sorted(index.groups[g].rows.items())] for g in rounds.ready_groups(stream)
-        }
-        if not lengths:
+        costs = index.costs(rounds.ready_groups(stream))
+        if not costs:
             return []
+        together = index.with_media(costs)
         if step is not None:
             certain, needed = index.membership(step), self.config.rules.groups_per_step
-            return rounds.plan_train(stream, member, step, certain, needed, lengths)
-        planned = rounds.plan_forward(stream, member, incarnation, lengths)
+            return rounds.plan_train(stream, member, step, certain, needed, costs, together)
+        planned = rounds.plan_forward(stream, member, incarnation, costs, together)
         return planned if self._reserve_outputs(planned, rounds.lanes[stream].spec, member) else []
 
     def _reserve_outputs(self, planned: list[Event], spec: Stream, member: str) -> bool:
@@ -448,7 +450,7 @@ class Coordinator(Actor):
         places = {name: row.places[name] for name in columns}
         return {
             "group": group_id, "sample": sample, "step": group.step, "length": row.length, "response": row.response,
-            "reward": row.reward, "places": {**group.media, **places},
+            "reward": row.reward, "places": places,
         }  # fmt: skip
 
     @endpoint

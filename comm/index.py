@@ -15,7 +15,7 @@ admitted = trained + filtered + surplus + failed + quarantined + waiting + runni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Rules:
     base_columns: tuple[str, ...]  # written by rollout
     streams: tuple[Stream, ...]
     row_bytes: int  # worst case of one sample's record in a rollout ring
+    media_bytes: int = 0  # worst case of the record with a prompt group's media; 0: there are none
     num_slots: int = 2
     spare_groups: int = 0
     max_consecutive_filtered: int = 1000
@@ -71,6 +72,7 @@ class Group:
     holder: str | None = None
     rows: dict[int, Row] = field(default_factory=dict)
     media: dict[str, list[Any]] = field(default_factory=dict)  # group-level columns, named like row places
+    encoder: int = 0  # positions that encoders take for the media
     visible: dict[str, int] = field(default_factory=dict)  # column -> rows that have it
     records: list[list[Any]] = field(default_factory=list)  # [ring, position] of every record with accepted rows
     data_failures: int = 0
@@ -95,6 +97,8 @@ class Index:
         self.steps: dict[int, list[int]] = {}  # uncommitted step -> its groups in admission order
         self.counts: dict[str, int] = {"admitted": 0, **dict.fromkeys((*LIVE, *SETTLED), 0)}
         self.refused_rows = 0
+        self.media_bytes = 0  # of records with media, ever
+        self.sample_bytes = 0  # of records with samples, ever
         self.num_overflow = 0  # overflow rings ever made: names the next one
         self.consecutive_filtered = 0
         self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
@@ -128,7 +132,7 @@ class Index:
         for group in self._outstanding():
             self._move(group, "waiting")
             group.epoch, group.holder = group.epoch + 1, None
-            group.rows, group.media, group.visible, group.records = {}, {}, {}, []
+            group.rows, group.media, group.encoder, group.visible, group.records = {}, {}, 0, {}, []
 
     def _on_ring(self, event: Event) -> None:
         overflow = event.get("overflow", False)
@@ -197,6 +201,10 @@ class Index:
             else:
                 self.refused_rows += 1
         uses = len(touched)
+        if "info" in event:
+            of_media = any(sample < 0 for _, sample in event["rows"])
+            self.media_bytes += event["bytes"] * of_media
+            self.sample_bytes += event["bytes"] * (not of_media)
         self.space.record(ring, pos, event["bytes"], uses, event["reservation"], event["entries"])
         for group in touched.values():
             group.records.append([ring, pos])
@@ -213,7 +221,9 @@ class Index:
         if group.state != "running" or event["epoch"] != group.epoch:
             return False
         if sample < 0:
-            group.media.update(dict.fromkeys(event["columns"], place))
+            if group.media:
+                return False
+            group.media, group.encoder = dict.fromkeys(event["columns"], place), event["info"][i][0]
             return True
         if sample in group.rows:
             return False
@@ -417,8 +427,20 @@ class Index:
         return range(self.step, min(engine_version + self.rules.max_staleness + 1, self.rules.num_steps))
 
     def entries(self, group: Group) -> list[int]:
-        """Room (bytes a record) to reserve for what is still missing of a group; one more for group-level media."""
-        return [self.rules.row_bytes] * (self.rules.samples_per_group - len(group.rows) + 1)
+        """Room (bytes a record) to reserve for what is still missing of a group; its media come first."""
+        media = [self.rules.media_bytes] if self.rules.media_bytes and not group.media else []
+        return media + [self.rules.row_bytes] * (self.rules.samples_per_group - len(group.rows))
+
+    def costs(self, groups: Iterable[int]) -> dict[int, list[int]]:
+        """Group -> what each of its samples costs a micro-batch: its tokens, and its share of the encoders' work."""
+        share = self.rules.samples_per_group
+        return {
+            g: [row.length + -(-self.groups[g].encoder // share) for _, row in sorted(self.groups[g].rows.items())]
+            for g in groups
+        }
+
+    def with_media(self, groups: Iterable[int]) -> set[int]:
+        return {g for g in groups if self.groups[g].media}
 
     def starving(self) -> str:
         """Why the oldest step can never fill, or empty while it can."""
@@ -439,6 +461,8 @@ class Index:
         "next_position",
         "counts",
         "refused_rows",
+        "media_bytes",
+        "sample_bytes",
         "num_overflow",
         "consecutive_filtered",
         "members",

@@ -9,6 +9,10 @@ data-parallel rank; a rank without rows runs a dummy, so that all ranks run the 
 
     offer(group) -> ready -> plan(...) -> round r of a scope -> acknowledge(key, rank) by every rank -> unpinned
 
+The cost of a row is its tokens and its share of what encoders take; a micro-batch holds at most a budget of it, and ranks get
+about equal parts. Samples of a group with media stay in one micro-batch where the budget allows: there, the media are encoded
+once for all of them.
+
 Invariants: every rank of a scope sees the same rounds in the same order; a group is in at most one live round of a stream;
 a train round names only groups whose membership in the step is certain; readiness is a list, never a scan.
 """
@@ -16,7 +20,7 @@ a train round names only groups whose membership in the step is certain; readine
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
@@ -36,6 +40,7 @@ class Stream:
     kind: str = "forward"  # forward | train
     whole_groups: bool = False  # keep the samples of a prompt group in one micro-batch (group statistics)
     whole_step: bool = False  # train only when every group of the step is ready (needs_full_step algorithms)
+    media: bool = False  # reads the media of prompt groups too
     output_bytes_per_token: int = 4
 
 
@@ -100,21 +105,32 @@ class Rounds:
 
     # ---- planning (changes nothing) ---------------------------------------------------------------------------------
 
-    def plan_forward(self, stream: str, member: str, incarnation: int, lengths: dict[int, list[int]]) -> list[Event]:
+    def plan_forward(
+        self, stream: str, member: str, incarnation: int, lengths: dict[int, list[int]], together: Collection[int] = ()
+    ) -> list[Event]:
         """The next rounds for one replica of a forward stream, or [] when nothing is ready.
 
-        lengths: group -> tokens of each of its samples, for every ready group (`ready_groups` names them).
+        lengths: group -> cost of each of its samples, for every ready group (`ready_groups` names them); together: groups
+        with media.
         """
         lane = self.lanes[stream]
         ranks, tokens = lane.layouts[member]
         chosen = _up_to([group for _, group in lane.ready], lengths, ranks * tokens)
         step = min((step for step, group in lane.ready if group in chosen), default=0)
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
-        batches = _balance(chosen, lengths, ranks, tokens, whole_groups=lane.spec.whole_groups)
+        whole = chosen if lane.spec.whole_groups else _fitting(together, lengths, tokens)
+        batches = _balance(chosen, lengths, ranks, tokens, whole)
         return [_event(lane.spec, scope, first + i, step, member, rows, False) for i, rows in enumerate(batches)]
 
     def plan_train(
-        self, stream: str, member: str, step: int, certain: Sequence[int], needed: int, lengths: dict[int, list[int]]
+        self,
+        stream: str,
+        member: str,
+        step: int,
+        certain: Sequence[int],
+        needed: int,
+        lengths: dict[int, list[int]],
+        together: Collection[int] = (),
     ) -> list[Event]:
         """The next rounds of a step for the training group, or [] when no further group is ready and certain.
 
@@ -130,7 +146,8 @@ class Rounds:
             return []
         chosen = _up_to(fresh, lengths, ranks * tokens)
         first, last = lane.planned.get(scope, 0), done + len(chosen) == needed
-        batches = _balance(chosen, lengths, ranks, tokens, whole_groups=lane.spec.whole_groups)
+        whole = chosen if lane.spec.whole_groups else _fitting(together, lengths, tokens)
+        batches = _balance(chosen, lengths, ranks, tokens, whole)
         return [
             _event(lane.spec, scope, first + i, step, member, rows, last and i == len(batches) - 1)
             for i, rows in enumerate(batches)
@@ -278,14 +295,21 @@ def _up_to(groups: Sequence[int], lengths: dict[int, list[int]], budget: int) ->
     return chosen
 
 
+def _fitting(groups: Collection[int], lengths: dict[int, list[int]], tokens: int) -> list[int]:
+    """Those of `groups` that one micro-batch can hold whole."""
+    return [group for group in groups if group in lengths and sum(lengths[group]) <= tokens]
+
+
 def _balance(
-    groups: Sequence[int], lengths: dict[int, list[int]], ranks: int, tokens: int, *, whole_groups: bool
+    groups: Sequence[int], lengths: dict[int, list[int]], ranks: int, tokens: int, whole: Collection[int]
 ) -> list[list[list[RowId]]]:
-    """Micro-batches [round][rank] -> rows: longest first to the rank with least work, then cut at the token budget."""
-    if whole_groups:
-        units = [([[g, s] for s in range(len(lengths[g]))], sum(lengths[g])) for g in groups]
-    else:
-        units = [([[g, s]], length) for g in groups for s, length in enumerate(lengths[g])]
+    """Micro-batches [round][rank] -> rows: costliest first to the rank with least work, then cut at the token budget."""
+    units: list[tuple[list[RowId], int]] = []
+    for g in groups:
+        if g in whole:
+            units.append(([[g, s] for s in range(len(lengths[g]))], sum(lengths[g])))
+        else:
+            units += [([[g, s]], length) for s, length in enumerate(lengths[g])]
     loads, shares = [0] * ranks, [[] for _ in range(ranks)]  # type: list[int], list[list[tuple[list[RowId], int]]]
     for unit in sorted(units, key=lambda unit: -unit[1]):
         rank = loads.index(min(loads))

@@ -21,6 +21,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rondo.models.config import ModelConfig
+from rondo.models.families import family_of
 from rondo.models.names import disk_shapes
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
@@ -61,10 +62,14 @@ def prepare(config: ModelConfig, folder: Path) -> str:
 
 
 def load_config(path: str) -> Any:
-    """The model's config. Raises ConfigError when there is none at `path`, or none that transformers knows."""
+    """The model's config; of an omni model that also speaks, that of its thinker, which is what is trained and served.
+
+    Raises ConfigError when there is none at `path`, or none that transformers knows.
+    """
     _check_folder(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
+        return getattr(config, "thinker_config", config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path must name a model that transformers {transformers.__version__} can load, got {path!r} "
@@ -91,13 +96,16 @@ def load_tokenizer(path: str, *, needs_chat_template: bool = False) -> Any:
 
 
 def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: str = "sdpa") -> Any:
-    """The causal LM at `path` in evaluation mode, all its weights in `dtype`. Raises ConfigError for incomplete weights."""
+    """The model at `path`, of text or of a multimodal family, in evaluation mode, all its weights in `dtype`.
+
+    Raises ConfigError for incomplete weights.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}. Change model.dtype or train.dtype")
     config = load_config(path)
     transformers.logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = _auto_class(config).from_pretrained(
             path, config=config, dtype=DTYPES[dtype], attn_implementation=attn, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -115,8 +123,15 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: 
 
 def empty_model(path: str) -> Any:
     """The model's modules without memory: every tensor on the meta device, in float32."""
+    config = load_config(path)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(path), dtype=torch.float32)
+        return _auto_class(config).from_config(config, dtype=torch.float32)
+
+
+def _auto_class(config: Any) -> Any:
+    """transformers' class that loads models of this config."""
+    family = family_of(config)
+    return AutoModelForCausalLM if family is None else getattr(transformers, family.load)
 
 
 def num_parameters(path: str) -> tuple[int, int]:

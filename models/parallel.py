@@ -1,7 +1,7 @@
 """One model over several processes: FSDP2, mixed precision, activation checkpointing, and what is done to its gradients.
 
-Owns how a model is cut (every decoder layer is a unit, the rest is the root's), which dtype its computation has, and how
-gradients are summed, scaled and clipped. Does not own forward passes (`logprobs.py`) or the optimizer (`optimizer.py`).
+Owns how a model is cut (every decoder layer is a unit, the rest is the root's; encoders are whole on every rank, or units of
+their own), which dtype its computation has, and how gradients are summed, scaled and clipped. Does not own forward passes (`logprobs.py`) or the optimizer (`optimizer.py`).
 
 Precision: parameters, gradients and moments are float32; with `param_dtype="bfloat16"` a unit computes with bfloat16 copies of
 its parameters and gradients flow back through the cast. FSDP2's mixed precision does that over several processes; one process
@@ -21,6 +21,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rondo.models.families import family_of
 from rondo.models.names import disk_groups, memory_tensors, to_disk
 from rondo.models.packing import can_share_rows
 from rondo.runtime.errors import ConfigError
 
+_BUCKET_TENSORS = 64
+_replicated: WeakKeyDictionary[Any, set[nn.Parameter]] = WeakKeyDictionary()
+"""Model -> the parameters that every rank holds whole."""
 _Owned = list[tuple[nn.Module, str, nn.Parameter]]
 
 
@@ -44,8 +49,12 @@ def shard(
     param_dtype: str = "float32",
     reduce_dtype: str = "float32",
     activation_checkpointing: bool = False,
+    encoders: str = "replicate",
 ) -> Any:
     """`model` (float32, whole on every rank), ready to train; in place. Collective when `world_size` > 1.
+
+    `encoders` "replicate" leaves those of a multimodal model whole on every rank: no gathering in their forward, and one sum of
+    their gradients a step. "shard" cuts them like the decoder, in units apart from its.
 
     With one process in float32 and without checkpointing the model stays untouched. Checkpointing applies in training mode.
     """
@@ -66,15 +75,35 @@ def shard(
     if world_size > 1:
         mesh = dist.init_device_mesh(next(model.parameters()).device.type, (world_size,), mesh_dim_names=("fsdp",))
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+        towers = _towers(model)
+        inside = {module for tower in towers for module in tower.modules()}
+        whole: set[nn.Parameter] = set()
+        if encoders == "replicate":
+            whole = {parameter for tower in towers for parameter in tower.parameters()}
+            _replicated[model] = whole
+            if compute != torch.float32:  # FSDP2 casts its own parameters only
+                for unit in [*(layer for layer in layers if layer in inside), *towers]:
+                    unit.forward = _lent(unit, _owned([unit], but=[*layers, *towers]), compute)
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            if layer not in inside or encoders == "shard":
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+        if encoders == "shard":
+            for tower in towers:
+                fully_shard(tower, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=whole or None)
     elif compute != torch.float32:
         for layer in layers:
             forward = _lent(layer, _owned([layer]), compute)
             layer.forward = _recomputed(layer, forward) if activation_checkpointing else forward
         model.forward = _lent(model, _owned([model], but=layers), compute)
     return model
+
+
+def _towers(model: Any) -> list[nn.Module]:
+    """The encoders of a multimodal model."""
+    family = family_of(model)
+    paths = dict.fromkeys(family.towers.values()) if family is not None else {}
+    return [model.get_submodule(path) for path in paths]
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -98,7 +127,24 @@ def set_sync(model: Any, last: bool) -> None:
 
 
 def scale_gradients(model: Any, factor: float) -> None:
-    """Multiply every gradient by `factor`."""
+    """Multiply every gradient by `factor`, after the last backward of a step (collective when encoders are replicated)."""
+    _average_replicated(model)
+    _scale(model, factor)
+
+
+def _average_replicated(model: Any) -> None:
+    """The gradients of what every rank holds whole become their mean over ranks, as FSDP2 makes those of the rest."""
+    trained = [p for p in model.parameters() if p in _replicated.get(model, ()) and p.requires_grad]
+    for start in range(0, len(trained), _BUCKET_TENSORS):
+        bucket = trained[start : start + _BUCKET_TENSORS]
+        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            parameter.grad = mean.view_as(parameter)
+
+
+def _scale(model: Any, factor: float) -> None:
     gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
@@ -112,16 +158,23 @@ def clip_grad_norm(model: Any, max_norm: float) -> float:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if not gradients:
         return 0.0
-    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([_local(g) for g in gradients])))
+    shards = [_local(g) for g in gradients if isinstance(g, DTensor)]
+    square = _square_norm([g for g in gradients if not isinstance(g, DTensor)], gradients[0].device)
     mesh = next((g.device_mesh for g in gradients if isinstance(g, DTensor)), None)
     if mesh is not None:
-        square = total.square()
-        dist.all_reduce(square, group=mesh.get_group())
-        total = square.sqrt()
-    norm = float(total)
+        shared = _square_norm(shards, gradients[0].device)
+        dist.all_reduce(shared, group=mesh.get_group())
+        square += shared
+    norm = float(square.sqrt())
     if max_norm < norm < float("inf"):
-        scale_gradients(model, max_norm / norm)
+        _scale(model, max_norm / norm)
     return norm
+
+
+def _square_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square()
 
 
 def discard_gradients(model: Any) -> None:

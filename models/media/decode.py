@@ -38,6 +38,7 @@ _CONTAINERS = "wav,w64,mp3,flac,ogg,aac,aiff,au,caf,amr,asf,mov,mp4,matroska,web
 _SOURCE_RATES = (1_000, 384_000)
 _TEMPORAL_PATCH = 2
 """Frames of one video patch: videos have a multiple of them."""
+_TICKS = 2048
 
 Fit = Callable[[int, int], tuple[int, int]]
 """(height, width) of a source -> (height, width) that its frames are scaled to."""
@@ -57,8 +58,8 @@ class Video:
     """float32 [N], mono, at `audio_sample_rate`; None when there is none or it was not asked for."""
 
 
-def image(data: bytes, config: MediaConfig, name: str) -> Image:
-    """The picture as RGB: turned as its EXIF orientation says, transparent parts white, of an animation its first frame.
+def image(data: bytes, config: MediaConfig, name: str, *, fit: Fit | None = None) -> Image:
+    """The picture as RGB, scaled by `fit`: turned as its EXIF orientation says, transparent parts white, the first of several.
 
     Raises MediaError for what is no image, is broken or cut short, or has more than `max_source_pixels`.
     """
@@ -75,11 +76,13 @@ def image(data: bytes, config: MediaConfig, name: str) -> Image:
         ):
             _check_pixels(name, *picture.size, config)
             picture.load()
-            return _as_rgb(ImageOps.exif_transpose(picture))
+            return _scaled(_as_rgb(ImageOps.exif_transpose(picture)), fit)
     except _BROKEN_IMAGE as error:
         if isinstance(error, MediaError):
             raise
-        raise MediaError(f"{name} must be an image that can be read, got {_reason(error)}. Correct or remove the row") from error
+        raise MediaError(
+            f"{name} must be an image that can be read, got {_reason(error)}. Correct or remove the row"
+        ) from error
 
 
 def audio(data: bytes, config: MediaConfig, name: str) -> np.ndarray:
@@ -98,8 +101,8 @@ def video(
 ) -> Video:
     """Frames at `fps`, between `min_frames` and `max_frames` of them as far as the video has so many, and its sound.
 
-    The number of frames is even; of a video of one frame it is that frame twice. A list of images is a video of those
-    frames, taken as they are (up to `max_frames`, else sampled evenly), `fps` of them a second. `fit` scales each
+    The number of frames is even; a shorter video of an odd number gets its last frame twice. A list of images is a video
+    of those frames, `fps` of them a second, sampled evenly where it has more than `max_frames`. `fit` scales each
     frame as soon as it is decoded. A video without a sound track has no sound, whatever `use_audio` says.
 
     Raises MediaError for a video of length 0, that breaks off, is longer than `max_source_s`, changes its size, or has
@@ -120,7 +123,7 @@ def video(
         with _open(source, name) as container:
             if container.streams.audio:
                 sound = _sound(container, config, name)
-    return Video(frames, tuple(times - times[0]), _spacing(times, config), sound)
+    return Video(frames, tuple((times - times[0]).tolist()), _spacing(times, config), sound)
 
 
 @contextmanager
@@ -153,6 +156,7 @@ def _open(data: bytes, name: str) -> Iterator[Any]:
     except ImportError as error:
         raise missing_extra("av") from error
     av.logging.set_level(None)
+    _check_whole(data, name)
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "", "err_detect": "explode"}
     try:
         with av.open(io.BytesIO(data), mode="r", container_options=options, metadata_errors="replace") as container:
@@ -163,6 +167,13 @@ def _open(data: bytes, name: str) -> Iterator[Any]:
         raise MediaError(
             f"{name} must be sound or video that can be read, got {_reason(error)}. Correct or remove the row"
         ) from error
+
+
+def _check_whole(data: bytes, name: str) -> None:
+    """FFmpeg takes a WAV or AVI file that was cut short for one that is shorter; its header says how long it was."""
+    announced = int.from_bytes(data[4:8], "little") + 8
+    if data[:4] == b"RIFF" and len(data) + 8 < announced < 1 << 32:  # writers that cannot seek announce 2^32 - 1
+        raise MediaError(f"{name} must hold the {announced} bytes of its header, got {len(data)}. Correct or remove the row")
 
 
 def _sound(container: Any, config: MediaConfig, name: str) -> np.ndarray:
@@ -216,7 +227,7 @@ def _times(container: Any, config: MediaConfig, name: str) -> _Track:
     stream = container.streams.video[0]
     _check_pixels(name, stream.codec_context.width, stream.codec_context.height, config)
     rate = float(stream.average_rate or stream.guessed_rate or config.fps)
-    times = []
+    times: list[float] = []
     for packet in container.demux(stream):
         if packet.size:
             ticks = packet.pts if packet.pts is not None else packet.dts
@@ -235,16 +246,23 @@ def _times(container: Any, config: MediaConfig, name: str) -> _Track:
 def _sample(track: _Track, config: MediaConfig) -> np.ndarray:
     """Times to take frames at, float64 [F]: evenly from the first to the last, as Qwen's own sampling does."""
     duration_s = track.end_s - track.start_s + track.frame_s
-    num_frames = min(max(int(duration_s * config.fps), config.min_frames), config.max_frames, track.num_frames)
-    return np.linspace(track.start_s, track.end_s, _even(num_frames))
+    wanted = min(max(int(duration_s * config.fps), config.min_frames), config.max_frames)
+    return _evenly(track.start_s, track.end_s, wanted, track.num_frames)
 
 
-def _even(num_frames: int) -> int:
-    return max(num_frames // _TEMPORAL_PATCH, 1) * _TEMPORAL_PATCH
+def _evenly(first: float, last: float, wanted: int, available: int) -> np.ndarray:
+    """An even number of points from first to last: `wanted` of them, or all that are available, the last one twice if need be."""
+    if wanted < available:
+        return np.linspace(first, last, wanted - wanted % _TEMPORAL_PATCH)
+    points = np.linspace(first, last, available)
+    return np.append(points, [last] * (available % _TEMPORAL_PATCH))
 
 
 def _spacing(times_s: np.ndarray, config: MediaConfig) -> float:
-    return float(times_s[-1] - times_s[0]) / (len(times_s) - 1) or 1 / config.fps
+    """Seconds between frames, in steps of 1/2048: few enough bits that what is computed from them in float32 and in float64,
+    by processor and by model, comes to the same order of sound and frames."""
+    spacing_s = float(times_s[1] - times_s[0]) or 1 / config.fps
+    return max(round(spacing_s * _TICKS), 1) / _TICKS
 
 
 def _nearest(
@@ -255,8 +273,7 @@ def _nearest(
     taken: list[np.ndarray] = []
     before: tuple[float, Any] | None = None
     size: tuple[int, int] | None = None
-    count = 0
-    for frame in container.decode(stream):
+    for count, frame in enumerate(container.decode(stream)):
         if size is None:
             size = (frame.height, frame.width)
             _check_pixels(name, frame.width, frame.height, config)
@@ -266,9 +283,8 @@ def _nearest(
                 "Correct or remove the row"
             )
         time = frame.time if frame.time is not None else track.start_s + count * track.frame_s
-        count += 1
         while before is not None and len(taken) < len(times) and times[len(taken)] <= (before[0] + time) / 2:
-            taken.append(_scaled(before[1].to_image(), fit))
+            taken.append(np.asarray(_scaled(before[1].to_image(), fit)))
         before = (time, frame)
         if len(taken) == len(times):
             break
@@ -279,7 +295,7 @@ def _nearest(
             f"{end_s:g} s. Correct or remove the row"
         )
     if len(taken) < len(times):
-        last = _scaled(before[1].to_image(), fit)
+        last = np.asarray(_scaled(before[1].to_image(), fit))
         taken += [last] * (len(times) - len(taken))
     return np.stack(taken)
 
@@ -288,7 +304,7 @@ def _from_frames(source: list[bytes], config: MediaConfig, name: str, fit: Fit |
     if not source:
         raise MediaError(f"{name} must have at least one frame, got none. Correct or remove the row")
     _check_length(name, len(source) / config.fps, config)
-    chosen = np.linspace(0, len(source) - 1, _even(min(len(source), config.max_frames))).round().astype(int)
+    chosen = _evenly(0, len(source) - 1, config.max_frames, len(source)).round().astype(int)
     frames: list[np.ndarray] = []
     size = None
     for index in chosen:
@@ -296,19 +312,19 @@ def _from_frames(source: list[bytes], config: MediaConfig, name: str, fit: Fit |
         if size not in (None, picture.size):
             raise MediaError(f"{name} must keep one size, got {size} and {picture.size}. Correct or remove the row")
         size = picture.size
-        frames.append(_scaled(picture, fit))
+        frames.append(np.asarray(_scaled(picture, fit)))
     times_s = chosen / config.fps
     return Video(np.stack(frames), tuple(times_s.tolist()), _spacing(times_s, config))
 
 
-def _scaled(picture: Any, fit: Fit | None) -> np.ndarray:
+def _scaled(picture: Any, fit: Fit | None) -> Any:
+    """Bicubic, as the processors of the Qwen families scale."""
     from PIL.Image import Resampling
 
-    if fit is not None:
-        height, width = fit(picture.height, picture.width)
-        if (width, height) != picture.size:
-            picture = picture.resize((width, height), Resampling.BICUBIC)
-    return np.asarray(picture)
+    if fit is None:
+        return picture
+    height, width = fit(picture.height, picture.width)
+    return picture if (width, height) == picture.size else picture.resize((width, height), Resampling.BICUBIC)
 
 
 def _check_pixels(name: str, width: int, height: int, config: MediaConfig) -> None:
@@ -328,5 +344,7 @@ def _check_length(name: str, length_s: float, config: MediaConfig) -> None:
 
 
 def _reason(error: BaseException) -> str:
+    if type(error).__name__ == "UnidentifiedImageError":  # its text is an address in memory
+        return "no image format that is read"
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text).splitlines()[0]

@@ -17,4 +17,6 @@ class MediaError(RondoError, ValueError):
 
 def missing_extra(package: str) -> ConfigError:
     """The error for a machine without `package`."""
-    return ConfigError(f"{package} must be installed to read media, got no such package. Run: pip install 'rondo-rl[media]'")
+    return ConfigError(
+        f"{package} must be installed to read media, got no such package. Run: pip install 'rondo-rl[media]'"
+    )

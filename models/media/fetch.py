@@ -83,7 +83,9 @@ def _from_path(ref: MediaRef, source: str, config: MediaConfig) -> bytes:
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a zero byte
         if isinstance(error, MediaError):
             raise
-        raise MediaError(f"{ref} must be a file that can be read, got {_reason(error)}. Check media.root and the row") from error
+        raise MediaError(
+            f"{ref} must be a file that can be read, got {_reason(error)}. Check media.root and the row"
+        ) from error
 
 
 def _from_data_uri(ref: MediaRef, source: str, config: MediaConfig) -> bytes:

@@ -30,14 +30,7 @@ def build(
 
     `intermediate_size` is twice `hidden_size` unless given. Raises ConfigError for sizes that do not divide.
     """
-    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
-        raise ConfigError(
-            f"hidden_size must be an even multiple of num_heads, got {hidden_size} and {num_heads}. Change model.build_args"
-        )
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}. Change model.build_args"
-        )
+    check_heads(hidden_size, num_heads, num_kv_heads)
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -62,3 +55,15 @@ def build(
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+    """ConfigError for sizes that do not divide."""
+    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
+        raise ConfigError(
+            f"hidden_size must be an even multiple of num_heads, got {hidden_size} and {num_heads}. Change model.build_args"
+        )
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}. Change model.build_args"
+        )

@@ -17,20 +17,34 @@ MEDIA = (
 )  # fmt: skip
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% elif part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+"""That of the Qwen3 families, without tools and thinking; content is text, or a list of parts."""
+
+_NAMES = {
+    "image_token": "<|image_pad|>", "audio_token": "<|audio_pad|>", "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
+}  # fmt: skip
 
 
-def build_tokenizer(*, chat_template: bool = True) -> Any:
-    """A `Qwen2Tokenizer` of 266 entries: 256 bytes, padding `<|endoftext|>`, end `<|im_end|>`, and 8 more."""
+def build_tokenizer(*, chat_template: bool = True, omni: bool = False) -> Any:
+    """A `Qwen2Tokenizer` of 266 entries: 256 bytes, padding `<|endoftext|>`, end `<|im_end|>`, and 8 more.
+
+    `omni` names the media tokens by their use, as the processor of Qwen3-Omni wants them.
+    """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary, merges=[], eos_token=END_OF_TURN, pad_token=END_OF_TEXT, unk_token=None,
-        clean_up_tokenization_spaces=False,
+        clean_up_tokenization_spaces=False, **({"extra_special_tokens": _NAMES} if omni else {}),
     )  # fmt: skip
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *MEDIA]})
     tokenizer.chat_template = CHAT_TEMPLATE if chat_template else None

@@ -1,0 +1,323 @@
+"""Messages and their media to tokens and arrays: one call of the model's own processor for a prompt.
+
+Owns the limits in tokens, and the checks that what the processor made fits together. Does not own decoding (`decode.py`) or
+where workers run. With a working torchvision the library's processor does all; without it the same class is assembled from the
+folder's tokenizer, Pillow image processor, feature extractor, and `frames.py`.
+
+    processor = Processor.load("models/qwen3-vl", config)
+    prepared = processor.prepare([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}],
+                                 [MediaRef("image", "cats/7.png")])
+    prepared.tokens, prepared.media     # int32 [T] with placeholders expanded, MediaInputs
+
+Invariant: every placeholder among the tokens stands for one feature vector of a tower, or MediaError is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rondo.models.media import decode, fetch
+from rondo.models.media.config import MediaConfig
+from rondo.models.media.errors import MediaError
+from rondo.models.media.frames import fitted
+from rondo.models.media.inputs import ARRAYS, MediaInputs, contents_key
+from rondo.models.media.library import has_torchvision, load_library
+from rondo.models.media.positions import positions_of
+from rondo.models.media.refs import Kind, MediaRef
+from rondo.runtime.errors import ConfigError
+
+_KINDS: tuple[Kind, ...] = ("image", "audio", "video")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt as engine and trainer take it."""
+
+    tokens: np.ndarray
+    """int32 [T], placeholders expanded"""
+    media: MediaInputs | None
+    """None for a prompt of text alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    images: list[Any]
+    videos: list[decode.Video]
+    sounds: list[np.ndarray]
+    """In the order of their placeholders."""
+    video_of_sound: list[int | None]
+    """Of each sound: the video that it belongs to, or None for an audio."""
+
+
+class Processor:
+    """The processor of one model folder under one set of limits. Blocks its thread; keeps no state between prompts."""
+
+    def __init__(self, library: Any, family: Any, model: Any, config: MediaConfig, *, whole: bool) -> None:
+        """Use `load`. `model` is the model's modules on the meta device; `whole`: the library's own video processor is there."""
+        self._library = library
+        self._family = family
+        self._model = model
+        self._config = config
+        self._whole = whole
+        tokenizer = library.tokenizer
+        tokens = {getattr(library, f"{kind}_token", None) for kind in _KINDS}
+        for name in ("vision_start_token", "vision_end_token", "vision_bos_token", "vision_eos_token"):
+            tokens.add(getattr(library, name, None))
+        for name in ("audio_bos_token", "audio_eos_token"):
+            tokens.add(getattr(library, name, None))
+        self._reserved = sorted(token for token in tokens if token)
+        self._template = getattr(library, "chat_template", None) or tokenizer.chat_template
+
+    @staticmethod
+    def load(path: str, config: MediaConfig) -> Processor:
+        """The processor of the Hugging Face folder at `path`. Raises ConfigError for a folder or limits that cannot work."""
+        whole = has_torchvision()
+        from rondo.models.families import family_of
+        from rondo.models.load import empty_model
+
+        model = empty_model(path)
+        family = family_of(model)
+        if family is None:
+            raise ConfigError(
+                f"model.path must name a model of images, audio or video for media, got {path!r} of model type "
+                f"{model.config.model_type!r}. Remove the media, or change the model"
+            )
+        if config.use_audio_in_video and "audio" not in family.modalities:
+            raise ConfigError(
+                f"media.use_audio_in_video must be False for a model without audio, got True for {path!r}. Change one"
+            )
+        library = load_library(path, whole=whole)
+        if not (getattr(library, "chat_template", None) or library.tokenizer.chat_template):
+            raise ConfigError(
+                f"the processor of {path!r} must have a chat template, got none. Put a chat_template.jinja in the folder"
+            )
+        extractor = getattr(library, "feature_extractor", None)
+        if extractor is not None and extractor.sampling_rate != config.audio_sample_rate:
+            raise ConfigError(
+                f"media.audio_sample_rate must be what the model's feature extractor expects, {extractor.sampling_rate}, "
+                f"got {config.audio_sample_rate}. Change it"
+            )
+        return Processor(library, family, model, config, whole=whole)
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], refs: Sequence[MediaRef] = (), **template_args: Any
+    ) -> Prepared:
+        """Render the messages through the chat template, with their media in place.
+
+        The content of a message is text, or a list of parts {"type": "text", "text": ...}, {"type": "image"},
+        {"type": "audio"}, {"type": "video"}; `refs` are the media of those parts in order. Raises MediaError for media or
+        messages that break a rule.
+        """
+        self._check_messages(messages, refs)
+        text = self._render(messages, template_args)
+        self._check_places(text, refs)
+        if not refs:
+            tokens = self._library.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return Prepared(np.asarray(tokens, np.int32), None)
+        decoded = self._decode(refs)
+        made = self._call(text, decoded, refs)
+        tokens = np.asarray(made.pop("input_ids"))[0].astype(np.int32)
+        arrays = {
+            name: np.ascontiguousarray(made[name], dtype=_dtype(name)) for name in ARRAYS if made.get(name) is not None
+        }
+        self._check_counts(tokens, arrays, refs)
+        depth = self._model.config.vision_config.temporal_patch_size
+        arrays["positions"] = positions_of(
+            self._family,
+            self._model,
+            tokens,
+            arrays,
+            grid_s=[depth * video.frame_s for video in decoded.videos],
+            with_sound=[video.sound is not None for video in decoded.videos],
+        )
+        media = MediaInputs(contents_key(arrays), arrays)
+        if media.num_bytes > self._config.max_group_bytes:
+            raise MediaError(
+                f"{_named(refs)} must take at most media.max_group_bytes = {self._config.max_group_bytes} bytes once processed, "
+                f"got {media.num_bytes}. Raise it, lower the token limits, or remove the row"
+            )
+        return Prepared(tokens, media)
+
+    def _check_messages(self, messages: Sequence[Mapping[str, Any]], refs: Sequence[MediaRef]) -> None:
+        kinds: list[str] = []
+        for message in messages:
+            content = message["content"]
+            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
+                if part["type"] != "text":
+                    kinds.append(part["type"])
+                    continue
+                for token in self._reserved:
+                    if token in part["text"]:
+                        raise MediaError(
+                            f"the text of a prompt must not contain {token!r}, a token that stands for media, got it in a "
+                            f"{message.get('role')} message. Remove the row"
+                        )
+        if kinds != [ref.kind for ref in refs]:
+            raise MediaError(
+                f"the parts of a prompt must name its media in order, got parts {kinds} and media "
+                f"{[ref.kind for ref in refs]}. Correct the row"
+            )
+        for ref in refs:
+            if ref.kind not in self._family.modalities:
+                raise MediaError(
+                    f"{ref} must be of a kind that the model takes ({', '.join(self._family.modalities)}), got {ref.kind}. "
+                    "Remove the row, or change the model"
+                )
+            if ref.kind == "video" and ref.use_audio and "audio" not in self._family.modalities:
+                raise MediaError(
+                    f"{ref} must go without its sound for a model without audio, got use_audio_in_video. Change the row"
+                )
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError
+
+        arguments = {"add_generation_prompt": True, **template_args}
+        try:
+            text: str = self._library.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], chat_template=self._template, tokenize=False, **arguments
+            )
+        except TemplateError as error:
+            raise MediaError(f"the messages must suit the chat template, got {error}. Correct the row") from error
+        return text
+
+    def _check_places(self, text: str, refs: Sequence[MediaRef]) -> None:
+        for kind in _KINDS:
+            token = getattr(self._library, f"{kind}_token", None)
+            expected = sum(ref.kind == kind for ref in refs)
+            found = text.count(token) if token else 0
+            if found != expected:
+                raise MediaError(
+                    f"the chat template must write {token!r} once for each {kind}, got {found} for {expected}. "
+                    "Correct the template"
+                )
+
+    def _decode(self, refs: Sequence[MediaRef]) -> _Decoded:
+        decoded = _Decoded([], [], [], [])
+        config = self._config
+        for ref in refs:
+            name = str(ref)
+            if ref.kind == "image":
+                fit = self._fit(ref, config.image_min_tokens, config.image_max_tokens)
+                decoded.images.append(decode.image(fetch.read(ref, config), config, name, fit=fit))
+            elif ref.kind == "audio":
+                sound = decode.audio(fetch.read(ref, config), config, name)
+                decoded.sounds.append(self._long_enough(sound, ref))
+                decoded.video_of_sound.append(None)
+            else:
+                use_audio = config.use_audio_in_video if ref.use_audio is None else ref.use_audio
+                source = (
+                    [fetch.read(MediaRef("image", frame), config) for frame in ref.source]
+                    if isinstance(ref.source, list)
+                    else fetch.read(ref, config)
+                )
+                fit = self._fit(ref, config.video_min_tokens, config.video_max_tokens)
+                video = decode.video(source, config, name, use_audio=use_audio, fit=fit)
+                if video.sound is not None:
+                    decoded.sounds.append(self._long_enough(video.sound, ref))
+                    decoded.video_of_sound.append(len(decoded.videos))
+                decoded.videos.append(video)
+        return decoded
+
+    def _fit(self, ref: MediaRef, min_tokens: int, max_tokens: int) -> decode.Fit:
+        part = self._library.image_processor if ref.kind == "image" else self._library.video_processor
+        unit = part.patch_size * part.merge_size
+
+        def fit(height: int, width: int) -> tuple[int, int]:
+            try:
+                return fitted(height, width, unit=unit, min_tokens=min_tokens, max_tokens=max_tokens)
+            except ValueError as error:
+                raise MediaError(f"{ref}: its {error}") from error
+
+        return fit
+
+    def _long_enough(self, sound: np.ndarray, ref: MediaRef) -> np.ndarray:
+        window = self._library.feature_extractor.n_fft
+        if len(sound) < window:
+            raise MediaError(
+                f"the sound of {ref} must have at least {window} samples at {self._config.audio_sample_rate} Hz, "
+                f"got {len(sound)}. Remove the row"
+            )
+        return sound
+
+    def _call(self, text: str, decoded: _Decoded, refs: Sequence[MediaRef]) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"text_kwargs": {"add_special_tokens": False}}
+        # Pictures are scaled as they are decoded, so that a prompt never holds several of full size.
+        if decoded.images:
+            arguments["images"] = decoded.images
+            arguments["images_kwargs"] = {"do_resize": False}
+        if decoded.videos:
+            from transformers.video_utils import VideoMetadata
+
+            # A rate of 1 makes the indices seconds. The frames are chosen and scaled already, so no limit is left to apply.
+            metadata = [
+                VideoMetadata(
+                    total_num_frames=len(video.frames),
+                    fps=1.0,
+                    duration=video.frame_s * len(video.frames),
+                    frames_indices=list(video.times_s),
+                )
+                for video in decoded.videos
+            ]
+            arguments["videos"] = [
+                video.frames.transpose(0, 3, 1, 2) if self._whole else video.frames for video in decoded.videos
+            ]
+            arguments["videos_kwargs"] = {
+                "video_metadata": metadata,
+                "do_sample_frames": False,
+                "do_resize": False,
+                "return_metadata": True,
+            }
+            if hasattr(self._library.video_processor, "cap_pixels_per_frame"):
+                arguments["videos_kwargs"]["cap_pixels_per_frame"] = False
+        if decoded.sounds:
+            arguments["audio"] = decoded.sounds
+            arguments["n_window"] = self._model.config.audio_config.n_window
+            if any(video is not None for video in decoded.video_of_sound):
+                arguments["load_audio_from_video"] = True
+                arguments["audio_from_video_indices"] = decoded.video_of_sound
+        try:
+            return dict(self._library(text=[text], return_tensors="pt", **arguments))
+        except ValueError as error:
+            raise MediaError(f"{_named(refs)} must suit the model's processor, got: {error}. Remove the row") from error
+
+    def _check_counts(self, tokens: np.ndarray, arrays: Mapping[str, np.ndarray], refs: Sequence[MediaRef]) -> None:
+        """Placeholders among the tokens against feature vectors that the towers will give, by grids and lengths."""
+        config = self._model.config
+        merged = config.vision_config.spatial_merge_size**2
+        features = {"image": 0, "video": 0, "audio": 0}
+        for kind, grid, patches in (
+            ("image", "image_grid_thw", "pixel_values"),
+            ("video", "video_grid_thw", "pixel_values_videos"),
+        ):
+            if grid in arrays:
+                num_patches = int(arrays[grid].prod(axis=1).sum())
+                if num_patches != len(arrays[patches]):
+                    raise MediaError(
+                        f"{_named(refs)} must have as many {kind} patches as their grids say, got {len(arrays[patches])} and "
+                        f"{num_patches}. Check the processor files of the model"
+                    )
+                features[kind] = num_patches // merged
+        if "feature_attention_mask" in arrays:
+            lengths = arrays["feature_attention_mask"].sum(axis=1)
+            features["audio"] = int(self._family.sound_tokens(config, lengths).sum())
+        for kind, attribute in self._family.placeholders.items():
+            found = int((tokens == getattr(config, attribute)).sum())
+            if found != features[kind]:
+                raise MediaError(
+                    f"{_named(refs)} must have one {kind} placeholder for each feature, got {found} and {features[kind]}. "
+                    "Check the processor files of the model"
+                )
+
+
+def _dtype(name: str) -> Any:
+    if name.endswith("_thw"):
+        return np.int64
+    return np.int32 if name == "feature_attention_mask" else np.float32
+
+
+def _named(refs: Sequence[MediaRef]) -> str:
+    return ", ".join(str(ref) for ref in refs[:3]) + (f" and {len(refs) - 3} more" if len(refs) > 3 else "")
