@@ -41,8 +41,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample of a round. `array` gives a read-only view into the ring, valid until the round is acknowledged; so do the
-    arrays of `media`, which all samples of a prompt group share. `media_key` is equal for equal media."""
+    """One sample of a round. `array` gives a read-only view into the ring, valid until the round is acknowledged. So are the
+    arrays of `media`: one mapping for all samples of a prompt group; None for text, and in streams that read no media."""
 
     group: int
     sample: int
@@ -56,6 +56,7 @@ class Row:
 
     @property
     def media_key(self) -> str:
+        """Equal for samples that share media, and for no others."""
         return f"group {self.group}"
 
     def array(self, column: str) -> np.ndarray:
@@ -122,9 +123,10 @@ class Bus:
     def put_media(
         self, ring: str, group: int, epoch: int, columns: Sequence[Column], encoder_positions: int
     ) -> RecordRef:
-        """The media of a leased group, once for all its samples and before them; one array a column. `encoder_positions`:
-        what encoders take for them, which rounds are balanced by."""
-        meta = {"reservation": f"group.{group}.{epoch}", "info": [[encoder_positions, 0, 0.0, 0, 0]]}
+        """The media of a leased group, once for all its samples and before them; each column has one array. Of a group that
+        several held one after the other, the first media count. `encoder_positions`: what its towers work on, which rounds
+        are balanced by."""
+        meta = {"reservation": f"group.{group}.{epoch}", "info": [[encoder_positions]]}
         return self._put(ring, [[group, GROUP_BLOB]], columns, epoch, meta)
 
     def put_columns(self, made: Round, columns: Mapping[str, Sequence[np.ndarray]]) -> RecordRef | None:

@@ -23,7 +23,8 @@ from typing import Any
 
 import orjson
 
-from rondo.comm.index import Group, Index, Rules
+from rondo.comm.answers import lease_of, round_of
+from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event, Journal
 from rondo.comm.records import Descriptor, worst_case_bytes
 from rondo.comm.ring import RecordRef, RingTail
@@ -267,7 +268,7 @@ class Coordinator(Actor):
             return None
         unheard = [group for group in self.index.held_by(member) if [group.id, group.epoch] not in held]
         if unheard:
-            return {"grants": [self._lease_of(group) for group in unheard]}
+            return {"grants": [lease_of(self.index, group) for group in unheard]}
         if label is not None:
             target = 0 if label == "start" else self.index.version
             holder = self._evaluators.get(label)
@@ -308,17 +309,8 @@ class Coordinator(Actor):
                 }  # fmt: skip
                 self._journal_and_apply([event])
                 self._renewed[group.id] = self._granted[group.id] = self._clock()
-                grants.append(self._lease_of(group))
+                grants.append(lease_of(self.index, group))
         return grants
-
-    def _lease_of(self, group: Group) -> dict[str, Any]:
-        """What the holder of a group is told."""
-        return {
-            "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
-            "ring": self.index.space.ring_of(group.reservation()),
-            "has_media": bool(group.media),
-            "have": [[sample, row.reward, row.response] for sample, row in sorted(group.rows.items())],
-        }  # fmt: skip
 
     def _room(self, name: str, member: str, entries: list[int], *, oldest: bool) -> str | None:
         """A ring that can promise these records; the oldest uncommitted step gets an overflow ring when none can."""
@@ -400,29 +392,12 @@ class Coordinator(Actor):
             found = rounds.find(stream, scope, index)
         if found is None:
             return None
-        spec = rounds.lanes[stream].spec
-        rows = [self._row(group, sample, spec.inputs) for group, sample in found.rows[rank]]
-        with_media = sorted(self.index.with_media({group for group, _ in found.rows[rank]})) if spec.media else []
-        reserve = found.reserve[rank]
-        return {
-            "round": {
-                "key": found.key, "index": index, "step": found.step, "last": found.last, "rows": rows,
-                "media": [[group, self.index.groups[group].media] for group in with_media],
-                "ring": reserve[0] if reserve else None,
-            }
-        }  # fmt: skip
+        return {"round": round_of(self.index, found, rank)}
 
     def _plan(self, stream: str, member: str, incarnation: int, step: int | None) -> list[Event]:
-        rounds, index = self.index.rounds, self.index
-        costs = index.costs(rounds.ready_groups(stream))
-        if not costs:
-            return []
-        together = index.with_media(costs)
-        if step is not None:
-            certain, needed = index.membership(step), self.config.rules.groups_per_step
-            return rounds.plan_train(stream, member, step, certain, needed, costs, together)
-        planned = rounds.plan_forward(stream, member, incarnation, costs, together)
-        return planned if self._reserve_outputs(planned, rounds.lanes[stream].spec, member) else []
+        planned = self.index.plan_rounds(stream, member, incarnation, step)
+        spec = self.index.rounds.lanes[stream].spec
+        return planned if step is not None or self._reserve_outputs(planned, spec, member) else []
 
     def _reserve_outputs(self, planned: list[Event], spec: Stream, member: str) -> bool:
         """Name the ring, per rank, that has room for every column these rounds will put; False when one has not."""
@@ -443,15 +418,6 @@ class Coordinator(Actor):
             return 0
         tokens = max(self.index.groups[g].rows[s].response for g, s in rows)
         return worst_case_bytes(len(rows), [(name, spec.output_bytes_per_token, tokens) for name in spec.outputs])
-
-    def _row(self, group_id: int, sample: int, columns: tuple[str, ...]) -> dict[str, Any]:
-        group = self.index.groups[group_id]
-        row = group.rows[sample]
-        places = {name: row.places[name] for name in columns}
-        return {
-            "group": group_id, "sample": sample, "step": group.step, "length": row.length, "response": row.response,
-            "reward": row.reward, "places": places,
-        }  # fmt: skip
 
     @endpoint
     async def ack(self, member: str, incarnation: int, key: str, rank: int) -> None:
@@ -587,7 +553,7 @@ class Coordinator(Actor):
         }
         return {
             "attempt": index.attempt, "version": index.version, "groups": dict(index.counts),
-            "refused_rows": index.refused_rows, "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
+            "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes, "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
             "rings": rings, "proved": dict(index.versions.proved), "evaluations": dict(index.evaluations),
             "journal_events": self._journal.num_events, "waiters": len(self._waiters),
         }  # fmt: skip

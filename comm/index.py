@@ -1,31 +1,31 @@
 """The index of the bus: what every prompt group is, where its rows lie, and what may happen to it next.
 
-Owns admission, leases, rows, outcomes and the accounting (promise B1). Pure: state changes only in `apply(event)`, a fold over
-the journal; `plan_*` methods look at the state and propose events without changing it. No clock, no memory, no sockets: those
-are the coordinator's. `rounds.py` holds the part that consumers see, `space.py` the room in rings, `versions.py` the weights.
+Owns admission, leases, outcomes and the accounting (promise B1). Pure: state changes only in `apply(event)`, a fold over the
+journal; `plan_*` methods look at the state and propose events without changing it. No clock, no memory, no sockets: those are
+the coordinator's. `group.py` holds what was put of one group, `rounds.py` the part that consumers see, `space.py` the room in
+rings, `versions.py` the weights.
 
     waiting --grant--> running --all n rows visible--> ready --commit--> trained
        ^                 |  |                            `--commit, beyond the first P--> surplus
        `--lose, error----'  `--settle--> filtered | failed        too many errors --> quarantined
 
 Invariants: a group trains at the step it was admitted for and at no other; a step is its first P survivors in admission order;
-the first visible put of a (group, sample, column) wins; at every moment
+the first visible put of a (group, sample, column), and of a group's media, wins; at every moment
 admitted = trained + filtered + surplus + failed + quarantined + waiting + running + ready.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from rondo.comm.group import LIVE, SETTLED, Group
 from rondo.comm.journal import Event
+from rondo.comm.records import GROUP_BLOB
 from rondo.comm.rounds import Rounds, Stream
 from rondo.comm.space import Space
 from rondo.comm.versions import Versions
-
-LIVE = ("waiting", "running", "ready")
-SETTLED = ("trained", "filtered", "surplus", "failed", "quarantined")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,41 +48,6 @@ class Rules:
     num_positions: int | None = None  # data-set rows times passes; None is endless
 
 
-@dataclass(slots=True)
-class Row:
-    """One sample: lengths in tokens, reward, the policy versions of its tokens, and where its columns lie."""
-
-    length: int
-    response: int
-    reward: float
-    oldest: int
-    newest: int
-    places: dict[str, list[Any]] = field(default_factory=dict)  # column -> [ring, position, sequence, row in record]
-
-
-@dataclass(slots=True)
-class Group:
-    """One admitted prompt group. `position` is the data cursor's; (position, sample) seeds every draw."""
-
-    id: int
-    step: int
-    position: int
-    state: str = "waiting"
-    epoch: int = 0
-    holder: str | None = None
-    rows: dict[int, Row] = field(default_factory=dict)
-    media: dict[str, list[Any]] = field(default_factory=dict)  # group-level columns, named like row places
-    encoder: int = 0  # positions that encoders take for the media
-    visible: dict[str, int] = field(default_factory=dict)  # column -> rows that have it
-    records: list[list[Any]] = field(default_factory=list)  # [ring, position] of every record with accepted rows
-    data_failures: int = 0
-    infra_failures: int = 0
-    error: str = ""
-
-    def reservation(self) -> str:
-        return f"group.{self.id}.{self.epoch}"
-
-
 class Index:
     """The fold. `apply` is total and deterministic: equal events give equal `dump()`."""
 
@@ -97,8 +62,8 @@ class Index:
         self.steps: dict[int, list[int]] = {}  # uncommitted step -> its groups in admission order
         self.counts: dict[str, int] = {"admitted": 0, **dict.fromkeys((*LIVE, *SETTLED), 0)}
         self.refused_rows = 0
-        self.media_bytes = 0  # of records with media, ever
-        self.sample_bytes = 0  # of records with samples, ever
+        self.media_bytes = 0  # put as media, ever, refused ones included
+        self.row_bytes = 0  # put as samples, likewise
         self.num_overflow = 0  # overflow rings ever made: names the next one
         self.consecutive_filtered = 0
         self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
@@ -132,7 +97,7 @@ class Index:
         for group in self._outstanding():
             self._move(group, "waiting")
             group.epoch, group.holder = group.epoch + 1, None
-            group.rows, group.media, group.encoder, group.visible, group.records = {}, {}, 0, {}, []
+            group.forget_puts()
 
     def _on_ring(self, event: Event) -> None:
         overflow = event.get("overflow", False)
@@ -186,26 +151,20 @@ class Index:
 
     def _on_put(self, event: Event) -> None:
         """A record became visible. Its rows are accepted one by one; whoever comes second is refused and counted."""
-        ring, pos, seq = event["ring"], event["pos"], event["seq"]
+        ring, pos = event["ring"], event["pos"]
         touched: dict[int, Group] = {}
         for i, (group_id, sample) in enumerate(event["rows"]):
             group = self.groups.get(group_id)
-            accepted = group is not None and event["attempt"] == self.attempt
-            if group is not None and accepted:
-                if "info" in event:
-                    accepted = self._accept_sample(group, sample, event, i, [ring, pos, seq, i])
-                else:
-                    accepted = self._accept_columns(group, sample, event["columns"], [ring, pos, seq, i])
-            if group is not None and accepted:
+            if group is not None and event["attempt"] == self.attempt and self._take(group, sample, event, i):
                 touched[group_id] = group
             else:
                 self.refused_rows += 1
-        uses = len(touched)
         if "info" in event:
-            of_media = any(sample < 0 for _, sample in event["rows"])
-            self.media_bytes += event["bytes"] * of_media
-            self.sample_bytes += event["bytes"] * (not of_media)
-        self.space.record(ring, pos, event["bytes"], uses, event["reservation"], event["entries"])
+            if event["rows"][0][1] == GROUP_BLOB:
+                self.media_bytes += event["bytes"]
+            else:
+                self.row_bytes += event["bytes"]
+        self.space.record(ring, pos, event["bytes"], len(touched), event["reservation"], event["entries"])
         for group in touched.values():
             group.records.append([ring, pos])
             if group.state == "running" and len(group.rows) == self.rules.samples_per_group:
@@ -214,35 +173,17 @@ class Index:
                 self.consecutive_filtered = 0
                 self._move(group, "ready")
             self._offer(group)
-        if uses == 0:
+        if not touched:
             self._trim(ring)
 
-    def _accept_sample(self, group: Group, sample: int, event: Event, i: int, place: list[Any]) -> bool:
-        if group.state != "running" or event["epoch"] != group.epoch:
-            return False
-        if sample < 0:
-            if group.media:
-                return False
-            group.media, group.encoder = dict.fromkeys(event["columns"], place), event["info"][i][0]
-            return True
-        if sample in group.rows:
-            return False
-        row = Row(*event["info"][i])
-        row.places = dict.fromkeys(event["columns"], place)
-        group.rows[sample] = row
-        for name in event["columns"]:
-            group.visible[name] = group.visible.get(name, 0) + 1
-        return True
-
-    def _accept_columns(self, group: Group, sample: int, columns: list[str], place: list[Any]) -> bool:
-        row = group.rows.get(sample)
-        fresh = [name for name in columns if row is not None and name not in row.places]
-        if row is None or group.state not in LIVE or not fresh:
-            return False
-        for name in fresh:
-            row.places[name] = place
-            group.visible[name] = group.visible.get(name, 0) + 1
-        return True
+    def _take(self, group: Group, sample: int, event: Event, i: int) -> bool:
+        """Row `i` of a record, if it is the first of its kind: media, a sample, or derived columns (they have no info)."""
+        columns, place = event["columns"], [event["ring"], event["pos"], event["seq"], i]
+        if "info" not in event:
+            return group.take_columns(sample, columns, place)
+        if sample == GROUP_BLOB:
+            return group.take_media(columns, event["epoch"], event["info"][i][0], place)
+        return group.take_sample(sample, columns, event["epoch"], event["info"][i], place)
 
     def _on_lose(self, event: Event) -> None:
         """A lease ended without progress. The memory stays reserved until its holder abandons it or is proved dead."""
@@ -426,21 +367,24 @@ class Index:
         """Steps that an engine with this proved version may work for: k - e <= max_staleness."""
         return range(self.step, min(engine_version + self.rules.max_staleness + 1, self.rules.num_steps))
 
+    def plan_rounds(self, stream: str, member: str, incarnation: int, step: int | None) -> list[Event]:
+        """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`)."""
+        ready = self.rounds.ready_groups(stream)
+        costs = {group: self.groups[group].costs() for group in ready}
+        sharing = {group for group in ready if self.groups[group].media}
+        if step is None:
+            return self.rounds.plan_forward(stream, member, incarnation, costs, sharing)
+        certain, needed = self.membership(step), self.rules.groups_per_step
+        return self.rounds.plan_train(stream, member, step, certain, needed, costs, sharing)
+
     def entries(self, group: Group) -> list[int]:
-        """Room (bytes a record) to reserve for what is still missing of a group; its media come first."""
-        media = [self.rules.media_bytes] if self.rules.media_bytes and not group.media else []
+        """Room (bytes a record) to reserve for what a holder puts of a group: its media first, then what is missing.
+
+        Media are put by every holder, so that room is there also where those of an earlier one stay; where a prompt has
+        none, the first sample uses it up.
+        """
+        media = [self.rules.media_bytes] if self.rules.media_bytes else []
         return media + [self.rules.row_bytes] * (self.rules.samples_per_group - len(group.rows))
-
-    def costs(self, groups: Iterable[int]) -> dict[int, list[int]]:
-        """Group -> what each of its samples costs a micro-batch: its tokens, and its share of the encoders' work."""
-        share = self.rules.samples_per_group
-        return {
-            g: [row.length + -(-self.groups[g].encoder // share) for _, row in sorted(self.groups[g].rows.items())]
-            for g in groups
-        }
-
-    def with_media(self, groups: Iterable[int]) -> set[int]:
-        return {g for g in groups if self.groups[g].media}
 
     def starving(self) -> str:
         """Why the oldest step can never fill, or empty while it can."""
@@ -462,7 +406,7 @@ class Index:
         "counts",
         "refused_rows",
         "media_bytes",
-        "sample_bytes",
+        "row_bytes",
         "num_overflow",
         "consecutive_filtered",
         "members",
@@ -475,7 +419,7 @@ class Index:
             **{name: getattr(self, name) for name in self._PLAIN},
             "staleness": [[age, count] for age, count in sorted(self.staleness.items())],
             "steps": [[step, list(groups)] for step, groups in self.steps.items()],
-            "groups": [_dump_group(group) for group in self.groups.values()],
+            "groups": [group.dump() for group in self.groups.values()],
             "space": self.space.dump(),
             "versions": self.versions.dump(),
             "rounds": self.rounds.dump(),
@@ -488,19 +432,8 @@ class Index:
             setattr(index, name, state[name])
         index.staleness = dict(state["staleness"])
         index.steps = {step: list(groups) for step, groups in state["steps"]}
-        index.groups = {group["id"]: _load_group(group) for group in state["groups"]}
+        index.groups = {group["id"]: Group.load(group) for group in state["groups"]}
         index.space = Space.load(state["space"])
         index.versions = Versions.load(state["versions"])
         index.rounds = Rounds.load(rules.streams, rules.samples_per_group, state["rounds"])
         return index
-
-
-def _dump_group(group: Group) -> dict[str, Any]:
-    fields = {name: getattr(group, name) for name in Group.__slots__ if name != "rows"}
-    rows = [[sample, *(getattr(row, name) for name in Row.__slots__)] for sample, row in group.rows.items()]
-    return {**fields, "rows": rows}
-
-
-def _load_group(fields: dict[str, Any]) -> Group:
-    rows = {sample: Row(*values) for sample, *values in fields["rows"]}
-    return Group(**{**fields, "rows": rows})

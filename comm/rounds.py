@@ -9,9 +9,7 @@ data-parallel rank; a rank without rows runs a dummy, so that all ranks run the 
 
     offer(group) -> ready -> plan(...) -> round r of a scope -> acknowledge(key, rank) by every rank -> unpinned
 
-The cost of a row is its tokens and its share of what encoders take; a micro-batch holds at most a budget of it, and ranks get
-about equal parts. Samples of a group with media stay in one micro-batch where the budget allows: there, the media are encoded
-once for all of them.
+A round is balanced by what rows cost (`balance.py`); a micro-batch holds at most the tokens of its member's layout.
 
 Invariants: every rank of a scope sees the same rounds in the same order; a group is in at most one live round of a stream;
 a train round names only groups whose membership in the step is certain; readiness is a list, never a scan.
@@ -22,12 +20,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
 from typing import Any
 
+from rondo.comm.balance import Costs, RowId, fill, micro_batches
 from rondo.comm.journal import Event
-
-RowId = list[int]  # [group, sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +102,19 @@ class Rounds:
     # ---- planning (changes nothing) ---------------------------------------------------------------------------------
 
     def plan_forward(
-        self, stream: str, member: str, incarnation: int, lengths: dict[int, list[int]], together: Collection[int] = ()
+        self, stream: str, member: str, incarnation: int, costs: Costs, sharing: Collection[int] = ()
     ) -> list[Event]:
         """The next rounds for one replica of a forward stream, or [] when nothing is ready.
 
-        lengths: group -> cost of each of its samples, for every ready group (`ready_groups` names them); together: groups
-        with media.
+        costs: those of each sample of every ready group (`ready_groups` names them); sharing: groups whose samples share
+        media, which a stream that reads media keeps together.
         """
         lane = self.lanes[stream]
         ranks, tokens = lane.layouts[member]
-        chosen = _up_to([group for _, group in lane.ready], lengths, ranks * tokens)
+        chosen = fill([group for _, group in lane.ready], costs, ranks * tokens)
         step = min((step for step, group in lane.ready if group in chosen), default=0)
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
-        whole = chosen if lane.spec.whole_groups else _fitting(together, lengths, tokens)
-        batches = _balance(chosen, lengths, ranks, tokens, whole)
+        batches = self._batches(lane, chosen, costs, member, sharing)
         return [_event(lane.spec, scope, first + i, step, member, rows, False) for i, rows in enumerate(batches)]
 
     def plan_train(
@@ -129,8 +124,8 @@ class Rounds:
         step: int,
         certain: Sequence[int],
         needed: int,
-        lengths: dict[int, list[int]],
-        together: Collection[int] = (),
+        costs: Costs,
+        sharing: Collection[int] = (),
     ) -> list[Event]:
         """The next rounds of a step for the training group, or [] when no further group is ready and certain.
 
@@ -144,14 +139,20 @@ class Rounds:
         done = len({g for r in lane.rounds.get(scope, {}).values() for g in r.groups()})
         if not fresh or (lane.spec.whole_step and len(fresh) + done < needed):
             return []
-        chosen = _up_to(fresh, lengths, ranks * tokens)
+        chosen = fill(fresh, costs, ranks * tokens)
         first, last = lane.planned.get(scope, 0), done + len(chosen) == needed
-        whole = chosen if lane.spec.whole_groups else _fitting(together, lengths, tokens)
-        batches = _balance(chosen, lengths, ranks, tokens, whole)
+        batches = self._batches(lane, chosen, costs, member, sharing)
         return [
             _event(lane.spec, scope, first + i, step, member, rows, last and i == len(batches) - 1)
             for i, rows in enumerate(batches)
         ]
+
+    def _batches(
+        self, lane: _Lane, chosen: Sequence[int], costs: Costs, member: str, sharing: Collection[int]
+    ) -> list[list[list[RowId]]]:
+        ranks, tokens = lane.layouts[member]
+        together = sharing if lane.spec.media else ()
+        return micro_batches(chosen, costs, ranks, tokens, whole=lane.spec.whole_groups, together=together)
 
     def ready_groups(self, stream: str) -> list[int]:
         return [group for _, group in self.lanes[stream].ready]
@@ -280,52 +281,3 @@ def _event(spec: Stream, scope: str, index: int, step: int, member: str, rows: l
         "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step,
         "member": member, "rows": rows, "last": last, "reserve": [None] * len(rows),
     }  # fmt: skip
-
-
-def _up_to(groups: Sequence[int], lengths: dict[int, list[int]], budget: int) -> list[int]:
-    """The first groups whose tokens fill the budget; at least one when there is one."""
-    chosen: list[int] = []
-    total = 0
-    for group in groups:
-        tokens = sum(lengths[group])
-        if chosen and total + tokens > budget:
-            break
-        chosen.append(group)
-        total += tokens
-    return chosen
-
-
-def _fitting(groups: Collection[int], lengths: dict[int, list[int]], tokens: int) -> list[int]:
-    """Those of `groups` that one micro-batch can hold whole."""
-    return [group for group in groups if group in lengths and sum(lengths[group]) <= tokens]
-
-
-def _balance(
-    groups: Sequence[int], lengths: dict[int, list[int]], ranks: int, tokens: int, whole: Collection[int]
-) -> list[list[list[RowId]]]:
-    """Micro-batches [round][rank] -> rows: costliest first to the rank with least work, then cut at the token budget."""
-    units: list[tuple[list[RowId], int]] = []
-    for g in groups:
-        if g in whole:
-            units.append(([[g, s] for s in range(len(lengths[g]))], sum(lengths[g])))
-        else:
-            units += [([[g, s]], length) for s, length in enumerate(lengths[g])]
-    loads, shares = [0] * ranks, [[] for _ in range(ranks)]  # type: list[int], list[list[tuple[list[RowId], int]]]
-    for unit in sorted(units, key=lambda unit: -unit[1]):
-        rank = loads.index(min(loads))
-        loads[rank] += unit[1]
-        shares[rank].append(unit)
-    cut = [_cut(sorted(share, key=lambda unit: unit[0][0]), tokens) for share in shares]
-    return [list(batch) for batch in zip_longest(*cut, fillvalue=[])]
-
-
-def _cut(units: list[tuple[list[RowId], int]], tokens: int) -> list[list[RowId]]:
-    batches: list[list[tuple[list[RowId], int]]] = []
-    total = 0
-    for unit in units:
-        if not batches or total + unit[1] > tokens:
-            batches.append([])
-            total = 0
-        batches[-1].append(unit)
-        total += unit[1]
-    return [list(chain.from_iterable(rows for rows, _ in batch)) for batch in batches]

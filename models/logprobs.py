@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
-from rondo.models.media.batch import collate, encoded_once
+from rondo.models.media.batch import collate, embedding, encoded_once
 from rondo.models.packing import PackedBatch, can_share_rows
 from rondo.models.parallel import drop_copies
 from rondo.runtime.errors import ConfigError
@@ -57,7 +57,8 @@ def response_log_probs(
             )
         arguments["position_ids"] = packed.position_ids
     head = model.get_output_embeddings()
-    with _scoring(head, packed, temperature, chunk_tokens, with_entropy) as found, encoded_once(model, batch):
+    scoring = _scoring(head, packed, temperature, chunk_tokens, with_entropy)
+    with scoring as found, encoded_once(model, batch), embedding(model, packed.embedded_ids):
         output = model(**arguments)
     if found.log_probs is None or output.logits is not found.log_probs:
         raise ConfigError(

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from rondo.models.families import family_of
+from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.inputs import MediaInputs
 from rondo.runtime.errors import ConfigError
 
@@ -63,6 +64,8 @@ class PackedBatch:
     responses: tuple[int, ...]
     num_tokens: int
     media: tuple[MediaInputs, ...] = ()  # in the order of their placeholders in the flat [B * L]
+    # int64 [B, L]: what to embed, where `input_ids` hides placeholders that stand for no feature; None: nothing is hidden.
+    embedded_ids: torch.Tensor | None = None
 
     @property
     def waste(self) -> float:
@@ -77,6 +80,7 @@ class PackedBatch:
             position_ids=None if self.position_ids is None else self.position_ids.to(device),
             positions=self.positions.to(device),
             targets=self.targets.to(device),
+            embedded_ids=None if self.embedded_ids is None else self.embedded_ids.to(device),
         )
 
 
@@ -87,6 +91,7 @@ class Packing:
     share_rows: bool
     dummy: Sequence | None
     """Of a multimodal family: what every batch of training holds beside its sequences."""
+    placeholders: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: Any) -> Packing:
@@ -94,13 +99,15 @@ class Packing:
         if family is None:
             return cls(can_share_rows(model), None)
         tokens, media = family.dummy(model.config)
-        return cls(can_share_rows(model), Sequence(tokens, 0, media))
+        return cls(can_share_rows(model), Sequence(tokens, 0, media), placeholder_ids(model))
 
     def pack(self, sequences: Ordered[Sequence], *, train: bool = False) -> PackedBatch:
         """The batch of these sequences; with `train` every tower has work in it."""
         multimodal = self.dummy is not None
         dummy = self.dummy if train else None
-        return pack(sequences, share_rows=self.share_rows, multimodal=multimodal, dummy=dummy)
+        return pack(
+            sequences, share_rows=self.share_rows, multimodal=multimodal, dummy=dummy, placeholders=self.placeholders
+        )
 
 
 def can_share_rows(model: Any) -> bool:
@@ -140,10 +147,12 @@ def pack(
     share_rows: bool = True,
     multimodal: bool = False,
     dummy: Sequence | None = None,
+    placeholders: Ordered[int] = (),
 ) -> PackedBatch:
     """Rows of `row_tokens`, by default the longest sequence's length; one sequence a row unless `share_rows`.
 
-    `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. Raises ConfigError for no sequences, a sequence longer than `row_tokens`, or a response that leaves no prompt.
+    `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. `placeholders` are
+    tokens that stand for features in prompts with media, and nowhere else. Raises ConfigError for no sequences, a sequence longer than `row_tokens`, or a response that leaves no prompt.
     """
     _check(sequences, row_tokens)
     num_given = len(sequences)
@@ -162,16 +171,21 @@ def pack(
     elif shared:
         position_ids = np.tile(np.arange(width), (num_rows, 1))
     positions, targets = [], []
+    features = np.zeros(input_ids.shape, bool)
     for sequence, length, (row, start) in zip(sequences, lengths, places, strict=True):
         end = start + length
         input_ids[row, start:end] = sequence.tokens
+        if sequence.media is not None:
+            features[row, start : start + sequence.media.positions.shape[1]] = True
         if position_ids is not None:
             position_ids[..., row, start:end] = _axes(sequence) if multimodal else np.arange(length)
         first = row * width + end - sequence.response - 1
         positions.append(np.arange(first, first + sequence.response))
         targets.append(sequence.tokens[length - sequence.response :])
+    hidden = hide_placeholders(input_ids, features, placeholders)
     return PackedBatch(
-        input_ids=torch.from_numpy(input_ids),
+        input_ids=torch.from_numpy(input_ids if hidden is None else hidden),
+        embedded_ids=None if hidden is None else torch.from_numpy(input_ids),
         position_ids=None if position_ids is None else torch.from_numpy(position_ids),
         positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
@@ -179,6 +193,13 @@ def pack(
         num_tokens=sum(lengths),
         media=tuple(media for _, media in sorted(_placed(sequences, places), key=lambda item: item[0])),
     )
+
+
+def hide_placeholders(ids: np.ndarray, features: np.ndarray, placeholders: Ordered[int]) -> np.ndarray | None:
+    """`ids` (integers) with every placeholder where `features` (bool, the same shape) is False replaced by token 0; None when
+    there is none."""
+    hidden = np.isin(ids, placeholders) & ~features if placeholders else None
+    return None if hidden is None or not hidden.any() else np.where(hidden, 0, ids)
 
 
 def _placed(

@@ -7,8 +7,11 @@ Invariant: features come out in the order of `media`, which is the order of the 
 cross a tower once, and their gradients add up. In a forward every modality that is there takes one pass of its tower, in an
 order that is the model's own; so ranks whose batches hold the same modalities run the same collectives.
 
+A model takes every placeholder among its tokens for a feature; but a policy can sample one, and a text can spell one. Those
+are hidden from the model behind another token, and their own embeddings are looked up all the same.
+
     batch = collate(model, [a, a, b])            # two samples of one group, one of another
-    with encoded_once(model, batch):
+    with encoded_once(model, batch), embedding(model, hidden_ids):
         model(input_ids=..., position_ids=..., **batch.arguments)
 """
 
@@ -115,6 +118,32 @@ def encoded_once(model: Any, batch: MediaBatch) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def placeholder_ids(model: Any) -> tuple[int, ...]:
+    """Tokens that stand for features; none for a model of text."""
+    family = family_of(model)
+    if family is None:
+        return ()
+    return tuple(dict.fromkeys(int(getattr(model.config, name)) for name in family.placeholders.values()))
+
+
+@contextmanager
+def embedding(model: Any, ids: torch.Tensor | None) -> Iterator[None]:
+    """While the body runs, the embeddings are those of `ids` (integers, the shape of the input's), whatever the model gives its
+    embedding layer. None changes nothing."""
+    if ids is None:
+        yield
+        return
+
+    def swap(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (ids,)
+
+    handle = model.get_input_embeddings().register_forward_pre_hook(swap)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _hooks(passes: list[_Pass]) -> tuple[Any, Any]:

@@ -173,13 +173,16 @@ def _check_whole(data: bytes, name: str) -> None:
     """FFmpeg takes a WAV or AVI file that was cut short for one that is shorter; its header says how long it was."""
     announced = int.from_bytes(data[4:8], "little") + 8
     if data[:4] == b"RIFF" and len(data) + 8 < announced < 1 << 32:  # writers that cannot seek announce 2^32 - 1
-        raise MediaError(f"{name} must hold the {announced} bytes of its header, got {len(data)}. Correct or remove the row")
+        raise MediaError(
+            f"{name} must hold the {announced} bytes of its header, got {len(data)}. Correct or remove the row"
+        )
 
 
 def _sound(container: Any, config: MediaConfig, name: str) -> np.ndarray:
     from av.audio.resampler import AudioResampler
 
     stream = container.streams.audio[0]
+    _check_codec(stream, name)
     low, high = _SOURCE_RATES
     if not low <= stream.sample_rate <= high:
         raise MediaError(
@@ -201,6 +204,13 @@ def _sound(container: Any, config: MediaConfig, name: str) -> np.ndarray:
     if not np.isfinite(sound).all():
         raise MediaError(f"{name} must hold finite samples, got infinite ones or NaN. Correct or remove the row")
     return sound
+
+
+def _check_codec(stream: Any, name: str) -> None:
+    if stream.codec_context is None:
+        raise MediaError(
+            f"{name} must be encoded in a way that FFmpeg can read, got an unknown codec. Correct or remove the row"
+        )
 
 
 def _and_none(frames: Iterator[Any]) -> Iterator[Any]:
@@ -225,6 +235,7 @@ class _Track:
 
 def _times(container: Any, config: MediaConfig, name: str) -> _Track:
     stream = container.streams.video[0]
+    _check_codec(stream, name)
     _check_pixels(name, stream.codec_context.width, stream.codec_context.height, config)
     rate = float(stream.average_rate or stream.guessed_rate or config.fps)
     times: list[float] = []
@@ -261,7 +272,8 @@ def _evenly(first: float, last: float, wanted: int, available: int) -> np.ndarra
 def _spacing(times_s: np.ndarray, config: MediaConfig) -> float:
     """Seconds between frames, in steps of 1/2048: few enough bits that what is computed from them in float32 and in float64,
     by processor and by model, comes to the same order of sound and frames."""
-    spacing_s = float(times_s[1] - times_s[0]) or 1 / config.fps
+    shown = np.unique(times_s)
+    spacing_s = float(shown[-1] - shown[0]) / (len(shown) - 1) if len(shown) > 1 else 1 / config.fps
     return max(round(spacing_s * _TICKS), 1) / _TICKS
 
 

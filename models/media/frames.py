@@ -92,13 +92,11 @@ class FrameProcessor:
         )
 
     def __call__(self, videos: Sequence[np.ndarray], *, video_metadata: Any = None, **_: Any) -> dict[str, Any]:
-        """Each video uint8 [F, H, W, 3], scaled already -> float32 [P, D] and int64 [videos, 3], as tensors."""
-        import torch
-
+        """Each video uint8 [F, H, W, 3], scaled already -> float32 [P, D] and int64 [videos, 3]."""
         patches, grids = zip(*(self._patches(video) for video in videos), strict=True)
         return {
-            "pixel_values_videos": torch.from_numpy(np.concatenate(patches)),
-            "video_grid_thw": torch.tensor(grids, dtype=torch.int64),
+            "pixel_values_videos": np.concatenate(patches),
+            "video_grid_thw": np.array(grids, np.int64),
             "video_metadata": video_metadata,
         }
 

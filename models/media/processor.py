@@ -241,7 +241,10 @@ class Processor:
                 f"the sound of {ref} must have at least {window} samples at {self._config.audio_sample_rate} Hz, "
                 f"got {len(sound)}. Remove the row"
             )
-        return sound
+        # The audio tower's convolutions look beyond the end of a sound shorter than its window, at whatever padding its batch
+        # brings: with silence up to the window, a sound's features are its own.
+        least = 2 * self._model.config.audio_config.n_window * self._library.feature_extractor.hop_length
+        return np.pad(sound, (0, max(0, least - len(sound))))
 
     def _call(self, text: str, decoded: _Decoded, refs: Sequence[MediaRef]) -> dict[str, Any]:
         arguments: dict[str, Any] = {"text_kwargs": {"add_special_tokens": False}}
@@ -280,7 +283,7 @@ class Processor:
                 arguments["load_audio_from_video"] = True
                 arguments["audio_from_video_indices"] = decoded.video_of_sound
         try:
-            return dict(self._library(text=[text], return_tensors="pt", **arguments))
+            return dict(self._library(text=[text], return_tensors="np", **arguments))
         except ValueError as error:
             raise MediaError(f"{_named(refs)} must suit the model's processor, got: {error}. Remove the row") from error
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
+from rondo.models.media.inputs import MediaInputs
 from rondo.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class Request:
     """One sample to generate.
 
     `prompt` is int32 [T], T >= 1. `seed` (0 <= seed < 2**63) belongs to the sample: the draw at a position depends on the
-    seed and that position alone. `media` holds the processor's tensors of the prompt; engines for text refuse it.
+    seed and that position alone. `media` are what the processor made of the prompt's images, audios and videos, whose
+    placeholders are among its tokens; engines of text models refuse them.
     """
 
     id: str
@@ -68,7 +70,7 @@ class Request:
     params: SamplingParams
     seed: int
     kind: Kind = "train"
-    media: Mapping[str, Any] | None = field(default=None, repr=False)
+    media: MediaInputs | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or self.prompt.dtype.kind not in "iu" or self.prompt.size == 0:

@@ -1,35 +1,44 @@
 """The forward of any Hugging Face decoder, through its own module and a ragged cache.
 
-Owns the cache layers that a module writes to and reads from, and the masks. Knows no family: what it needs from a model is
-that its layers are full or sliding attention over keys and values, and that it takes `position_ids`, a 4-D additive mask
-and a `Cache`. Slower than a fused forward, and the reference for it.
+Owns the cache layers that a module writes to and reads from, the masks, and the positions of multimodal sequences. Of a model
+it needs that its layers are full, sliding or linear attention, and that it takes `position_ids`, an additive mask and a `Cache`.
+Slower than a fused forward, and the reference for it.
 
 Invariant: position j of a slot's cache holds token j of its sequence. New prompts are padded on the right, so plain causal
-attention is exact for them; the padding they leave in the cache is masked until real tokens replace it.
+attention is exact for them; the padding they leave in the cache is masked until real tokens replace it. Layers of linear
+attention hold one state a slot, that of the newest token: for their models prompts are computed one by one, without padding.
 
     prompts  [slots, right-padded tokens]   causal, keys straight from the layer, written to the slots' rows
     decode   [n, 1] tokens at own positions  every row sees its own positions 0 .. p of rows 0 .. n - 1
+
+Multimodal models take positions on four axes: text (for masks), time, height, width. A prompt brings its own; the tokens sampled
+after it go on from their greatest, so all that a slot keeps is how far that is from its length.
 
 Legend: n decode rows, m prompts, T longest prompt, K key-value heads, D head_dim, L max_length, V vocab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
 
+from rondo.models.families import family_of
+from rondo.models.media.batch import collate, embedding, encoded_once, placeholder_ids
 from rondo.models.names import load_disk_tensors
-from rondo.roles.rollout.slots import Batch
+from rondo.models.packing import hide_placeholders
+from rondo.roles.rollout.slots import Batch, Prefill
 from rondo.runtime.errors import ConfigError
 
 KV_BLOCK = 16
 """Positions by which the attended range grows; lengths that are multiples of 16 suit every attention kernel."""
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_LINEAR = "linear_attention"
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", _LINEAR}
 
 
 class _RaggedLayer(CacheLayerMixin):
@@ -86,15 +95,82 @@ class _RaggedLayer(CacheLayerMixin):
         return self._shape[1]
 
 
+class _StateLayer(LinearAttentionLayer):
+    """The states of a layer of linear attention: what its convolution still sees, and what it remembers, a row a slot.
+
+    The module reads and writes `conv_states[0]` and `recurrent_states[0]`: nothing before a prompt, and the rows 0 .. n - 1 of
+    the storage, in place, when it decodes.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__()
+        self._num_slots = num_slots
+        self._slot: int | None = None
+        self._conv: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
+
+    def expect_prompts(self, slots: torch.Tensor) -> None:
+        """The next update brings one whole prompt for this slot (int64 [1])."""
+        self._slot = int(slots)
+        self.conv_states[0] = self.recurrent_states[0] = None
+        self.has_previous_state[0] = False
+
+    def expect_tokens(self, rows: torch.Tensor, at: torch.Tensor, upto: int) -> None:
+        """The next update brings one token for every row 0 .. n - 1."""
+        assert self._conv is not None and self._memory is not None
+        self._slot = None
+        self.conv_states[0], self.recurrent_states[0] = self._conv[: len(rows)], self._memory[: len(rows)]
+        self.has_previous_state[0] = True
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Of a prompt, [1, channels, T]: kept are its last `conv_kernel_size` positions, returned are all, padded to these."""
+        size = conv_kernel_size or conv_states.shape[-1]
+        if conv_states.shape[-1] < size:
+            conv_states = torch.nn.functional.pad(conv_states, (size - conv_states.shape[-1], 0))
+        if self._conv is None:
+            self._conv = conv_states.new_zeros(self._num_slots, conv_states.shape[1], size)
+        assert self._slot is not None
+        self._conv[self._slot] = conv_states[0, :, -size:]
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """[1 or n, heads, key size, value size]"""
+        if self._memory is None:
+            self._memory = recurrent_states.new_zeros(self._num_slots, *recurrent_states.shape[1:])
+        rows = slice(0, len(recurrent_states)) if self._slot is None else slice(self._slot, self._slot + 1)
+        self._memory[rows] = recurrent_states
+        return self._memory[rows]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for states in (self._conv, self._memory):
+            if states is not None:
+                states[target] = states[source]
+
+    def reset(self) -> None:
+        for states in (self._conv, self._memory):
+            if states is not None:
+                states.zero_()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
 class HFForward:
-    """`Forward` for any transformers causal LM with full or sliding attention. Raises ConfigError for other layers."""
+    """`Forward` for any transformers model with full, sliding or linear attention. Raises ConfigError for other layers."""
 
     def __init__(self, model: Any, *, num_slots: int, max_length: int, fixed_shapes: bool = False) -> None:
         config = model.config.get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
         if unknown := sorted(set(kinds) - _KNOWN_LAYERS):
             raise ConfigError(
-                f"the layers of {type(model).__name__} must be full or sliding attention for the embedded engine, "
+                f"the layers of {type(model).__name__} must be full, sliding or linear attention for the embedded engine, "
                 f"got {', '.join(unknown)}. Generate with an SGLang engine."
             )
         windows = {option["sliding_window"] for option in options if "sliding_window" in option}
@@ -105,11 +181,18 @@ class HFForward:
         self._window = windows.pop() if windows else 0
         self._length = -(-max_length // KV_BLOCK) * KV_BLOCK
         self._fixed_shapes = fixed_shapes
-        self._layers = [_RaggedLayer(num_slots, self._length) for _ in kinds]
+        self._layers: list[_RaggedLayer | _StateLayer] = [
+            _StateLayer(num_slots) if kind == _LINEAR else _RaggedLayer(num_slots, self._length) for kind in kinds
+        ]
         self._cache = Cache(layers=self._layers)
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._columns = torch.arange(self._length, device=self._device)
+        family = family_of(model)
+        self.modalities: tuple[str, ...] = family.modalities if family is not None else ()
+        self._placeholders = placeholder_ids(model)
+        self.keeps_prefixes = _LINEAR not in kinds
+        self._offsets = np.zeros(num_slots, np.float32)  # multimodal: from a slot's length to its next position
 
     @property
     def vocab_size(self) -> int:
@@ -119,11 +202,14 @@ class HFForward:
         parts = []
         if len(batch.tokens):
             parts.append(self._decode(batch.tokens, batch.positions))
-        if batch.prompts:
+        if batch.prompts and self.keeps_prefixes:
             parts.append(self._prefill(batch.prompts))
+        else:
+            parts += [self._prefill((prompt,)) for prompt in batch.prompts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def copy(self, source: int, target: int, length: int) -> None:
+        self._offsets[target] = self._offsets[source]
         for layer in self._layers:
             layer.copy(source, target, length)
 
@@ -140,35 +226,73 @@ class HFForward:
         upto = self._length if self._fixed_shapes else (int(positions.max()) // KV_BLOCK + 1) * KV_BLOCK
         for layer in self._layers:
             layer.expect_tokens(rows, at, upto)
-        masks = {kind: self._mask(kind, at, upto) for kind in self._kinds}
+        masks = {kind: None if kind == _LINEAR else self._mask(kind, at, upto) for kind in self._kinds}
+        position_ids = at[:, None]
+        if self.modalities:
+            axes = np.tile(positions + self._offsets[: len(positions)], (4, 1)).astype(np.float32)
+            axes[0] = positions
+            position_ids = torch.from_numpy(axes).to(self._device)[..., None]
         output = self._model(
             input_ids=torch.from_numpy(tokens).to(self._device)[:, None],
-            position_ids=at[:, None],
+            position_ids=position_ids,
             attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
             past_key_values=self._cache,
             use_cache=True,
         )
         return output.logits[:, -1]
 
-    def _prefill(self, prompts: tuple[tuple[int, np.ndarray], ...]) -> torch.Tensor:
-        lengths = np.array([tokens.size for _, tokens in prompts])
+    def _prefill(self, prompts: tuple[Prefill, ...]) -> torch.Tensor:
+        lengths = np.array([prompt.tokens.size for prompt in prompts])
         ids = np.zeros((len(prompts), int(lengths.max())), np.int64)
-        for row, (_, tokens) in zip(ids, prompts, strict=True):
-            row[: tokens.size] = tokens
-        slots = torch.tensor([slot for slot, _ in prompts], device=self._device)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: prompt.tokens.size] = prompt.tokens
+        slots = torch.tensor([prompt.slot for prompt in prompts], device=self._device)
         for layer in self._layers:
             layer.expect_prompts(slots)
-        # Only the positions at which some prompt ends reach the output head.
-        ends, end_of = np.unique(lengths - 1, return_inverse=True)
-        output = self._model(
-            input_ids=torch.from_numpy(ids).to(self._device),
-            position_ids=self._columns[None, : ids.shape[1]].expand(len(prompts), -1),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.from_numpy(ends).to(self._device),
+        position_ids = self._columns[None, : ids.shape[1]].expand(len(prompts), -1)
+        if self.modalities:
+            position_ids = torch.from_numpy(self._axes(prompts, ids.shape[1])).to(self._device)
+        media = collate(
+            self._model, [prompt.media for prompt in prompts if prompt.media is not None], device=self._device
         )
-        rows = torch.arange(len(prompts), device=self._device)
-        return output.logits[rows, torch.from_numpy(end_of).to(self._device)]
+        features = np.array([prompt.media is not None for prompt in prompts])[:, None]
+        hidden = hide_placeholders(ids, np.broadcast_to(features, ids.shape), self._placeholders)
+        embedded = None if hidden is None else torch.from_numpy(ids).to(self._device)
+        heads = self._heads_of(torch.from_numpy(lengths - 1).to(self._device))
+        with heads, encoded_once(self._model, media), embedding(self._model, embedded):
+            output = self._model(
+                input_ids=torch.from_numpy(ids if hidden is None else hidden).to(self._device),
+                position_ids=position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+                **media.arguments,
+            )
+        return output.logits[:, 0]
+
+    def _axes(self, prompts: tuple[Prefill, ...], width: int) -> np.ndarray:
+        """float32 [4, prompts, width]; notes how far the positions of each slot run ahead of its length."""
+        axes = np.tile(np.arange(width, dtype=np.float32), (4, len(prompts), 1))
+        for row, prompt in enumerate(prompts):
+            self._offsets[prompt.slot] = 0.0
+            if prompt.media is not None:
+                length = prompt.tokens.size
+                axes[1:, row, :length] = prompt.media.positions
+                self._offsets[prompt.slot] = prompt.media.positions.max() + 1 - length
+        return axes
+
+    @contextmanager
+    def _heads_of(self, ends: torch.Tensor) -> Iterator[None]:
+        """While the body runs, only the position at which each prompt ends (int64 [m]) reaches the output head."""
+
+        def last(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            rows = torch.arange(len(ends), device=ends.device)
+            return (args[0][rows, ends][:, None],)
+
+        handle = self._model.get_output_embeddings().register_forward_pre_hook(last)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _mask(self, kind: str, at: torch.Tensor, upto: int) -> torch.Tensor:
         """Additive, [n, 1, 1, upto]: 0 where a row's token may look, -inf elsewhere."""

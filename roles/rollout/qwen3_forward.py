@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from rondo.models.names import load_disk_tensors
 from rondo.roles.rollout.products import Product
-from rondo.roles.rollout.slots import Batch
+from rondo.roles.rollout.slots import Batch, Prefill
 
 KV_BLOCK = 16
 """Positions by which the attended range grows; views of the cache are reused in between."""
@@ -88,6 +88,9 @@ class Qwen3Forward:
         self._row_of_slot = (np.arange(num_slots) * heads * self._length)[:, None] + np.arange(heads) * self._length
         self._views: tuple[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = ((-1, -1), [])
 
+    modalities: tuple[str, ...] = ()
+    keeps_prefixes = True
+
     @property
     def vocab_size(self) -> int:
         return int(self._model.model.embed_tokens.num_embeddings)
@@ -97,15 +100,15 @@ class Qwen3Forward:
         tokens, positions = batch.tokens, batch.positions
         cache_rows = self._row_of_slot[:num_decode] + positions[:, None]
         if prompts:
-            spans = [np.arange(prompt.size) for _, prompt in prompts]
-            tokens = np.concatenate([tokens, *(prompt for _, prompt in prompts)])
+            spans = [np.arange(prompt.tokens.size) for prompt in prompts]
+            tokens = np.concatenate([tokens, *(prompt.tokens for prompt in prompts)])
             positions = np.concatenate([positions, *spans])
             prompt_rows = [
-                self._row_of_slot[slot] + span[:, None] for (slot, _), span in zip(prompts, spans, strict=True)
+                self._row_of_slot[prompt.slot] + span[:, None] for prompt, span in zip(prompts, spans, strict=True)
             ]
             cache_rows = np.concatenate([cache_rows, *prompt_rows])
-            for slot, prompt in prompts:
-                self._show(slot, prompt.size)
+            for prompt in prompts:
+                self._show(prompt.slot, prompt.tokens.size)
         device = self._device
         x_NE = F.embedding(torch.from_numpy(tokens).to(device), self._model.model.embed_tokens.weight)
         at_N = torch.from_numpy(positions).to(device)
@@ -115,7 +118,7 @@ class Qwen3Forward:
         for index, layer in enumerate(self._layers):
             x_NE = self._layer(index, layer, x_NE, turn_N1d, rows, num_decode, views, mask, prompts)
         if prompts:
-            last = num_decode - 1 + np.cumsum([prompt.size for _, prompt in prompts])
+            last = num_decode - 1 + np.cumsum([prompt.tokens.size for prompt in prompts])
             keep = np.concatenate([np.arange(num_decode), last])
             x_NE = x_NE.index_select(0, torch.from_numpy(keep).to(device))
         norm = self._model.model.norm.weight
@@ -143,7 +146,7 @@ class Qwen3Forward:
         num_decode: int,
         views: list[tuple[torch.Tensor, torch.Tensor]],
         mask: torch.Tensor | None,
-        prompts: tuple[tuple[int, np.ndarray], ...],
+        prompts: tuple[Prefill, ...],
     ) -> torch.Tensor:
         num_rows, num_q, num_kv, dim = len(x_NE), self._num_q, self._num_kv, self._dim
         group = num_q // num_kv
@@ -167,8 +170,8 @@ class Qwen3Forward:
                 seen = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
                 seen_NGKD[:num_decode] = seen.transpose(1, 2)
             start = num_decode
-            for _, prompt in prompts:
-                end = start + prompt.size
+            for prompt in prompts:
+                end = start + prompt.tokens.size
                 # Key-value heads are the batch, so that a group reads its keys and values through a stride of 0.
                 q, k, v = heads_NAD[start:end].split((num_q, num_kv, num_kv), 1)
                 q_KGTD = q.view(-1, num_kv, group, dim).permute(1, 2, 0, 3)

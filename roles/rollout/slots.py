@@ -19,15 +19,25 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
+from rondo.models.media.inputs import MediaInputs
 from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Request
 from rondo.roles.rollout.sampling import Sampler, uniforms
 from rondo.runtime.errors import ConfigError, CorruptData
+
+
+class Prefill(NamedTuple):
+    """A prompt to compute into a slot."""
+
+    slot: int
+    tokens: np.ndarray
+    """int64 [T], placeholders of media included"""
+    media: MediaInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +48,7 @@ class Batch:
     """int64 [num_decode]"""
     positions: np.ndarray
     """int64 [num_decode], the index of each token in its sequence"""
-    prompts: tuple[tuple[int, np.ndarray], ...] = ()
-    """(slot, int64 [T]) each"""
+    prompts: tuple[Prefill, ...] = ()
 
 
 class Forward(Protocol):
@@ -49,11 +58,20 @@ class Forward(Protocol):
     def vocab_size(self) -> int:
         """Token ids that the model knows: 0 .. vocab_size - 1."""
 
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Of the media that prompts may carry; empty for a model of text."""
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether `copy` can still take a prompt from a slot that has gone on since. Not so where layers carry a state."""
+
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Writes the cache and returns the next token's logits [num_decode + num_prompts, vocab], in the batch's order."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` positions of a slot's cache into another slot, which then holds exactly these."""
+        """Copies the first `length` positions of a slot's cache into another slot, which then holds exactly these. Without
+        `keeps_prefixes` they must be all that the slot holds."""
 
     def clear(self) -> None:
         """Zeroes the cache: a NaN in it would reach later sequences even through a mask."""
@@ -83,7 +101,7 @@ class SlotEngine:
     """Generates with continuous batching. Not thread-safe: one thread calls everything.
 
     `num_slots` sequences run at once, each of at most `max_length` tokens, prompt included. `max_prefill_tokens` bounds the
-    prompt tokens computed in one step beyond the first prompt, and so how long running sequences pause for new ones.
+    prompt tokens, and positions that encoders take, computed in one step beyond the first prompt, and so how long running sequences pause for new ones.
     `fixed_shapes` runs every decode over all slots and every prompt alone, so that a sample's bits do not depend on what
     runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently).
 
@@ -147,10 +165,18 @@ class SlotEngine:
                 f"the tokens of request {request.id!r} must be in [0, {self._forward.vocab_size}), "
                 f"got {low if low < 0 else high}. Tokenize the prompt with the model's own tokenizer."
             )
-        if request.media:
+        if request.media is None:
+            return
+        beyond = [modality for modality in request.media.modalities if modality not in self._forward.modalities]
+        if beyond:
             raise ConfigError(
-                f"request {request.id!r} must carry text only on the slot engine, got media {sorted(request.media)}. "
-                "Use an engine that takes media."
+                f"the media of request {request.id!r} must be of kinds that the model takes, "
+                f"{', '.join(self._forward.modalities) or 'none'}, got {', '.join(beyond)}. Name a model that takes them."
+            )
+        if request.media.positions.shape != (3, num_prompt):
+            raise ConfigError(
+                f"the positions of request {request.id!r} must be of shape [3, {num_prompt}], a column a prompt token, "
+                f"got {list(request.media.positions.shape)}. Take tokens and media from one processor call."
             )
 
     def add(self, request: Request) -> None:
@@ -208,23 +234,27 @@ class SlotEngine:
         """Samples one token for every sequence in flight, new ones included, and returns those that ended."""
         num_decode = len(self._running)
         rows = list(range(num_decode))
-        prompts: list[tuple[int, np.ndarray]] = []
+        prompts: list[Prefill] = []
         copies: list[tuple[int, int, int]] = []
         known: list[torch.Tensor] = []
         computed: list[_Prompt] = []
         budget = self._max_prefill_tokens
         while self._waiting and len(self._running) < self.num_slots:
             request = next(iter(self._waiting.values()))
-            slot, num_tokens = len(self._running), request.prompt.size
-            key = request.prompt.astype(np.int64)
-            prompt = self._prompts.get(key.tobytes())
+            slot, num_tokens, media = len(self._running), request.prompt.size, request.media
+            tokens = request.prompt.astype(np.int64)
+            key = tokens.tobytes() + (media.key.encode() if media is not None else b"")
+            prompt = self._prompts.get(key)
+            if prompt is not None and prompt.logits is not None and not self._forward.keeps_prefixes:
+                prompt = None
             holder = self._holder(prompt)
             if prompt is None or holder is None:
-                if prompts and num_tokens > budget:
+                cost = num_tokens + (media.encoder_positions if media is not None else 0)
+                if prompts and cost > budget:
                     break
-                budget -= num_tokens
-                prompt = self._prompts[key.tobytes()] = _Prompt(row=num_decode + len(prompts))
-                prompts.append((slot, key))
+                budget -= cost
+                prompt = self._prompts[key] = _Prompt(row=num_decode + len(prompts))
+                prompts.append(Prefill(slot, tokens, media))
                 computed.append(prompt)
                 self._prefill_tokens += num_tokens
             else:
@@ -250,7 +280,7 @@ class SlotEngine:
             self._forward.copy(source, target, length)
         return self._record(logits_NV[rows] if copies else logits_NV)
 
-    def _compute(self, num_decode: int, prompts: list[tuple[int, np.ndarray]]) -> torch.Tensor:
+    def _compute(self, num_decode: int, prompts: list[Prefill]) -> torch.Tensor:
         """The logits [num_decode + num_prompts, vocab]: one forward, or many of fixed shapes."""
         decode = self._all_slots[:num_decode]
         positions = self._length[:num_decode] - 1

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from rondo.models import parallel
 from rondo.models.families import family_of
+from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs, contents_key
-from rondo.models.packing import Sequence
+from rondo.models.packing import Packing, Sequence
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3_omni")
 IMAGE, VIDEO, AUDIO, START, END, AUDIO_START = 256, 257, 258, 259, 260, 261
@@ -65,7 +70,7 @@ def tiny(family: str) -> Any:
     raise KeyError(family)
 
 
-def prompt(model: Any, seed: int, *, image: Ordered[int] = (), video: Ordered[int] = (), audio: int = 0) -> Sequence:
+def prompt(model: Any, seed: int, *, image: tuple[int, ...] = (), video: tuple[int, ...] = (), audio: int = 0) -> Sequence:
     """A prompt of some text and at most one of each: an image of [height, width] merged patches, a video of [frames, height,
     width] of them, and so many frames of sound. No response."""
     rng = np.random.default_rng(seed)
@@ -146,3 +151,96 @@ def alone(model: Any, one: Sequence, temperature: float = 1.0) -> torch.Tensor:
 
 def _noise(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
+
+
+# ---- a step of training -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to spread a model over ranks."""
+
+    family: str
+    encoders: str = "replicate"
+    freeze: tuple[str, ...] = ()
+    dtype: str = "float32"
+    recomputed: bool = False
+
+    @property
+    def name(self) -> str:
+        extra = [*self.freeze, *(["recomputed"] if self.recomputed else [])]
+        return "-".join([self.family, self.encoders, self.dtype, *extra])
+
+
+CASES = (
+    Case("qwen3_omni"),
+    Case("qwen3_omni", "shard"),
+    Case("qwen3_omni", freeze=("vision",)),
+    Case("qwen3_omni", "shard", freeze=("vision", "language")),
+    Case("qwen3_vl"),
+    Case("qwen3_vl", "shard", recomputed=True),
+    Case("qwen3_5", "shard"),
+    Case("qwen3_omni", dtype="bfloat16", recomputed=True),
+    Case("qwen3_omni", "shard", dtype="bfloat16"),
+)
+LR = 1e-3
+
+
+def shares(model: Any, step: int) -> list[list[list[Sequence]]]:
+    """[rank][micro-batch] -> samples. Rank 0 sees images and sound first and then text; rank 1 text first, then a video."""
+    sound = {"audio": 70} if "omni" in model.config.model_type else {}
+    at = 1000 * step
+    pictures = group(prompt(model, at + 1, image=(2, 2 + step), **sound), at + 10, (4, 6))
+    words = [group(prompt(model, at + 2 + i), at + 20 + 10 * i, (5, 3)) for i in range(2)]
+    film = group(prompt(model, at + 5, video=(2, 1, 2)), at + 50, (7, 2))
+    return [[pictures, words[0]], [words[1], film]]
+
+
+def train_step(
+    model: Any,
+    packing: Packing,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    *,
+    rank: int | None = None,
+    world_size: int = 1,
+    take: bool = True,
+) -> list[float]:
+    """One step over the share of `rank`, or over all shares: [loss sum of all, gradient norm where the step is taken]."""
+    every = shares(model, step)
+    batches = every[rank] if rank is not None else [batch for share in every for batch in share]
+    num_tokens = sum(one.response for share in every for batch in share for one in batch)
+    model.train()
+    total = torch.zeros((), dtype=torch.float64)
+    for number, batch in enumerate(batches):
+        parallel.set_sync(model, number == len(batches) - 1)
+        log_probs, _ = response_log_probs(model, packing.pack(batch, train=True), chunk_tokens=7)
+        loss = -log_probs.sum()
+        loss.backward()
+        total += loss.detach()
+    if world_size > 1:
+        dist.all_reduce(total)
+    parallel.scale_gradients(model, world_size / num_tokens)
+    if not take:
+        return [float(total)]
+    norm = parallel.clip_grad_norm(model, 0.5)
+    optimizer.step()
+    parallel.discard_gradients(model)
+    return [float(total), norm]
+
+
+def whole_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Name in memory -> the whole gradient, of every parameter that has one (collective when sharded)."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in found.items()}
+
+
+def long_prompt(model: Any) -> list[Sequence]:
+    """Samples at positions beyond 256, which bfloat16 cannot tell apart."""
+    asked = prompt(model, 3, image=(2, 2))
+    before = np.random.default_rng(4).integers(0, 256, 300).astype(np.int32)
+    assert asked.media is not None
+    positions = np.concatenate([np.tile(np.arange(300, dtype=np.float32), (3, 1)), asked.media.positions + 300], axis=1)
+    arrays = {**asked.media.arrays, "positions": positions}
+    whole = Sequence(np.concatenate([before, asked.tokens]), 0, MediaInputs(contents_key(arrays), arrays))
+    return group(whole, 5, (20, 12))

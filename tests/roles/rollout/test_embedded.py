@@ -31,6 +31,9 @@ class Controlled:
         self.step_error: Exception | None = None
         self.load_error: Exception | None = None
 
+    modalities: tuple[str, ...] = ()
+    keeps_prefixes = True
+
     @property
     def vocab_size(self) -> int:
         return self._forward.vocab_size

@@ -143,14 +143,14 @@ def test_forcing_the_fused_path_on_another_model_is_refused() -> None:
         slot_engine(llama(), num_slots=1, max_length=8, forward="fast")  # type: ignore[arg-type]
 
 
-def test_layers_without_keys_and_values_are_refused() -> None:
+def test_layers_of_chunked_attention_are_refused() -> None:
     model = llama()
-    model.config.layer_types = ["full_attention", "linear_attention"]
+    model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ConfigError) as caught:
         slot_engine(model, num_slots=1, max_length=8)
     assert str(caught.value) == (
-        "the layers of LlamaForCausalLM must be full or sliding attention for the embedded engine, "
-        "got linear_attention. Generate with an SGLang engine."
+        "the layers of LlamaForCausalLM must be full, sliding or linear attention for the embedded engine, "
+        "got chunked_attention. Generate with an SGLang engine."
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import slot_engine
+from rondo.models.media.inputs import MediaInputs
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError, CorruptData
@@ -240,9 +241,9 @@ def test_requests_that_can_never_run_are_refused_with_the_reason(model: Any) -> 
     )
     strange = Request("odd", np.array([1, 97], np.int32), SamplingParams(2), 0)
     assert refused(engine, strange).startswith("the tokens of request 'odd' must be in [0, 97), got 97.")
-    seen = dataclasses.replace(request("seen", 2, 2), media={"pixel_values": np.zeros(1)})
+    seen = dataclasses.replace(request("seen", 2, 2), media=MediaInputs("one", {"pixel_values": np.zeros((4, 12))}))
     assert refused(engine, seen).startswith(
-        "request 'seen' must carry text only on the slot engine, got media ['pixel_values']"
+        "the media of request 'seen' must be of kinds that the model takes, none, got image."
     )
     engine.add(request("twice", 2, 2))
     assert refused(engine, request("twice", 3, 2)).startswith("the id of a request must be unique")

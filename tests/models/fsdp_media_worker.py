@@ -1,0 +1,124 @@
+"""What torchrun starts for test_fsdp_media.py, with OUT: two ranks see different modalities; writes what they saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from rondo.models import checkpoint, parallel
+from rondo.models.logprobs import response_log_probs
+from rondo.models.optimizer import make_optimizer
+from rondo.models.packing import Packing
+from rondo.models.parts import freeze
+from rondo.models.state import load_training_state, training_state
+from tests.models.multimodal import CASES, LR, Case, long_prompt, tiny, train_step, whole_gradients
+
+OUT = Path(sys.argv[1])
+
+
+def everywhere(fact: bool) -> bool:
+    """Whether it holds on every rank."""
+    held = torch.tensor(int(fact))
+    dist.all_reduce(held, dist.ReduceOp.MIN)
+    return bool(held)
+
+
+def sharded(case: Case) -> tuple[Any, Packing, torch.optim.Optimizer]:
+    model = tiny(case.family)
+    freeze(model, case.freeze)
+    packing = Packing.of(model)
+    parallel.shard(
+        model, world_size=2, encoders=case.encoders, param_dtype=case.dtype, activation_checkpointing=case.recomputed
+    )
+    return model, packing, make_optimizer(model, lr=LR, eps=1e-4)
+
+
+def equal_on_ranks(model: Any) -> bool:
+    """Whether what is not cut is the same on both ranks."""
+    same = True
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            mine = parameter.detach().clone()
+            dist.broadcast(mine, 0)
+            same = same and torch.equal(mine, parameter)
+    return everywhere(same)
+
+
+def part_held(model: Any) -> dict[str, float]:
+    """Of the encoders and of the rest, the part of all elements that this rank holds."""
+    sums = {"encoders": [0, 0], "rest": [0, 0]}
+    for name, parameter in model.named_parameters():
+        where = sums["encoders" if "visual" in name or "audio_tower" in name else "rest"]
+        where[0] += (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+        where[1] += parameter.numel()
+    return {name: held / whole for name, (held, whole) in sums.items()}
+
+
+def trained(case: Case) -> dict[str, Any]:
+    rank = dist.get_rank()
+    model, packing, optimizer = sharded(case)
+    held = part_held(model)
+    told = [train_step(model, packing, optimizer, 0, rank=rank, world_size=2, take=False)]
+    gradients = whole_gradients(model)
+    told[0].append(parallel.clip_grad_norm(model, 0.5))
+    optimizer.step()
+    parallel.discard_gradients(model)
+    told.append(train_step(model, packing, optimizer, 1, rank=rank, world_size=2))
+    weights = {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
+    if rank == 0:
+        save_file(gradients, OUT / f"{case.name}.gradients.safetensors")
+        save_file(weights, OUT / f"{case.name}.weights.safetensors")
+    facts: dict[str, Any] = {"told": told, "equal": equal_on_ranks(model), "held": held}
+    if case.dtype == "float32" and not case.recomputed:
+        facts |= kept(case, model, packing, optimizer)
+    else:
+        model, packing, _ = sharded(case)
+        packed = packing.pack(long_prompt(model))
+        with torch.no_grad():
+            facts["scores"] = response_log_probs(model.eval(), packed)[0].tolist()
+    return facts
+
+
+def kept(case: Case, model: Any, packing: Packing, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A snapshot and a checkpoint after step 1, and step 2 from each of them."""
+    tensors, state = training_state(model, optimizer)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    checkpoint.save(OUT / case.name / "step_000002", model, optimizer, {"version": 2})
+
+    def step() -> tuple[list[float], dict[str, torch.Tensor]]:
+        told = train_step(model, packing, optimizer, 2, rank=dist.get_rank(), world_size=2)
+        after, _ = training_state(model, optimizer)
+        return told, {name: tensor.clone() for name, tensor in after.items()}
+
+    first = step()
+    load_training_state(model, optimizer, tensors, state)
+    second = step()
+    model, packing, optimizer = sharded(case)
+    checkpoint.load(OUT / case.name / "step_000002", model, optimizer)
+    third = step()
+
+    def same(other: tuple[list[float], dict[str, torch.Tensor]]) -> bool:
+        return other[0] == first[0] and all(torch.equal(other[1][name], first[1][name]) for name in first[1])
+
+    return {"snapshot": everywhere(same(second)), "checkpoint": everywhere(same(third)), "next": first[0]}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    facts = {case.name: trained(case) for case in CASES}
+    if dist.get_rank() == 0:
+        (OUT / "facts.json").write_text(json.dumps(facts))
+    # gloo's thread frees the last collective's tensors when it comes to it; in a finalizing interpreter that aborts.
+    os._exit(0)
+
+
+main()
