@@ -1,7 +1,8 @@
 """What moves between roles.
 
 memory         words, records, ring, slab (weights), snapshot (of an actor), tensors
-decisions      index (a pure fold), with rounds, space and versions; journal; coordinator is their shell, serve its process
+decisions      index (a pure fold), with group, rounds (and balance), space and versions; journal; coordinator is their
+               shell, rings what it holds, answers what it tells, serve its process
 for roles      bus
 afterwards     audit
 """

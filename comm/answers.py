@@ -3,7 +3,8 @@
 Owns the form of these answers, read off the index; changes nothing. Who gets which work, and when, is decided before
 (`index.py`, `rounds.py`, `coordinator.py`); `bus.py` reads them.
 
-    lease   {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0", "have": [[sample, reward, response], ...]}
+    lease   {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0",
+             "has_media": False, "have": [[sample, reward, response], ...]}     what earlier holders have put
     round   {"key", "index", "step", "last", "ring",
              "rows":  [{"group": 7, "sample": 0, ..., "places": {column: place}}, ...],
              "media": [[7, {column: place}], ...]}
@@ -25,6 +26,7 @@ def lease_of(index: Index, group: Group) -> dict[str, Any]:
     return {
         "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
         "ring": index.space.ring_of(group.reservation()),
+        "has_media": bool(group.media),
         "have": [[sample, row.reward, row.response] for sample, row in sorted(group.rows.items())],
     }  # fmt: skip
 

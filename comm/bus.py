@@ -123,9 +123,9 @@ class Bus:
     def put_media(
         self, ring: str, group: int, epoch: int, columns: Sequence[Column], encoder_positions: int
     ) -> RecordRef:
-        """The media of a leased group, once for all its samples and before them; each column has one array. Of a group that
-        several held one after the other, the first media count. `encoder_positions`: what its towers work on, which rounds
-        are balanced by."""
+        """The media of a leased group, once for all its samples and before them; each column has one array. Not where the
+        lease says `has_media`: those of an earlier holder stay, and there is no room for others. `encoder_positions`: what
+        the towers work on, which rounds are balanced by."""
         meta = {"reservation": f"group.{group}.{epoch}", "info": [[encoder_positions]]}
         return self._put(ring, [[group, GROUP_BLOB]], columns, epoch, meta)
 

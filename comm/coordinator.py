@@ -1,6 +1,6 @@
 """The coordinator: the one process that decides what happens to prompt groups.
 
-Owns the journal (its only writer), the tails of all rings (their only releaser) and everything that waits for work. It is the
+Owns the journal (its only writer), the rings (`rings.py`: their only releaser) and everything that waits for work. It is the
 shell around `index.py`: it reads doorbells and calls, turns them into events, appends the events to the journal, applies them,
 and only then lets their effects leave the process (answers, tails). It computes nothing on tensors and imports no torch.
 
@@ -14,7 +14,6 @@ from its journalled head, and deaths that happened meanwhile are fetched from th
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ import orjson
 from rondo.comm.answers import lease_of, round_of
 from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event, Journal
-from rondo.comm.records import Descriptor, worst_case_bytes
-from rondo.comm.ring import RecordRef, RingTail
+from rondo.comm.records import worst_case_bytes
+from rondo.comm.rings import Rings
 from rondo.comm.rounds import Stream
-from rondo.comm.words import drain
 from rondo.runtime.actor import Actor, ActorRef, endpoint
 from rondo.runtime.errors import Refused
 from rondo.runtime.segments import SegmentClient
@@ -65,13 +63,6 @@ class CoordinatorConfig:
         return cls(**{**fields, "rules": Rules(**rules)})
 
 
-@dataclass(slots=True)
-class _Ring:
-    tail: RingTail
-    doorbell: int
-    segment: Any
-
-
 class Coordinator(Actor):
     """Endpoints of the bus. `start()` opens what the journal says exists; `tick()` looks at deadlines."""
 
@@ -88,10 +79,9 @@ class Coordinator(Actor):
         self.config = config
         self.index = index
         self._journal = journal
-        self._segments = segments
+        self._rings = Rings(segments, lambda events: self._emit(*events))
         self._supervisor = supervisor
         self._clock = clock
-        self._rings: dict[str, _Ring] = {}
         self._waiters: list[asyncio.Future[None]] = []
         self._renewed: dict[int, float] = {}  # running group -> when progress was last seen
         self._granted: dict[int, float] = {}
@@ -103,9 +93,10 @@ class Coordinator(Actor):
 
     async def start(self) -> None:
         """Open every ring that the index knows, and fold in what happened while no coordinator ran."""
-        for name in list(self.index.space.rings):
-            self._open(name)
-        self._emit(*(event for name in self._rings for event in self._read(name)))
+        known = dict(self.index.space.rings)
+        for name, space in known.items():
+            self._rings.open(name, known=space)
+        self._emit(*self._rings.read(known))
         roster = await self._supervisor.call("roster", deadline_s=30, retry=True)
         for member, incarnation in roster["dead"]:
             if self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]:
@@ -119,15 +110,7 @@ class Coordinator(Actor):
 
     def close(self) -> None:
         """Stop listening to doorbells; memory stays where it is."""
-        for name in list(self._rings):
-            self._shut(name)
-
-    def _shut(self, name: str) -> None:
-        ring = self._rings.pop(name)
-        asyncio.get_running_loop().remove_reader(ring.doorbell)
-        ring.tail.close()
-        ring.segment.close()
-        os.close(ring.doorbell)
+        self._rings.close()
 
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
@@ -205,45 +188,21 @@ class Coordinator(Actor):
         return {"ring": name, "bytes": num_bytes}
 
     def _make_ring(self, name: str, num_bytes: int, member: str, *, overflow: bool = False) -> None:
-        self._open(name, num_bytes)
-        capacity = self._rings[name].tail.capacity
+        capacity = self._rings.open(name, num_bytes)
         event = {"event": "ring", "ring": name, "bytes": capacity, "member": member, "overflow": overflow}
         self._journal_and_apply([event])
 
-    def _open(self, name: str, num_bytes: int = 0) -> None:
-        known = self.index.space.rings.get(name)
-        segment = self._segments.segment(name, num_bytes)
-        tail = RingTail(segment, name, cursor=known.head if known else None)
-        if known is not None:
-            tail.release(known.tail)
-        ring = _Ring(tail, self._segments.doorbell(name), segment)
-        self._rings[name] = ring
-        asyncio.get_running_loop().add_reader(ring.doorbell, self._rung, name)
-
-    def _rung(self, name: str) -> None:
-        events = self._read(name)
-        if events:
-            self._emit(*events)
-
     def _poll(self, member: str) -> None:
-        events = [
-            event for name, ring in self.index.space.rings.items() if ring.owner == member for event in self._read(name)
-        ]
+        """See what this member has put up to now."""
+        events = self._rings.read(name for name, ring in self.index.space.rings.items() if ring.owner == member)
         if events:
             self._emit(*events)
-
-    def _read(self, name: str) -> list[Event]:
-        """Put events of a ring's new records. The doorbell is drained before the head is loaded, never after."""
-        ring = self._rings[name]
-        drain(ring.doorbell)
-        return [_put_event(name, ref, descriptor) for ref, descriptor in ring.tail.poll()]
 
     def _drop_idle_overflow(self) -> None:
         for name, space in list(self.index.space.rings.items()):
             if space.overflow and space.idle:
                 self._journal_and_apply([{"event": "ring_dropped", "ring": name}])
-                self._shut(name)
-                self._segments.drop(name)
+                self._rings.drop(name)
 
     # ---- leases -----------------------------------------------------------------------------------------------------
 
@@ -251,7 +210,7 @@ class Coordinator(Actor):
     async def lease(self, member: str, incarnation: int, max_groups: int, held: list[list[int]]) -> dict[str, Any]:
         """Work for a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
 
-        {"grants": [{group, epoch, step, position, ring, have: [[sample, reward, response], ...]}, ...]}
+        {"grants": [{group, epoch, step, position, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
         {"evaluate": {"label", "version"}}: sample the held-out prompts with exactly this version;
         {"end": True}: the run needs nothing more.
 
@@ -319,7 +278,7 @@ class Coordinator(Actor):
         if not oldest:
             return None
         overflow = f"overflow/{member}/{self.index.attempt}.{self.index.num_overflow}"
-        self._make_ring(overflow, 2 * sum(entries) + (1 << 16), member, overflow=True)
+        self._make_ring(overflow, sum(entries) + (1 << 16), member, overflow=True)  # empty and used once: nothing wraps
         return overflow
 
     @endpoint
@@ -553,7 +512,8 @@ class Coordinator(Actor):
         }
         return {
             "attempt": index.attempt, "version": index.version, "groups": dict(index.counts),
-            "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes, "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
+            "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes,
+            "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
             "rings": rings, "proved": dict(index.versions.proved), "evaluations": dict(index.evaluations),
             "journal_events": self._journal.num_events, "waiters": len(self._waiters),
         }  # fmt: skip
@@ -568,8 +528,7 @@ class Coordinator(Actor):
         for event in events:
             self.index.apply(event)
         for name, tail in self.index.freed():
-            if name in self._rings:
-                self._rings[name].tail.release(tail)
+            self._rings.release(name, tail)
 
     def _emit(self, *events: Event) -> None:
         self._journal_and_apply(list(events))
@@ -597,13 +556,3 @@ class Coordinator(Actor):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
-
-
-def _put_event(ring: str, ref: RecordRef, descriptor: Descriptor) -> Event:
-    meta = descriptor.meta
-    event = {
-        "event": "put", "ring": ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes, "rows": descriptor.rows,
-        "columns": [column.name for column in descriptor.columns], "epoch": descriptor.epoch,
-        "attempt": descriptor.attempt, "reservation": meta["reservation"], "entries": len(descriptor.rows),
-    }  # fmt: skip
-    return event | ({"info": meta["info"]} if "info" in meta else {})

@@ -370,6 +370,8 @@ class Index:
     def plan_rounds(self, stream: str, member: str, incarnation: int, step: int | None) -> list[Event]:
         """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`)."""
         ready = self.rounds.ready_groups(stream)
+        if not ready:
+            return []
         costs = {group: self.groups[group].costs() for group in ready}
         sharing = {group for group in ready if self.groups[group].media}
         if step is None:
@@ -378,12 +380,11 @@ class Index:
         return self.rounds.plan_train(stream, member, step, certain, needed, costs, sharing)
 
     def entries(self, group: Group) -> list[int]:
-        """Room (bytes a record) to reserve for what a holder puts of a group: its media first, then what is missing.
+        """Room (bytes a record) to reserve for what is still missing of a group; its media come first.
 
-        Media are put by every holder, so that room is there also where those of an earlier one stay; where a prompt has
-        none, the first sample uses it up.
+        Where a prompt has no media, its first sample uses up their room.
         """
-        media = [self.rules.media_bytes] if self.rules.media_bytes else []
+        media = [self.rules.media_bytes] if self.rules.media_bytes and not group.media else []
         return media + [self.rules.row_bytes] * (self.rules.samples_per_group - len(group.rows))
 
     def starving(self) -> str:

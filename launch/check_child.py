@@ -111,7 +111,7 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
     for data, settings in parts:
         for index in range(min(_NUM_ROWS, len(data))):
             row = data.row(index)
-            if tokenizers:
+            if tokenizers and not row.media:
                 render_prompt(tokenizers[0], row, settings, config.rollout.max_prompt_tokens)
     report.add("ok", f"{len(train)} rows to train on, {report.facts['num_held_out']} held out")
 

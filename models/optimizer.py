@@ -1,7 +1,8 @@
 """The optimizer and its learning rate.
 
-Owns which parameters decay and which are stepped together, and that moments exist from the start: so the size of a snapshot is known before the first step,
-and every rank holds the same tensors at every version. Does not own gradients (`parallel.py`) or when to step.
+Owns which parameters decay and which are stepped together, and that moments exist from the start: so the size of a snapshot
+is known before the first step, and every rank holds the same tensors at every version. Does not own gradients (`parallel.py`)
+or when to step.
 
     optimizer = make_optimizer(model, lr=1e-6)
     for group in optimizer.param_groups:
@@ -39,7 +40,10 @@ def make_optimizer(
     family = family_of(model)
     of_language = {id(p): part_of(family, name) == LANGUAGE for name, p in model.named_parameters()}
     groups = [
-        {"params": [p for p in trained if of_language[id(p)] == language and (p.ndim >= 2) == decays], "weight_decay": decay}
+        {
+            "params": [p for p in trained if of_language[id(p)] == language and (p.ndim >= 2) == decays],
+            "weight_decay": decay,
+        }
         for language in (True, False)
         for decays, decay in ((True, weight_decay), (False, 0.0))
     ]

@@ -152,7 +152,8 @@ def pack(
     """Rows of `row_tokens`, by default the longest sequence's length; one sequence a row unless `share_rows`.
 
     `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. `placeholders` are
-    tokens that stand for features in prompts with media, and nowhere else. Raises ConfigError for no sequences, a sequence longer than `row_tokens`, or a response that leaves no prompt.
+    tokens that stand for features in prompts with media, and nowhere else. Raises ConfigError for no sequences, a sequence
+    longer than `row_tokens`, or a response that leaves no prompt.
     """
     _check(sequences, row_tokens)
     num_given = len(sequences)
@@ -202,9 +203,7 @@ def hide_placeholders(ids: np.ndarray, features: np.ndarray, placeholders: Order
     return None if hidden is None or not hidden.any() else np.where(hidden, 0, ids)
 
 
-def _placed(
-    sequences: Ordered[Sequence], places: list[tuple[int, int]]
-) -> list[tuple[tuple[int, int], MediaInputs]]:
+def _placed(sequences: Ordered[Sequence], places: list[tuple[int, int]]) -> list[tuple[tuple[int, int], MediaInputs]]:
     return [(place, s.media) for s, place in zip(sequences, places, strict=True) if s.media is not None]
 
 

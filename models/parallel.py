@@ -1,14 +1,16 @@
 """One model over several processes: FSDP2, mixed precision, activation checkpointing, and what is done to its gradients.
 
 Owns how a model is cut (every decoder layer is a unit, the rest is the root's; encoders are whole on every rank, or units of
-their own), which dtype its computation has, and how gradients are summed, scaled and clipped. Does not own forward passes (`logprobs.py`) or the optimizer (`optimizer.py`).
+their own), which dtype its computation has, and how gradients are summed, scaled and clipped. Does not own forward passes
+(`logprobs.py`) or the optimizer (`optimizer.py`).
 
 Precision: parameters, gradients and moments are float32; with `param_dtype="bfloat16"` a unit computes with bfloat16 copies of
 its parameters and gradients flow back through the cast. FSDP2's mixed precision does that over several processes; one process
 without it does the same by lending each unit the copies while its forward runs. torch.autocast is not used: it would keep
 norms and the residual stream in float32, and so give other log-probs than several processes, or a scoring model in bfloat16.
 
-Invariant: after the last backward of a step a gradient is the mean over ranks, however the step is cut into micro-batches.
+Invariant: after `scale_gradients` a gradient is the mean over ranks times the factor, however the step is cut into
+micro-batches.
 
     model = shard(load_model(path), world_size=2, param_dtype="bfloat16")
     for each micro-batch: set_sync(model, last); loss.backward()
@@ -58,45 +60,61 @@ def shard(
 
     With one process in float32 and without checkpointing the model stays untouched. Checkpointing applies in training mode.
     """
-    layers = decoder_layers(model)
+    layers, towers = decoder_layers(model), _towers(model)
     # Both are found out once, on the whole model: before FSDP2 renames the classes by which transformers knows families.
     disk_groups(model)
     can_share_rows(model)
-    if activation_checkpointing:
-        if not layers:
-            raise ConfigError(
-                f"train.activation_checkpointing must have decoder layers to recompute, got none in {type(model).__name__}. "
-                "Set it to False"
-            )
-        if world_size > 1 or param_dtype == "float32":
-            for layer in layers:
-                layer.forward = _recomputed(layer, layer.forward)
+    if activation_checkpointing and not layers:
+        raise ConfigError(
+            f"train.activation_checkpointing must have decoder layers to recompute, got none in {type(model).__name__}. "
+            "Set it to False"
+        )
     compute, reduce = getattr(torch, param_dtype), getattr(torch, reduce_dtype)
-    if world_size > 1:
-        mesh = dist.init_device_mesh(next(model.parameters()).device.type, (world_size,), mesh_dim_names=("fsdp",))
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-        towers = _towers(model)
-        inside = {module for tower in towers for module in tower.modules()}
-        whole: set[nn.Parameter] = set()
-        if encoders == "replicate":
-            whole = {parameter for tower in towers for parameter in tower.parameters()}
-            _replicated[model] = whole
-            if compute != torch.float32:  # FSDP2 casts its own parameters only
-                for unit in [*(layer for layer in layers if layer in inside), *towers]:
-                    unit.forward = _lent(unit, _owned([unit], but=[*layers, *towers]), compute)
-        for layer in layers:
-            if layer not in inside or encoders == "shard":
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-        if encoders == "shard":
+    encoding = {module for tower in towers for module in tower.modules()}
+    # What FSDP2 does not gather: everything in one process, or encoders that each rank holds whole.
+    whole = [layer for layer in layers if world_size == 1 or (encoders == "replicate" and layer in encoding)]
+    lent = whole if compute != torch.float32 else []
+    for layer in layers:
+        # Lent inside of what runs again: copies are there for the second run too.
+        if layer in lent:
+            layer.forward = _lent(layer, _owned([layer]), compute)
+        if activation_checkpointing:
+            layer.forward = _recomputed(layer, layer.forward)
+    if world_size == 1:
+        if compute != torch.float32:
+            model.forward = _lent(model, _owned([model], but=layers), compute)
+        return model
+    mesh = dist.init_device_mesh(next(model.parameters()).device.type, (world_size,), mesh_dim_names=("fsdp",))
+    # Units get what the one before computed, in its dtype. Positions stay float32, for bfloat16 cannot tell 256 from 257.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    ignored = set[nn.Parameter]()
+    if encoders == "replicate" and towers:
+        ignored = {parameter for tower in towers for parameter in tower.parameters()}
+        _replicated[model] = ignored
+        if compute != torch.float32:
             for tower in towers:
-                fully_shard(tower, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=whole or None)
-    elif compute != torch.float32:
-        for layer in layers:
-            forward = _lent(layer, _owned([layer]), compute)
-            layer.forward = _recomputed(layer, forward) if activation_checkpointing else forward
-        model.forward = _lent(model, _owned([model], but=layers), compute)
+                tower.forward = _lent(tower, _owned([tower], but=layers), compute)
+    for layer in layers:
+        if layer not in whole:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    if encoders == "shard":
+        for tower in towers:
+            fully_shard(tower, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored or None)
     return model
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated blocks of `model` (its encoders' too), outermost first; each is sharded and recomputed as a whole."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    towers = _towers(model)  # some families name them among the modules not to split, but their blocks repeat too
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(outer + ".") for outer in found)
+        repeated = type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer)
+        if repeated and not inside and module not in towers:
+            found[name] = module
+    return list(found.values())
 
 
 def _towers(model: Any) -> list[nn.Module]:
@@ -104,17 +122,6 @@ def _towers(model: Any) -> list[nn.Module]:
     family = family_of(model)
     paths = dict.fromkeys(family.towers.values()) if family is not None else {}
     return [model.get_submodule(path) for path in paths]
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """The repeated blocks of `model` (a vision tower's too), outermost first; each is sharded and recomputed as a whole."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(outer + ".") for outer in found)
-        if not inside and (type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer)):
-            found[name] = module
-    return list(found.values())
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------------

@@ -14,11 +14,13 @@ from __future__ import annotations
 import bisect
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rondo.roles.cursor import Order, held_out_rows
-from rondo.roles.sources import Listed, RowError, Source, missing_column, open_source
+from rondo.models.media.refs import MediaRef
+from rondo.roles.media_rows import with_media
+from rondo.roles.sources import RowError, Source, missing_column, named_columns, open_source
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 
@@ -30,12 +32,21 @@ __all__ = ["Dataset", "Row", "RowError", "demonstrations", "open_dataset", "open
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt. `name` tells users where it stands; `prompt` is text or a list of chat messages."""
+    """One prompt. `name` tells users where it stands; `prompt` is text or a list of chat messages, in which image, audio and
+    video parts are places for `media`, in their order."""
 
     name: str
     prompt: str | list[dict[str, Any]]
     label: Any
     metadata: dict[str, Any]
+    media: tuple[MediaRef, ...] = ()
+
+
+class Rows(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int: ...
+    def row(self, index: int) -> Row: ...
 
 
 class Dataset:
@@ -53,8 +64,8 @@ class Dataset:
         """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value."""
         at = self._indices[index]
         config, values, name = self._config, self._source.read(at), self._source.name_of(at)
-        for column in (config.prompt, config.label, config.metadata):
-            if column is not None and column not in values:
+        for column in named_columns(config):
+            if column not in values:
                 raise missing_column(name, column, list(values))
         prompt = values[config.prompt]
         if not isinstance(prompt, str) and not _are_messages(prompt):
@@ -68,7 +79,8 @@ class Dataset:
                 f"{name}: {config.metadata!r} must be an object or null, got {type(metadata).__name__}. "
                 "Correct the row, or name another column in data.metadata"
             )
-        return Row(name, prompt, None if config.label is None else values[config.label], metadata)
+        prompt, media = with_media(name, prompt, values, config)
+        return Row(name, prompt, None if config.label is None else values[config.label], metadata, media)
 
     def split(self, num_held_out: int, seed: int) -> tuple[Dataset, Dataset]:
         """(kept, held out): disjoint, together everything, the same for the same seed; what is kept stays in order."""
@@ -137,7 +149,20 @@ def open_splits(job: JobConfig) -> tuple[Dataset, Dataset | None]:
     return train, (found.split(num_prompts, job.seed)[1] if own.shuffle else found.first(num_prompts))
 
 
-def demonstrations(job: JobConfig) -> Dataset:
+class _Demonstrated:
+    """Rows of the run with answers of their own."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        return self._rows[index]
+
+
+def demonstrations(job: JobConfig) -> Rows:
     """What the warm-up learns from: its own rows, or as many of the training rows, in a seeded order, as it takes in all,
     each with an answer of its own. Never a row that is held out."""
     assert job.sft is not None
@@ -147,9 +172,7 @@ def demonstrations(job: JobConfig) -> Dataset:
     train, _ = open_splits(job)
     draw, order = random.Random(job.seed), Order(len(train), job.seed)
     rows = (train.row(order.locate(place).row) for place in range(job.sft.steps * job.sft.batch_size))
-    made = [{"prompt": row.prompt, "answer": answer(row.prompt, row.label, draw)} for row in rows]
-    name = job.sft.demonstrate.rpartition(":")[2]
-    return Dataset(Listed(made, name), job.sft.source(), range(len(made)))
+    return _Demonstrated([replace(row, label=answer(row.prompt, row.label, draw)) for row in rows])
 
 
 def train_order(job: JobConfig, num_rows: int) -> Order:

@@ -33,7 +33,7 @@ from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.config import DataConfig, SftConfig
 from rondo.roles.cursor import Cursor, Order
-from rondo.roles.datasets import Dataset, Row, RowError
+from rondo.roles.datasets import Row, RowError, Rows
 from rondo.roles.prompts import encode_answer, render_prompt
 from rondo.runtime.errors import ConfigError
 
@@ -50,7 +50,7 @@ Prepare = Callable[[Row, DataConfig, int], tuple[np.ndarray, MediaInputs | None]
 def warm_up(
     model: Any,
     tokenizer: Any,
-    data: Dataset,
+    data: Rows,
     config: SftConfig,
     device: torch.device | str,
     *,

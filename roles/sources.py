@@ -52,6 +52,12 @@ def open_source(config: DataConfig) -> Source:
     return _listed(transform(source.read(i) for i in range(len(source))), config.transform, "data.transform")
 
 
+def named_columns(config: DataConfig) -> list[str]:
+    """Columns that the settings name."""
+    named = (config.prompt, config.label, config.metadata, config.use_audio_in_video, *config.media_columns.values())
+    return [name for name in named if name is not None]
+
+
 def _listed(rows: Any, reference: str, setting: str) -> Listed:
     if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
         raise ConfigError(f"{setting} must return rows, got {type(rows).__name__}. Return a list of dicts")
@@ -69,8 +75,7 @@ def _open(config: DataConfig) -> Source:
     if kinds == [".jsonl"]:
         return JsonLines(paths)
     if kinds == [".parquet"]:
-        columns = [name for name in (config.prompt, config.label, config.metadata) if name is not None]
-        return Parquet(paths, [] if config.transform is not None else columns)
+        return Parquet(paths, [] if config.transform is not None else named_columns(config))
     raise ConfigError(
         f"data.path must name .jsonl or .parquet files, one kind at a time, got {' and '.join(kinds)} "
         f"in {config.path}. Name them with a glob such as 'data/*.jsonl'"

@@ -40,8 +40,8 @@ _TEMPORAL_PATCH = 2
 """Frames of one video patch: videos have a multiple of them."""
 _TICKS = 2048
 
-Fit = Callable[[int, int], tuple[int, int]]
-"""(height, width) of a source -> (height, width) that its frames are scaled to."""
+Fit = Callable[[int, int, int], tuple[int, int]]
+"""(frames that are taken, height, width of one) -> (height, width) that they are scaled to; raises MediaError for too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def image(data: bytes, config: MediaConfig, name: str, *, fit: Fit | None = None
         ):
             _check_pixels(name, *picture.size, config)
             picture.load()
-            return _scaled(_as_rgb(ImageOps.exif_transpose(picture)), fit)
+            return _scaled(_as_rgb(ImageOps.exif_transpose(picture)), 1, fit)
     except _BROKEN_IMAGE as error:
         if isinstance(error, MediaError):
             raise
@@ -236,7 +236,6 @@ class _Track:
 def _times(container: Any, config: MediaConfig, name: str) -> _Track:
     stream = container.streams.video[0]
     _check_codec(stream, name)
-    _check_pixels(name, stream.codec_context.width, stream.codec_context.height, config)
     rate = float(stream.average_rate or stream.guessed_rate or config.fps)
     times: list[float] = []
     for packet in container.demux(stream):
@@ -245,6 +244,7 @@ def _times(container: Any, config: MediaConfig, name: str) -> _Track:
             times.append(len(times) / rate if ticks is None else float(ticks * packet.time_base))
     if not times:
         raise MediaError(f"{name} must last longer than 0 s, got no frames. Correct or remove the row")
+    _check_pixels(name, stream.codec_context.width, stream.codec_context.height, config)
     track = _Track(min(times), max(times), len(times))
     if stream.frames > track.num_frames:
         raise MediaError(
@@ -296,7 +296,7 @@ def _nearest(
             )
         time = frame.time if frame.time is not None else track.start_s + count * track.frame_s
         while before is not None and len(taken) < len(times) and times[len(taken)] <= (before[0] + time) / 2:
-            taken.append(np.asarray(_scaled(before[1].to_image(), fit)))
+            taken.append(np.asarray(_scaled(before[1].to_image(), len(times), fit)))
         before = (time, frame)
         if len(taken) == len(times):
             break
@@ -307,7 +307,7 @@ def _nearest(
             f"{end_s:g} s. Correct or remove the row"
         )
     if len(taken) < len(times):
-        last = np.asarray(_scaled(before[1].to_image(), fit))
+        last = np.asarray(_scaled(before[1].to_image(), len(times), fit))
         taken += [last] * (len(times) - len(taken))
     return np.stack(taken)
 
@@ -324,18 +324,18 @@ def _from_frames(source: list[bytes], config: MediaConfig, name: str, fit: Fit |
         if size not in (None, picture.size):
             raise MediaError(f"{name} must keep one size, got {size} and {picture.size}. Correct or remove the row")
         size = picture.size
-        frames.append(np.asarray(_scaled(picture, fit)))
+        frames.append(np.asarray(_scaled(picture, len(chosen), fit)))
     times_s = chosen / config.fps
     return Video(np.stack(frames), tuple(times_s.tolist()), _spacing(times_s, config))
 
 
-def _scaled(picture: Any, fit: Fit | None) -> Any:
+def _scaled(picture: Any, num_frames: int, fit: Fit | None) -> Any:
     """Bicubic, as the processors of the Qwen families scale."""
     from PIL.Image import Resampling
 
     if fit is None:
         return picture
-    height, width = fit(picture.height, picture.width)
+    height, width = fit(num_frames, picture.height, picture.width)
     return picture if (width, height) == picture.size else picture.resize((width, height), Resampling.BICUBIC)
 
 

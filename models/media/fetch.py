@@ -36,8 +36,7 @@ def read(ref: MediaRef, config: MediaConfig) -> bytes:
     Raises MediaError for a source that is not allowed, not there, empty or too large.
     """
     source = ref.source
-    if isinstance(source, list):
-        raise MediaError(f"{ref} must be read frame by frame, got a list. Read its frames one at a time")
+    assert not isinstance(source, list), "frames are read by read_video"
     if isinstance(source, bytes):
         _check_size(ref, len(source), config)
         data = source
@@ -56,6 +55,14 @@ def read(ref: MediaRef, config: MediaConfig) -> bytes:
     if not data:
         raise MediaError(f"{ref} must hold data, got 0 bytes. Correct or remove the row")
     return data
+
+
+def read_video(ref: MediaRef, config: MediaConfig) -> bytes | list[bytes]:
+    """Like `read`, for a source that may also be a list of frames: together they have at most `max_file_bytes`."""
+    if isinstance(ref.source, list):
+        _check_size(ref, sum(map(len, ref.source)), config)
+        return ref.source
+    return read(ref, config)
 
 
 def _from_path(ref: MediaRef, source: str, config: MediaConfig) -> bytes:

@@ -5,7 +5,7 @@ What it gives equals transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcess
 those need torchvision to be imported at all.
 
     fitted(70, 90, unit=32, min_tokens=4, max_tokens=64)     # (64, 96): 6 tokens
-    FrameProcessor.load(folder)(videos=[frames])             # {"pixel_values_videos": [P, D], "video_grid_thw": [1, 3], ...}
+    FrameProcessor.load(path)(videos=[frames])             # {"pixel_values_videos": [P, D], "video_grid_thw": [1, 3], ...}
 
 Invariant: height and width are multiples of `patch_size * merge_size`, so that every patch group becomes one token.
 """
@@ -67,18 +67,18 @@ class FrameProcessor:
     model_input_names: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
 
     @staticmethod
-    def load(folder: str) -> FrameProcessor:
+    def load(path: str) -> FrameProcessor:
         """From processor_config.json, video_preprocessor_config.json or preprocessor_config.json, in this order.
 
         Raises ConfigError for a video processor of another kind.
         """
-        found = _settings(Path(folder))
+        found = _settings(path)
         kind = found.get("video_processor_type") or (
             "Qwen2VLVideoProcessor" if "Omni" in found.get("processor_class", "") else "Qwen3VLVideoProcessor"
         )
         if kind not in _DEFAULTS:
             raise ConfigError(
-                f"the video processor of {folder!r} must be one of {', '.join(_DEFAULTS)} without torchvision, got {kind!r}. "
+                f"the video processor of {path!r} must be one of {', '.join(_DEFAULTS)} without torchvision, got {kind!r}. "
                 "Install torchvision"
             )
         settings = _DEFAULTS[kind] | {name: value for name, value in found.items() if value is not None}
@@ -114,13 +114,17 @@ class FrameProcessor:
         return ordered.reshape(time * tall * wide, 3 * depth * side * side), (time, tall, wide)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    nested = _json(folder / "processor_config.json")
+def _settings(path: str) -> dict[str, Any]:
+    nested = read_json(path, "processor_config.json")
     if isinstance(nested.get("video_processor"), dict):
         return {"processor_class": nested.get("processor_class", ""), **nested["video_processor"]}
-    return _json(folder / "video_preprocessor_config.json") or _json(folder / "preprocessor_config.json")
+    return read_json(path, "video_preprocessor_config.json") or read_json(path, "preprocessor_config.json")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = orjson.loads(path.read_bytes()) if path.is_file() else {}
-    return found
+def read_json(path: str, file: str) -> dict[str, Any]:
+    """A settings file of a model folder, or of a model on the hub; empty when there is no such file."""
+    from transformers.utils import cached_file
+
+    found = cached_file(path, file, _raise_exceptions_for_missing_entries=False)
+    settings: dict[str, Any] = orjson.loads(Path(found).read_bytes()) if found else {}
+    return settings

@@ -4,7 +4,7 @@ Owns finding and putting together its parts. Does not own what is asked of it (`
 processors without torchvision, although only their video part needs it; `frames.py` stands in for that part.
 
     library = load_library("models/qwen3-vl", whole=has_torchvision())
-    library(text=["<|vision_start|><|image_pad|><|vision_end|>What?"], images=[picture], return_tensors="pt")
+    library(text=["<|vision_start|><|image_pad|><|vision_end|>What?"], images=[picture], return_tensors="np")
 
 Invariant: tokenizer, template, picture and sound features come from the library's own code in both cases.
 """
@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
-import orjson
-
-from rondo.models.media.frames import FrameProcessor
+from rondo.models.media.frames import FrameProcessor, read_json
 from rondo.runtime.errors import ConfigError
 
 
@@ -67,10 +64,9 @@ def load_library(path: str, *, whole: bool) -> Any:
 
 
 def _class_name(path: str) -> str:
-    folder = Path(path)
     for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        if (folder / file).is_file() and (found := orjson.loads((folder / file).read_bytes()).get("processor_class")):
-            return str(found)
+        if name := read_json(path, file).get("processor_class"):
+            return str(name)
     raise ConfigError(
         f"model.path must be a folder whose processor files name a processor_class, got {path!r} without. "
         "Copy preprocessor_config.json and its like beside config.json"

@@ -31,6 +31,8 @@ from rondo.models.media.refs import Kind, MediaRef
 from rondo.runtime.errors import ConfigError
 
 _KINDS: tuple[Kind, ...] = ("image", "audio", "video")
+_CHANNELS = 3
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,9 @@ class Processor:
         self._config = config
         self._whole = whole
         tokenizer = library.tokenizer
-        tokens = {getattr(library, f"{kind}_token", None) for kind in _KINDS}
-        for name in ("vision_start_token", "vision_end_token", "vision_bos_token", "vision_eos_token"):
-            tokens.add(getattr(library, name, None))
-        for name in ("audio_bos_token", "audio_eos_token"):
-            tokens.add(getattr(library, name, None))
+        names = [f"{kind}_token" for kind in _KINDS]
+        names += [f"{kind}_{end}_token" for kind in ("vision", "audio") for end in ("start", "end", "bos", "eos")]
+        tokens = {getattr(library, name, None) for name in names}
         self._reserved = sorted(token for token in tokens if token)
         self._template = getattr(library, "chat_template", None) or tokenizer.chat_template
 
@@ -135,12 +135,15 @@ class Processor:
             with_sound=[video.sound is not None for video in decoded.videos],
         )
         media = MediaInputs(contents_key(arrays), arrays)
-        if media.num_bytes > self._config.max_group_bytes:
+        self._check_room(media.num_bytes, refs)
+        return Prepared(tokens, media)
+
+    def _check_room(self, num_bytes: int, refs: Sequence[MediaRef]) -> None:
+        if num_bytes > self._config.max_group_bytes:
             raise MediaError(
                 f"{_named(refs)} must take at most media.max_group_bytes = {self._config.max_group_bytes} bytes once processed, "
-                f"got {media.num_bytes}. Raise it, lower the token limits, or remove the row"
+                f"got {num_bytes} or more. Raise it, lower the token or frame limits, or remove the row"
             )
-        return Prepared(tokens, media)
 
     def _check_messages(self, messages: Sequence[Mapping[str, Any]], refs: Sequence[MediaRef]) -> None:
         kinds: list[str] = []
@@ -198,39 +201,44 @@ class Processor:
     def _decode(self, refs: Sequence[MediaRef]) -> _Decoded:
         decoded = _Decoded([], [], [], [])
         config = self._config
-        for ref in refs:
-            name = str(ref)
+        for index, ref in enumerate(refs):
+            fit = self._fit(refs[: index + 1], decoded)
             if ref.kind == "image":
-                fit = self._fit(ref, config.image_min_tokens, config.image_max_tokens)
-                decoded.images.append(decode.image(fetch.read(ref, config), config, name, fit=fit))
+                decoded.images.append(decode.image(fetch.read(ref, config), config, str(ref), fit=fit))
             elif ref.kind == "audio":
-                sound = decode.audio(fetch.read(ref, config), config, name)
+                sound = decode.audio(fetch.read(ref, config), config, str(ref))
                 decoded.sounds.append(self._long_enough(sound, ref))
                 decoded.video_of_sound.append(None)
             else:
                 use_audio = config.use_audio_in_video if ref.use_audio is None else ref.use_audio
-                source = (
-                    [fetch.read(MediaRef("image", frame), config) for frame in ref.source]
-                    if isinstance(ref.source, list)
-                    else fetch.read(ref, config)
-                )
-                fit = self._fit(ref, config.video_min_tokens, config.video_max_tokens)
-                video = decode.video(source, config, name, use_audio=use_audio, fit=fit)
+                source = fetch.read_video(ref, config)
+                video = decode.video(source, config, str(ref), use_audio=use_audio, fit=fit)
                 if video.sound is not None:
                     decoded.sounds.append(self._long_enough(video.sound, ref))
                     decoded.video_of_sound.append(len(decoded.videos))
                 decoded.videos.append(video)
         return decoded
 
-    def _fit(self, ref: MediaRef, min_tokens: int, max_tokens: int) -> decode.Fit:
-        part = self._library.image_processor if ref.kind == "image" else self._library.video_processor
-        unit = part.patch_size * part.merge_size
+    def _fit(self, refs: Sequence[MediaRef], before: _Decoded) -> decode.Fit:
+        """For the last ref: sizes within the token limits, as long as the patches of all so far fit the room of a prompt."""
+        config, ref = self._config, refs[-1]
+        if ref.kind == "image":
+            part, low, high = self._library.image_processor, config.image_min_tokens, config.image_max_tokens
+        else:
+            part, low, high = self._library.video_processor, config.video_min_tokens, config.video_max_tokens
+        depth = part.temporal_patch_size
+        held = depth * sum(picture.width * picture.height for picture in before.images)
+        held += sum(video.frames.size // _CHANNELS for video in before.videos)
 
-        def fit(height: int, width: int) -> tuple[int, int]:
+        def fit(num_frames: int, height: int, width: int) -> tuple[int, int]:
             try:
-                return fitted(height, width, unit=unit, min_tokens=min_tokens, max_tokens=max_tokens)
+                tall, wide = fitted(
+                    height, width, unit=part.patch_size * part.merge_size, min_tokens=low, max_tokens=high
+                )
             except ValueError as error:
                 raise MediaError(f"{ref}: its {error}") from error
+            self._check_room((held + max(num_frames, depth) * tall * wide) * _CHANNELS * _FLOAT_BYTES, refs)
+            return tall, wide
 
         return fit
 

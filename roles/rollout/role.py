@@ -44,7 +44,8 @@ from rondo.runtime.waits import totals
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on one prompt group. `have`: sample -> reward of what an earlier lease has put."""
+    """The right to work on one prompt group. `have`: sample -> reward of what an earlier lease has put; `has_media`: it has
+    put the media."""
 
     group: int
     epoch: int
@@ -52,6 +53,7 @@ class Lease:
     position: int
     ring: str
     have: Mapping[int, float]
+    has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class RolloutRole:
         config = self._job.config
         row = self._data.row(self._order.locate(lease.position).row)
         prompt, media = await self._prompt(row, config.data)
-        if media is not None:
+        if media is not None and not lease.has_media:
             self._put_media(lease, media)
         missing = [number for number in range(config.rollout.samples_per_prompt) if number not in lease.have]
         rewards = dict(lease.have)
@@ -222,8 +224,7 @@ class RolloutRole:
             raise RowError(
                 f"{row.name}: prompt must be text without the media section, got {row.media[0]}. Set media=MediaConfig()"
             )
-        prepared = await self._media.prepare(row, data, most)
-        return prepared.tokens, prepared.media
+        return await self._media.prepare(row, data, most)
 
     def _request(
         self, lease: Lease, number: int, prompt: np.ndarray, media: MediaInputs | None, params: SamplingParams

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondo.comm.index import Group, Index, Rules
+from rondo.comm.group import Group
+from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event
+from rondo.comm.records import GROUP_BLOB
 from rondo.comm.rounds import Stream
 
 STREAMS = (
-    Stream("actor_fwd", ("tokens",), ("log_probs",)),
+    Stream("actor_fwd", ("tokens",), ("log_probs",), media=True),
     Stream("advantages", ("loss_mask",), ("advantages",), whole_groups=True),
-    Stream("actor", ("tokens", "advantages", "log_probs"), kind="train"),
+    Stream("actor", ("tokens", "advantages", "log_probs"), kind="train", media=True),
 )
 BASE = ("tokens", "loss_mask")
 
@@ -92,11 +94,21 @@ class Driver:
     def put_columns(self, key: str, rows: list[list[int]], columns: list[str], member: str) -> None:
         self._put(f"ring/{member}/0", rows, columns, epoch=0, reservation=f"{key}.0")
 
-    def _put(self, ring: str, rows: list[list[int]], columns: list[str], **more: Any) -> None:
+    def put_media(
+        self, group: int, *, epoch: int | None = None, member: str = "rollout-0", encoder: int = 0, num_bytes: int = 512
+    ) -> None:
+        found = self.index.groups.get(group)
+        at = found.epoch if epoch is None and found is not None else epoch
+        self._put(
+            f"ring/{member}/0", [[group, GROUP_BLOB]], ["pixel_values"], epoch=at, reservation=f"group.{group}.{at}",
+            info=[[encoder]], num_bytes=num_bytes,
+        )  # fmt: skip
+
+    def _put(self, ring: str, rows: list[list[int]], columns: list[str], *, num_bytes: int = 128, **more: Any) -> None:
         pos = self.pos.get(ring, 0)
-        self.pos[ring] = pos + 128
+        self.pos[ring] = pos + num_bytes
         self.emit(
-            event="put", ring=ring, pos=pos, seq=pos // 128 + 1, bytes=128, rows=rows, columns=columns,
+            event="put", ring=ring, pos=pos, seq=pos // 128 + 1, bytes=num_bytes, rows=rows, columns=columns,
             attempt=self.index.attempt, entries=len(rows), **more,
         )  # fmt: skip
 
@@ -105,14 +117,10 @@ class Driver:
         self.grant(group, member)
         self.put(group, list(range(self.index.rules.samples_per_group)), member=member)
 
-    def lengths(self, stream: str) -> dict[int, list[int]]:
-        groups = self.index.rounds.ready_groups(stream)
-        return {g: [row.length for _, row in sorted(self.index.groups[g].rows.items())] for g in groups}
-
     def forward(self, stream: str, column: str, incarnation: int = 1, *, ack: bool = True) -> list[list[list[int]]]:
         """Run every round that is ready for a forward stream; the rows of each."""
         done = []
-        while planned := self.index.rounds.plan_forward(stream, f"{stream}-0", incarnation, self.lengths(stream)):
+        while planned := self.index.plan_rounds(stream, f"{stream}-0", incarnation, None):
             self.emit(event="rounds", rounds=planned)
             for made in planned:
                 if ack:
@@ -122,10 +130,7 @@ class Driver:
         return done
 
     def train_rounds(self, step: int) -> list[Event]:
-        needed = self.index.rules.groups_per_step
-        planned = self.index.rounds.plan_train(
-            "actor", "actor-0", step, self.index.membership(step), needed, self.lengths("actor")
-        )
+        planned = self.index.plan_rounds("actor", "actor-0", 1, step)
         if planned:
             self.emit(event="rounds", rounds=planned)
         return planned

@@ -57,7 +57,9 @@ def actor(run_dir: Path, other: float) -> tuple[ActorRole, ScriptedTrainer]:
     folder.mkdir(parents=True)
     (folder / "index.json").write_bytes(orjson.dumps({"version": 2}))
     (folder / "COMPLETE").touch()
-    role = ActorRole(cast(Any, SimpleNamespace(run_dir=run_dir, rank=0, world_size=2, compute=compute, section=section)))
+    role = ActorRole(
+        cast(Any, SimpleNamespace(run_dir=run_dir, rank=0, world_size=2, compute=compute, section=section))
+    )
     trainer = ScriptedTrainer(other)
     snapshot = SimpleNamespace(versions=lambda: (2,), read=lambda _: ({}, {}), write=lambda *_: None)
     role._trainer, role._snapshot = cast(Any, trainer), cast(Any, snapshot)

@@ -7,7 +7,7 @@ import pytest
 
 from rondo.comm.audit import audit
 from rondo.runtime.errors import Refused
-from tests.comm.served import Served, prove, put_group, score, served
+from tests.comm.served import ROW_BYTES, Served, prove, put_group, score, served
 
 
 async def train(run: Served, bus, step: int) -> list[list[int]]:
@@ -127,10 +127,8 @@ async def test_a_lease_without_progress_is_lost_and_its_late_put_refused():
 
 
 async def test_a_full_ring_holds_back_younger_steps_and_never_the_oldest_one():
-    # Room for five groups of three records (two samples and media); a step is three groups.
-    from tests.comm.served import ROW_BYTES
-
-    async with served(max_staleness=2, ring_bytes=5 * 3 * ROW_BYTES + 4096, num_steps=8) as run:
+    # Room for five groups of two samples; a step is three groups.
+    async with served(max_staleness=2, ring_bytes=5 * 2 * ROW_BYTES + 4096, num_steps=8) as run:
         rollout, *_ = await everyone(run)
         grants = (await rollout.call("lease", 99, []))["grants"]
         assert 3 <= len(grants) <= 5 and {g["ring"] for g in grants} == {"ring/rollout-0/0"}
@@ -141,7 +139,7 @@ async def test_a_full_ring_holds_back_younger_steps_and_never_the_oldest_one():
             put_group(rollout, grant, [0, 1])
         # Fill what the filtered groups gave back with younger steps, then ask for their replacements of step 0.
         run.coordinator.index.space.reserve(
-            "other", "ring/rollout-0/0", [run.coordinator._rings["ring/rollout-0/0"].tail.capacity]
+            "other", "ring/rollout-0/0", [run.coordinator.index.space.rings["ring/rollout-0/0"].capacity]
         )
         again = (await rollout.call("lease", 2, []))["grants"]
         assert {g["step"] for g in again} == {0} and all(g["ring"].startswith("overflow/") for g in again)
@@ -157,7 +155,7 @@ async def test_an_overflow_ring_is_taken_away_when_it_is_empty():
     async with served(max_staleness=0) as run:
         rollout, fwd, advantages, actor = await everyone(run)
         run.coordinator.index.space.reserve(
-            "other", "ring/rollout-0/0", [run.coordinator._rings["ring/rollout-0/0"].tail.capacity]
+            "other", "ring/rollout-0/0", [run.coordinator.index.space.rings["ring/rollout-0/0"].capacity]
         )
         await whole_step(run, rollout, fwd, advantages, actor, 0)
         assert [n for n, _ in run.segments.stats().segments if n.startswith("overflow/")] == []

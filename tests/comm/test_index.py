@@ -6,7 +6,7 @@ import orjson
 
 from rondo.comm.audit import _Ledger, count
 from rondo.comm.index import Index
-from tests.comm.driver import Driver, rules
+from tests.comm.driver import Driver
 
 
 def totals(driver: Driver):
@@ -137,7 +137,7 @@ def test_rounds_balance_ranks_by_tokens_and_cut_at_the_budget():
     for group in bus.admit(0):
         bus.fill(group)
     bus.emit(event="join", stream="actor_fwd", member="actor_fwd-0", ranks=2, tokens=30)
-    planned = bus.index.rounds.plan_forward("actor_fwd", "actor_fwd-0", 1, bus.lengths("actor_fwd"))
+    planned = bus.index.plan_rounds("actor_fwd", "actor_fwd-0", 1, None)
     loads = [[10 * len(rank) for rank in event["rows"]] for event in planned]
     assert all(max(load) <= 30 for load in loads)
     assert sum(load[0] for load in loads) == sum(load[1] for load in loads) == 30
@@ -201,7 +201,7 @@ def test_a_new_attempt_admits_nothing_twice_and_forgets_leases_and_rows():
 def test_a_replay_of_the_journal_gives_the_same_index():
     for seed in range(30):
         bus = random_run(seed)
-        copy = Index(rules(spare_groups=1, samples_per_group=3))
+        copy = Index(bus.index.rules)
         for event in orjson.loads(orjson.dumps(bus.events)):
             copy.apply(event)
         assert copy.dump() == bus.index.dump()
@@ -218,6 +218,86 @@ def test_whatever_dies_groups_balance_and_nothing_is_lost_or_trained_twice():
         assert found.num_trained == 4 * 3 * 3
         assert found.outcomes["surplus"] == 3 * bus.index.counts["surplus"]
         assert found.staleness == dict(sorted(bus.index.staleness.items()))
+        for ring in bus.index.space.rings.values():
+            assert ring.records == {} and ring.tail == ring.head
+
+
+def test_the_first_visible_media_of_a_group_count_and_a_second_holder_s_are_refused_and_freed():
+    bus = Driver(media_bytes=512)
+    group, *_ = bus.admit(0)
+    found = bus.grant(group)
+    assert bus.index.entries(found) == [512, 256, 256]
+    bus.put_media(group, encoder=100)
+    place = found.media["pixel_values"]
+    bus.die("rollout-0", 1)
+    assert bus.index.entries(bus.grant(group, "rollout-1")) == [256, 256]
+    bus.put_media(group, member="rollout-1", encoder=999)
+    assert (found.media["pixel_values"], found.encoder) == (place, 100)
+    assert bus.index.refused_rows == 1 and bus.index.space.rings["ring/rollout-1/0"].records == {}
+    assert (bus.index.media_bytes, bus.index.row_bytes) == (1024, 0)
+
+
+def test_media_put_for_an_old_epoch_or_a_settled_group_are_refused():
+    bus = Driver(media_bytes=512)
+    group, other, _ = bus.admit(0)
+    bus.grant(group)
+    bus.grant(other)
+    bus.emit(event="lose", group=group, epoch=0, why="no progress")
+    bus.grant(group, "rollout-1")
+    bus.put_media(group, epoch=0)
+    bus.emit(event="settle", group=other, epoch=0, outcome="filtered", why="equal rewards")
+    bus.put_media(other, epoch=0)
+    assert bus.index.groups[group].media == {} and bus.index.refused_rows == 2
+    assert bus.index.space.rings["ring/rollout-0/0"].records == {}
+
+
+def test_a_group_of_text_in_a_run_with_media_uses_up_no_more_than_was_reserved():
+    bus = Driver(media_bytes=512)
+    group, *_ = bus.admit(0)
+    bus.grant(group)
+    bus.put(group, [1])
+    assert bus.index.space.rings["ring/rollout-0/0"].reserved_bytes >= 256
+    bus.put(group, [0])
+    assert bus.index.groups[group].state == "ready"
+    assert bus.index.space.rings["ring/rollout-0/0"].reserved == {}
+
+
+def test_a_new_attempt_forgets_media_with_everything_else_that_was_put():
+    bus = Driver(media_bytes=512)
+    group, *_ = bus.admit(0)
+    bus.grant(group)
+    bus.put_media(group, encoder=9)
+    bus.put(group, [0])
+    bus.emit(event="attempt", attempt=1)
+    again = bus.index.groups[group]
+    assert (again.media, again.encoder, again.rows, again.records) == ({}, 0, {}, [])
+
+
+def test_the_audit_counts_media_as_nobody_s_sample():
+    bus = Driver(media_bytes=512)
+    for group in bus.admit(0):
+        bus.grant(group)
+        bus.put_media(group)
+        bus.put(group, [0, 1])
+    bus.score()
+    while bus.train_rounds(0):
+        pass
+    bus.commit(1)
+    found = totals(bus)
+    assert (found.num_put, found.num_trained, found.num_lost, found.num_unexpected) == (6, 6, 0, 0)
+
+
+def test_rounds_count_encoder_work_and_keep_samples_that_share_media_together():
+    bus = Driver(media_bytes=512, groups_per_step=4)
+    bus.emit(event="join", stream="actor_fwd", member="actor_fwd-0", ranks=2, tokens=60)
+    for group in bus.admit(0):  # samples of 10 tokens, beside 40 encoder positions for two of the groups
+        bus.grant(group)
+        if group < 2:
+            bus.put_media(group, encoder=40)
+        bus.put(group, [0, 1])
+    (first,) = bus.index.plan_rounds("actor_fwd", "actor_fwd-0", 1, None)[:1]
+    assert all(len({s for g, s in rank if g == group}) in (0, 2) for rank in first["rows"] for group in (0, 1))
+    assert {g for g, _ in first["rows"][0]} & {0, 1} and {g for g, _ in first["rows"][1]} & {0, 1}
 
 
 def test_the_audit_passes_over_a_settlement_that_came_after_its_lease_was_lost():
@@ -246,9 +326,12 @@ def test_the_audit_turns_red_on_a_planted_loss_and_a_planted_duplicate():
 
 
 def random_run(seed: int) -> Driver:
-    """Four steps in a random order of grants, partial puts, deaths, lost leases, errors and filters."""
+    """Four steps in a random order of grants, media, partial puts, deaths, lost leases, errors and filters. Odd positions have
+    media, which come before their samples; some holders put what is there already."""
     draw = random.Random(seed)
-    bus = Driver(spare_groups=1, samples_per_group=3)
+    bus = Driver(spare_groups=1, samples_per_group=3, media_bytes=512)
+    told: set[tuple[int, int]] = set()  # (group, epoch) whose holder has put media
+    first: dict[int, list] = {}  # group -> where its media lie
     lives = {"rollout-0": 1, "rollout-1": 1, "actor_fwd-0": 1, "actor-0": 1}
     while bus.index.version < 4:
         step = bus.index.step
@@ -261,6 +344,12 @@ def random_run(seed: int) -> Driver:
         elif group.state == "waiting":
             member = draw.choice(["rollout-0", "rollout-1"])
             bus.grant(group.id, member, lives[member])
+        elif (
+            act < 0.7 and group.position % 2 and (not group.media or act < 0.2) and (group.id, group.epoch) not in told
+        ):
+            told.add((group.id, group.epoch))
+            bus.put_media(group.id, member=group.holder, encoder=7)
+            assert first.setdefault(group.id, group.media["pixel_values"]) == group.media["pixel_values"]
         elif act < 0.7:
             missing = [s for s in range(3) if s not in group.rows]
             bus.put(group.id, missing[: draw.randint(1, 3)], member=group.holder)
@@ -284,6 +373,7 @@ def random_run(seed: int) -> Driver:
         planned = {
             g for r in bus.index.rounds.lanes["actor"].rounds.get(f"step{step}", {}).values() for g in r.groups()
         }
+        assert all(g.encoder == 7 * (g.position % 2) for g in bus.index.groups.values() if g.state == "ready")
         if len(planned) == bus.index.rules.groups_per_step:
             bus.commit(step + 1)
     return bus

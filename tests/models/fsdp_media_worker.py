@@ -1,4 +1,4 @@
-"""What torchrun starts for test_fsdp_media.py, with OUT: two ranks see different modalities; writes what they saw."""
+"""What torchrun starts for test_fsdp_media.py, with OUT FOLDERS: two ranks see different modalities; writes what they saw."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from rondo.models import checkpoint, parallel
+from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.parts import freeze
 from rondo.models.state import load_training_state, training_state
-from tests.models.multimodal import CASES, LR, Case, long_prompt, tiny, train_step, whole_gradients
+from tests.models.multimodal import CASES, LR, Case, long_prompt, train_step, whole_gradients
 
-OUT = Path(sys.argv[1])
+OUT, FOLDERS = Path(sys.argv[1]), Path(sys.argv[2])
 
 
 def everywhere(fact: bool) -> bool:
@@ -32,7 +33,7 @@ def everywhere(fact: bool) -> bool:
 
 
 def sharded(case: Case) -> tuple[Any, Packing, torch.optim.Optimizer]:
-    model = tiny(case.family)
+    model = load_model(str(FOLDERS / case.family))
     freeze(model, case.freeze)
     packing = Packing.of(model)
     parallel.shard(
@@ -77,9 +78,9 @@ def trained(case: Case) -> dict[str, Any]:
         save_file(gradients, OUT / f"{case.name}.gradients.safetensors")
         save_file(weights, OUT / f"{case.name}.weights.safetensors")
     facts: dict[str, Any] = {"told": told, "equal": equal_on_ranks(model), "held": held}
-    if case.dtype == "float32" and not case.recomputed:
+    if case.saved:
         facts |= kept(case, model, packing, optimizer)
-    else:
+    if case.dtype == "bfloat16":
         model, packing, _ = sharded(case)
         packed = packing.pack(long_prompt(model))
         with torch.no_grad():

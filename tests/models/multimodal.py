@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,15 @@ def tiny(family: str) -> Any:
     raise KeyError(family)
 
 
-def prompt(model: Any, seed: int, *, image: tuple[int, ...] = (), video: tuple[int, ...] = (), audio: int = 0) -> Sequence:
+def folder_of(folder: Path, family: str) -> Path:
+    """A Hugging Face folder of `tiny(family)`, without a tokenizer."""
+    tiny(family).save_pretrained(folder / family)
+    return folder / family
+
+
+def prompt(
+    model: Any, seed: int, *, image: tuple[int, ...] = (), video: tuple[int, ...] = (), audio: int = 0
+) -> Sequence:
     """A prompt of some text and at most one of each: an image of [height, width] merged patches, a video of [frames, height,
     width] of them, and so many frames of sound. No response."""
     rng = np.random.default_rng(seed)
@@ -127,7 +136,10 @@ def ragged(model: Any, seed: int = 0) -> list[Sequence]:
         prompt(model, seed + 5, image=(3, 1)),
     ]
     if sound:
-        prompts += [prompt(model, seed + 6, audio=130), prompt(model, seed + 7, audio=40, image=(1, 2), video=(1, 1, 1))]
+        prompts += [
+            prompt(model, seed + 6, audio=130),
+            prompt(model, seed + 7, audio=40, image=(1, 2), video=(1, 1, 1)),
+        ]
     samples = [one for number, asked in enumerate(prompts) for one in group(asked, 100 * number + seed, (5, 3, 9))]
     order = np.random.default_rng(seed).permutation(len(samples))
     return [samples[i] for i in order]
@@ -165,6 +177,8 @@ class Case:
     freeze: tuple[str, ...] = ()
     dtype: str = "float32"
     recomputed: bool = False
+    saved: bool = False
+    """Whether snapshots and checkpoints of it are tried too."""
 
     @property
     def name(self) -> str:
@@ -174,12 +188,12 @@ class Case:
 
 CASES = (
     Case("qwen3_omni"),
-    Case("qwen3_omni", "shard"),
-    Case("qwen3_omni", freeze=("vision",)),
+    Case("qwen3_omni", "shard", saved=True),
+    Case("qwen3_omni", freeze=("vision",), saved=True),
     Case("qwen3_omni", "shard", freeze=("vision", "language")),
-    Case("qwen3_vl"),
+    Case("qwen3_vl", freeze=("language",)),
     Case("qwen3_vl", "shard", recomputed=True),
-    Case("qwen3_5", "shard"),
+    Case("qwen3_5"),
     Case("qwen3_omni", dtype="bfloat16", recomputed=True),
     Case("qwen3_omni", "shard", dtype="bfloat16"),
 )
@@ -188,9 +202,9 @@ LR = 1e-3
 
 def shares(model: Any, step: int) -> list[list[list[Sequence]]]:
     """[rank][micro-batch] -> samples. Rank 0 sees images and sound first and then text; rank 1 text first, then a video."""
-    sound = {"audio": 70} if "omni" in model.config.model_type else {}
+    sound = 70 if "omni" in model.config.model_type else 0
     at = 1000 * step
-    pictures = group(prompt(model, at + 1, image=(2, 2 + step), **sound), at + 10, (4, 6))
+    pictures = group(prompt(model, at + 1, image=(2, 2 + step), audio=sound), at + 10, (4, 6))
     words = [group(prompt(model, at + 2 + i), at + 20 + 10 * i, (5, 3)) for i in range(2)]
     film = group(prompt(model, at + 5, video=(2, 1, 2)), at + 50, (7, 2))
     return [[pictures, words[0]], [words[1], film]]

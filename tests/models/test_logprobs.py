@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rondo.models.logprobs import response_log_probs
-from rondo.models.packing import pack
+from rondo.models.media.batch import collate
+from rondo.models.packing import Packing, Sequence, pack
 from rondo.runtime.errors import ConfigError
+from tests.models import multimodal
 from tests.models.builders import RAGGED, VOCABULARY, sequences, tiny, unpacked
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen3_moe", False), ("llama", True), ("gpt2", True)]
@@ -137,3 +141,67 @@ def test_models_that_mix_rows_are_refused_unless_each_sequence_has_its_own() -> 
     log_probs, _ = response_log_probs(model, pack(batch, share_rows=False))
     expected = torch.cat([unpacked(model, one)[0] for one in batch])
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=4e-6)
+
+
+# ---- media --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", multimodal.FAMILIES)
+@pytest.mark.parametrize("train", [False, True])
+def test_prompts_with_media_score_together_as_each_alone(family: str, train: bool) -> None:
+    model, chunk = multimodal.tiny(family), 11
+    batch = multimodal.ragged(model)
+    packed = Packing.of(model).pack(batch, train=train)
+    by_log_prob, _ = weights_of(len(packed.targets))
+    log_probs, _ = response_log_probs(model, packed, temperature=0.7, chunk_tokens=chunk)
+    (by_log_prob * log_probs).sum().backward()
+    ours = gradients(model)
+    expected = torch.cat([multimodal.alone(model, one, 0.7) for one in batch])
+    (by_log_prob * expected).sum().backward()
+    theirs = gradients(model)
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=4e-6)
+    assert ours.keys() == theirs.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in theirs.items():
+        atol = 2e-5 * max(gradient.abs().max().item(), 1e-2)
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("family", multimodal.FAMILIES)
+def test_the_dummy_gives_every_encoder_a_gradient_of_zero_and_the_rest_its_own(family: str) -> None:
+    model, packing = multimodal.tiny(family), Packing.of(multimodal.tiny(family))
+    batch = sequences(RAGGED)
+    plain, _ = response_log_probs(model, packing.pack(batch))
+    plain.sum().backward()
+    expected = gradients(model)
+    with_dummy, _ = response_log_probs(model, packing.pack(batch, train=True))
+    with_dummy.sum().backward()
+    found = gradients(model)
+    torch.testing.assert_close(with_dummy, plain, rtol=0, atol=2e-6)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    encoders = found.keys() - expected.keys()
+    assert encoders == {name for name in found if "visual" in name or "audio_tower" in name}
+    assert not any(found[name].any() for name in encoders)
+    for name, gradient in expected.items():
+        atol = 2e-5 * gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("family", multimodal.FAMILIES)
+def test_a_sampled_placeholder_is_a_word_like_any_other(family: str) -> None:
+    model = multimodal.tiny(family)
+    words = np.array([5, 9, multimodal.VIDEO, 4, multimodal.IMAGE, 7, multimodal.IMAGE], np.int32)
+    picture = multimodal.prompt(model, 1, image=(2, 2))
+    with_picture = replace(picture, tokens=np.concatenate([picture.tokens, words]), response=7)
+    for one in (Sequence(words, 5), with_picture):
+        packed = Packing.of(model).pack([one])
+        log_probs, _ = response_log_probs(model, packed)
+        # transformers finds placeholders among embeddings by equality, so those of the words are moved by nearly nothing.
+        ids = torch.from_numpy(one.tokens.astype(np.int64))[None]
+        embedded = model.get_input_embeddings()(ids).detach()
+        embedded[:, -7:] *= 1 + 1e-6
+        found = collate(model, packed.media).arguments
+        logits = model(inputs_embeds=embedded, position_ids=packed.position_ids, use_cache=False, **found).logits[0]
+        last = len(one.tokens) - 1
+        every = torch.log_softmax(logits[last - one.response : last], -1)
+        expected = every.gather(1, packed.targets[:, None])[:, 0]
+        torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)

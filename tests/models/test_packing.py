@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from rondo.models.packing import PackedBatch, Sequence, can_share_rows, pack
+from rondo.models.packing import PackedBatch, Packing, Sequence, can_share_rows, pack
 from rondo.runtime.errors import ConfigError
+from tests.models import multimodal
 from tests.models.builders import RAGGED, sequences, tiny
 
 
@@ -108,3 +111,92 @@ def test_models_that_mix_the_sequences_of_a_row_are_found_out() -> None:
     keeping = tiny("llama").train()
     assert can_share_rows(keeping)
     assert keeping.training
+
+
+# ---- media --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_goes_on_from_the_greatest_position_on_the_axes_of_time_height_and_width() -> None:
+    model = multimodal.tiny("qwen3_vl")
+    asked = multimodal.prompt(model, 1, image=(1, 3))
+    one = multimodal.sample(asked, 2, 3)
+    assert one.media is not None
+    packed = Packing.of(model).pack([one])
+    assert packed.position_ids is not None
+    text, *axes = packed.position_ids[:, 0].tolist()
+    # Three words, the start, the image's 1 x 3 patches at 4 and 4..6 and 4, then the end at 7, two words, the response.
+    assert text == list(range(13))
+    assert axes[0] == [0, 1, 2, 3, 4, 4, 4, 7, 8, 9, 10, 11, 12]
+    assert axes[1] == axes[0]
+    assert axes[2] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    square = multimodal.sample(multimodal.prompt(model, 1, image=(3, 3)), 2, 2)
+    again = Packing.of(model).pack([square]).position_ids
+    assert again is not None
+    assert again[1, 0, -2:].tolist() == [10, 11]
+    assert again[0, 0, -2:].tolist() == [16, 17]
+
+
+def test_text_has_equal_positions_on_all_axes_that_start_anew_with_each_sequence() -> None:
+    packed = pack(sequences([(4, 1), (2, 1), (6, 2)]), multimodal=True)
+    assert packed.position_ids is not None
+    assert packed.position_ids.dtype == torch.float32
+    assert packed.position_ids.tolist() == [[[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1]]] * 4
+
+
+@pytest.mark.parametrize("family", multimodal.FAMILIES)
+def test_media_are_in_the_order_of_their_placeholders_in_the_rows(family: str) -> None:
+    model = multimodal.tiny(family)
+    batch = multimodal.ragged(model, seed=3)
+    packed = Packing.of(model).pack(batch, train=True)
+    width = packed.input_ids.shape[1]
+    flat = packed.input_ids.flatten()
+    places = {}
+    for number, (one, positions) in enumerate(zip(batch, packed.positions.split(list(packed.responses)), strict=True)):
+        start = int(positions[-1]) + 2 - len(one.tokens)
+        assert flat[start : start + len(one.tokens)].tolist() == one.tokens.tolist()
+        assert start // width == (start + len(one.tokens) - 1) // width
+        places[start] = number
+    expected = [batch[places[start]].media for start in sorted(places) if batch[places[start]].media is not None]
+    dummy = Packing.of(model).dummy
+    assert dummy is not None
+    assert [media.key for media in packed.media if media.key != dummy.media.key] == [media.key for media in expected]  # type: ignore[union-attr]
+    assert len(packed.media) == len(expected) + 1
+
+
+def test_the_dummy_is_in_batches_of_training_and_in_no_result() -> None:
+    model = multimodal.tiny("qwen3_omni")
+    packing, batch = Packing.of(model), sequences(RAGGED)
+    scored, trained = packing.pack(batch), packing.pack(batch, train=True)
+    assert scored.media == ()
+    assert [media.modalities for media in trained.media] == [("image", "audio", "video")]
+    assert trained.responses == scored.responses
+    assert torch.equal(trained.targets, scored.targets)
+    assert trained.num_tokens == scored.num_tokens + 3
+    text = Packing.of(tiny("qwen3"))
+    assert text.pack(batch, train=True).num_tokens == scored.num_tokens
+    assert text.dummy is None
+
+
+def test_media_cost_what_their_encoders_take_beside_the_tokens() -> None:
+    asked = multimodal.prompt(multimodal.tiny("qwen3_omni"), 1, image=(2, 3), audio=50)
+    assert asked.cost == len(asked.tokens) + 24 + 50
+    assert sequences([(7, 2)])[0].cost == 7
+
+
+def test_a_placeholder_that_stands_for_no_feature_is_hidden_and_still_embedded() -> None:
+    model = multimodal.tiny("qwen3_vl")
+    asked = multimodal.prompt(model, 1, image=(1, 2))
+    says_image = replace(asked, tokens=np.append(asked.tokens, [multimodal.IMAGE, 7]).astype(np.int32), response=2)
+    packing = Packing.of(model)
+    plain = packing.pack([multimodal.sample(asked, 1, 2)])
+    assert plain.embedded_ids is None
+    packed = packing.pack([says_image])
+    assert (packed.input_ids == multimodal.IMAGE).sum() == 2
+    assert packed.embedded_ids is not None
+    assert packed.embedded_ids[0].tolist() == says_image.tokens.tolist()
+    assert packed.targets.tolist() == [multimodal.IMAGE, 7]
+
+
+def test_linear_attention_gives_each_sequence_a_row() -> None:
+    shares = {family: Packing.of(multimodal.tiny(family)).share_rows for family in multimodal.FAMILIES}
+    assert shares == {"qwen3_vl": True, "qwen3_5": False, "qwen3_omni": True}

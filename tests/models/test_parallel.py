@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from rondo.models import parallel
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
-from rondo.models.packing import pack
+from rondo.models.packing import PackedBatch, Packing, pack
 from rondo.runtime.errors import ConfigError
+from tests.models import multimodal
 from tests.models.builders import RAGGED, folder_of, sequences, tiny
 
 PACKED = pack(sequences(RAGGED))
@@ -121,3 +123,58 @@ def test_discarded_gradients_are_gone() -> None:
     gradients(model)
     parallel.discard_gradients(model)
     assert parallel.clip_grad_norm(model, 1.0) == 0.0
+
+
+# ---- encoders -----------------------------------------------------------------------------------------------------------
+
+
+def media_gradients(model: Any, packed: PackedBatch) -> dict[str, torch.Tensor]:
+    response_log_probs(model.train(), packed)[0].sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", multimodal.FAMILIES)
+def test_encoders_in_bfloat16_compute_as_those_of_a_bfloat16_model(family: str, tmp_path: Path) -> None:
+    path = str(multimodal.folder_of(tmp_path, family))
+    half, model = load_model(path, dtype="bfloat16"), load_model(path)
+    packed = Packing.of(model).pack([*multimodal.ragged(model), *multimodal.long_prompt(model)], train=True)
+    parallel.shard(model, param_dtype="bfloat16", activation_checkpointing=True)
+    with torch.no_grad():
+        assert torch.equal(response_log_probs(model, packed)[0], response_log_probs(half, packed)[0])
+    ours, theirs = media_gradients(model, packed), media_gradients(half, packed)
+    assert ours.keys() == theirs.keys() == dict(model.named_parameters()).keys()
+    # The vision tower runs twice, for images and videos, and what both give adds up in float32 here.
+    twice = {name for name in ours if "visual" in name}
+    assert all(torch.equal(ours[name], theirs[name].float()) for name in ours.keys() - twice)
+    for name in twice:
+        atol = 0.02 * theirs[name].abs().max().item()
+        torch.testing.assert_close(ours[name], theirs[name].float(), rtol=0, atol=atol, msg=name)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", multimodal.FAMILIES)
+def test_blocks_of_encoders_are_recomputed_one_by_one(family: str) -> None:
+    plain, recomputed = multimodal.tiny(family), multimodal.tiny(family)
+    parallel.shard(recomputed, activation_checkpointing=True)
+    packed = Packing.of(plain).pack(multimodal.ragged(plain), train=True)
+    calls: Counter[str] = Counter()
+    for name in ("visual", "visual.blocks.0"):
+        recomputed.get_submodule(f"model.{name}").register_forward_hook(lambda *_, name=name: calls.update([name]))
+        inner = recomputed.get_submodule(f"model.{name}")
+        first = inner.patch_embed if name == "visual" else inner.attn
+        first.register_forward_hook(lambda *_, name=name: calls.update([f"{name} inside"]))
+    expected, found = media_gradients(plain, packed), media_gradients(recomputed, packed)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # Two passes, of images and of videos; what is recomputed runs twice in each.
+    assert calls == {"visual": 2, "visual inside": 2, "visual.blocks.0": 2, "visual.blocks.0 inside": 4}
+
+
+def test_layers_of_encoders_are_units_too() -> None:
+    names = Counter(type(layer).__name__ for layer in parallel.decoder_layers(multimodal.tiny("qwen3_omni")))
+    assert names == {
+        "Qwen3OmniMoeAudioEncoderLayer": 1,
+        "Qwen3OmniMoeVisionBlock": 2,
+        "Qwen3OmniMoeThinkerTextDecoderLayer": 2,
+    }

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
 
 import numpy as np
 import pytest
@@ -64,7 +66,7 @@ def rows(seed: int, num_rows: int = 6) -> list[TrainRow]:
         response = int(draw.integers(1, 7))
         columns = [draw.normal(-1, 0.1, response).astype(np.float32) for _ in range(4)]
         tokens = draw.integers(0, VOCABULARY, 4 + response).astype(np.int32)
-        made.append(TrainRow(tokens, np.ones(response, np.uint8), *columns))
+        made.append(TrainRow(tokens, np.ones(response, np.uint8), *columns, np.zeros(response, np.int32)))
     return made
 
 
@@ -80,7 +82,7 @@ def test_a_step_cut_into_rounds_makes_the_same_weights_as_one_round(model: str, 
         made, start = trainer(config, model), 0
         for number, size in enumerate(cuts):
             ids = [[0, start + i] for i in range(size)]
-            made.accumulate(batch[start : start + size], ids, last=number == len(cuts) - 1)
+            made.accumulate(0, batch[start : start + size], ids, last=number == len(cuts) - 1)
             start += size
         metrics, trained = made.finish(0)
         assert trained == [[0, i] for i in range(6)]
@@ -93,18 +95,18 @@ def test_a_step_cut_into_rounds_makes_the_same_weights_as_one_round(model: str, 
 def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
     config = job(model)
     made = trainer(config, model)
-    made.accumulate(rows(1), [[0, 0]], last=True)
+    made.accumulate(0, rows(1), [[0, 0]], last=True)
     made.finish(0)
     tensors, state = made.state()
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     before = made.checksum()
-    made.accumulate(rows(2), [[1, 0]], last=True)
+    made.accumulate(0, rows(2), [[1, 0]], last=True)
     made.finish(1)
     after = made.checksum()
     again = trainer(config, model)
     again.load_state(kept, state)
     assert again.checksum() == before
-    again.accumulate(rows(2), [[1, 0]], last=True)
+    again.accumulate(0, rows(2), [[1, 0]], last=True)
     again.finish(1)
     assert again.checksum() == after != before
 
@@ -112,18 +114,18 @@ def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
 def test_a_discarded_step_leaves_no_trace(model: str) -> None:
     config = job(model)
     made, other = trainer(config, model), trainer(config, model)
-    made.accumulate(rows(3), [[9, 9]], last=False)
+    made.accumulate(0, rows(3), [[9, 9]], last=False)
     made.discard()
     for each in (made, other):
-        each.accumulate(rows(4), [[0, 0]], last=True)
+        each.accumulate(0, rows(4), [[0, 0]], last=True)
     assert made.finish(0)[1] == [[0, 0]] and other.finish(0)[1] == [[0, 0]]
     assert made.checksum() == other.checksum()
 
 
 def test_without_old_log_probs_the_ratio_is_one(model: str) -> None:
     made = trainer(job(model), model)
-    batch = [TrainRow(r.tokens, r.mask, r.advantages, r.rollout_log_probs, None, r.ref_log_probs) for r in rows(5)]
-    made.accumulate(batch, [[0, 0]], last=True)
+    batch = [replace(row, old_log_probs=None) for row in rows(5)]
+    made.accumulate(0, batch, [[0, 0]], last=True)
     metrics, _ = made.finish(0)
     assert metrics["ratio_mean"] == 1.0 and metrics["clip_fraction"] == 0.0
 
@@ -139,7 +141,7 @@ def test_the_warm_up_trains_and_can_be_stopped(model: str) -> None:
 
 def test_a_checkpoint_holds_the_index_and_a_folder_for_transformers(model: str, tmp_path: Path) -> None:
     made = trainer(job(model), model)
-    made.accumulate(rows(6), [[0, 0]], last=True)
+    made.accumulate(0, rows(6), [[0, 0]], last=True)
     made.finish(0)
     folder = tmp_path / "step_000001"
     made.save(folder, {"version": 1, "index": {"next_group": 3}}, tokenizer_path=model)
@@ -147,3 +149,21 @@ def test_a_checkpoint_holds_the_index_and_a_folder_for_transformers(model: str, 
     assert again.load_checkpoint(folder) == {"version": 1, "index": {"next_group": 3}}
     assert again.checksum() == made.checksum()
     assert (folder / "hf" / "model.safetensors").is_file()
+
+
+def test_the_gap_compares_each_token_with_a_log_prob_of_the_version_it_was_sampled_under(model: str) -> None:
+    made = trainer(job(model), model)
+    (row,) = rows(7, num_rows=1)
+    length = len(row.mask)
+    fresh = replace(row, policy_versions=np.full(length, 3, np.int32))
+    made.accumulate(3, [fresh], [[0, 0]], last=True)
+    metrics, _ = made.finish(3)
+    assert metrics["log_prob_gap_tokens"] == length and metrics["log_prob_gap"] > 0.1
+    # One version older: actor_fwd has scored it under that version, so its log-probs are compared and the trainer's are not.
+    scored = row.rollout_log_probs + np.float32(0.25)
+    older = replace(row, policy_versions=np.full(length, 2, np.int32), scored=(2, scored))
+    made.accumulate(3, [older], [[0, 0]], last=True)
+    assert made.finish(3)[0]["log_prob_gap"] == pytest.approx(0.25, abs=1e-6)
+    # Nobody has scored it under its own version.
+    made.accumulate(3, [replace(older, scored=(1, scored))], [[0, 0]], last=True)
+    assert "log_prob_gap" not in made.finish(3)[0]

@@ -199,9 +199,27 @@ def test_a_list_of_images_is_a_video_of_all_of_them() -> None:
 
 
 def test_frames_are_scaled_as_they_are_decoded(tmp_path: Path) -> None:
-    found = decode.video(video_bytes(tmp_path), CONFIG, "video a", fit=lambda height, width: (height // 2, width // 2))
-    assert found.frames.shape[1:] == (32, 48, 3)
-    assert decode.image(image_bytes(90, 70), CONFIG, "image a", fit=lambda height, width: (32, 64)).size == (64, 32)
+    found = decode.video(
+        video_bytes(tmp_path), CONFIG, "video a", fit=lambda frames, height, width: (height // 2, width // frames)
+    )
+    assert found.frames.shape[1:] == (32, 24, 3)
+    assert decode.image(
+        image_bytes(90, 70), CONFIG, "image a", fit=lambda frames, height, width: (32 * frames, 64)
+    ).size == (64, 32)
+
+
+def _without_frames() -> bytes:
+    """Its header announces a video track, but only sound follows."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4", options={"movflags": "frag_keyframe+empty_moov"}) as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        track = container.add_stream("aac", rate=SOUND_RATE, layout="mono")
+        heard = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), format="s16", layout="mono")
+        heard.sample_rate = SOUND_RATE
+        container.mux(track.encode(heard))
+        container.mux(track.encode())
+    return file.getvalue()
 
 
 def test_a_broken_or_empty_video_is_refused_by_name(tmp_path: Path) -> None:
@@ -213,13 +231,11 @@ def test_a_broken_or_empty_video_is_refused_by_name(tmp_path: Path) -> None:
     for data, problem in (
         (b"plain text, not a video", "must be sound or video that can be read"),
         (b"", "must be sound or video that can be read"),
-        (whole[:400], "must be sound or video that can be read"),
+        (whole[:400], "must be encoded in a way that FFmpeg can read"),
         (whole[: len(whole) * 2 // 3], r"must hold the 40 frames of its header, got \d+"),
         (bytes(corrupt), "must be sound or video that can be read"),
-        (
-            video_bytes(tmp_path, num_frames=0, sound=True),
-            "must be encoded in a way that FFmpeg can read",
-        ),
+        (video_bytes(tmp_path, num_frames=0, sound=True), "must hold pictures, got a file without a video track"),
+        (_without_frames(), "must last longer than 0 s, got no frames"),
         (sound_bytes(), "must hold pictures, got a file without a video track"),
         ([], "must have at least one frame"),
         ([image_bytes(), image_bytes(20, 20)], r"must keep one size, got \(90, 70\) and \(20, 20\)"),

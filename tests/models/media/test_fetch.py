@@ -177,3 +177,13 @@ def test_an_answer_that_fails_or_breaks_off_is_refused(server: ThreadingHTTPServ
     server.shutdown()
     with pytest.raises(MediaError, match=r"must be answered by its host, got .*refused"):
         fetch.read(MediaRef("image", f"http://127.0.0.1:{port}/said/1"), config)
+
+
+def test_frames_count_together_against_the_limit() -> None:
+    ref = MediaRef("video", [b"x" * 400, b"y" * 600])
+    assert fetch.read_video(ref, MediaConfig(max_file_bytes=1000)) == ref.source
+    assert fetch.read_video(MediaRef("video", b"mp4"), MediaConfig()) == b"mp4"
+    with pytest.raises(
+        MediaError, match=r"^video of 2 frames must have at most media\.max_file_bytes = 999 bytes, got 1000"
+    ):
+        fetch.read_video(ref, MediaConfig(max_file_bytes=999))

@@ -197,6 +197,17 @@ def test_a_row_decides_about_the_sound_of_its_video(
     assert num_placeholders(folders["qwen3_omni"], prepared, "audio") == 0
 
 
+def test_a_sound_shorter_than_the_window_of_the_tower_is_padded_with_silence(
+    folders: dict[str, Path], load: Maker
+) -> None:
+    for seconds, frames, tokens in ((0.1, 100, 13), (1.0, 100, 13), (1.5, 150, 20)):
+        ref = MediaRef("audio", sound_bytes(seconds))
+        prepared = load("qwen3_omni").prepare(asked([ref]), [ref])
+        assert prepared.media is not None
+        assert prepared.media.arrays["feature_attention_mask"].sum() == frames
+        assert num_placeholders(folders["qwen3_omni"], prepared, "audio") == tokens
+
+
 def test_files_of_a_folder_are_read_by_name(load: Maker, tmp_path: Path, media: dict[str, MediaRef]) -> None:
     (tmp_path / "cat.png").write_bytes(image_bytes())
     processor = load("qwen3_vl", root=tmp_path)
@@ -243,8 +254,29 @@ def test_media_that_cannot_be_processed_are_refused(load: Maker, media: dict[str
         with pytest.raises(MediaError, match=problem) as error:
             load("qwen3_omni").prepare(asked([ref]), [ref])
         assert str(ref) in str(error.value)
-    with pytest.raises(MediaError, match=r"at most media\.max_group_bytes = 1024 bytes once processed, got \d+"):
-        load("qwen3_vl", max_group_bytes=1024).prepare(asked([media["image"]]), [media["image"]])
+
+
+def test_a_prompt_that_takes_too_much_room_is_refused_before_all_of_it_is_decoded(
+    load: Maker, media: dict[str, MediaRef]
+) -> None:
+    """Patches are float32 of 3 channels; a picture counts as two frames."""
+    picture = media["image"]
+    one = load("qwen3_vl").prepare(asked([picture]), [picture]).media
+    assert one is not None
+    pixels = one.arrays["pixel_values"].nbytes
+    assert load("qwen3_vl", max_group_bytes=one.num_bytes).prepare(asked([picture]), [picture]).media is not None
+    broken = MediaRef("image", b"never reached")
+    for limit, refs, needed in (
+        (one.num_bytes - 1, [picture], one.num_bytes),
+        (pixels - 1, [picture, broken], pixels),
+        (2 * pixels - 1, [picture, picture, broken], 2 * pixels),
+    ):
+        with pytest.raises(
+            MediaError, match=rf"media\.max_group_bytes = {limit} bytes once processed, got {needed} or more"
+        ):
+            load("qwen3_vl", max_group_bytes=limit).prepare(asked(refs), refs)
+    with pytest.raises(MediaError, match=r"^video of .* must take at most media\.max_group_bytes = 1024"):
+        load("qwen3_vl", max_group_bytes=1024).prepare(asked([media["video"]]), [media["video"]])
 
 
 def _changed(folder: Path, target: Path, file: str, **values: Any) -> str:
@@ -252,6 +284,26 @@ def _changed(folder: Path, target: Path, file: str, **values: Any) -> str:
     path = target / file
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     return str(target)
+
+
+def test_one_file_of_settings_for_pictures_sound_and_frames_is_enough(
+    folders: dict[str, Path], load: Maker, tmp_path: Path, media: dict[str, MediaRef]
+) -> None:
+    """As Qwen3-Omni is published: pixel limits instead of a size, and nothing about videos."""
+    folder = tmp_path / "published"
+    shutil.copytree(folders["qwen3_omni"], folder)
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text()) | {"min_pixels": 3136, "max_pixels": 12_845_056, "nb_max_frames": 30_000}
+    del settings["size"]
+    settings["image_processor_type"] = "Qwen2VLImageProcessor"
+    file.write_text(json.dumps(settings))
+    (folder / "video_preprocessor_config.json").unlink()
+    refs = [media["image"], media["audio"], media["loud"]]
+    found = Processor.load(str(folder), MediaConfig(**SMALL)).prepare(asked(refs), refs).media
+    expected = load("qwen3_omni").prepare(asked(refs), refs).media
+    assert found is not None
+    assert expected is not None
+    assert found.key == expected.key
 
 
 def test_a_processor_that_does_not_fit_its_model_is_found_at_the_first_prompt(

@@ -145,7 +145,7 @@ def test_forcing_the_fused_path_on_another_model_is_refused() -> None:
 
 def test_layers_of_chunked_attention_are_refused() -> None:
     model = llama()
-    model.config.layer_types = ["full_attention", "chunked_attention"]
+    model.config.layer_types, model.config.attention_chunk_size = ["full_attention", "chunked_attention"], 4
     with pytest.raises(ConfigError) as caught:
         slot_engine(model, num_slots=1, max_length=8)
     assert str(caught.value) == (
