@@ -4,7 +4,8 @@ With the environment variable DIGITS=FOLDER the digits are real: handwritten one
 from FOLDER/fsdd/fsdd.parquet, Hugging Face files with the columns image or audio, and label. Without it they are drawn, and
 spoken as a telephone would: two tones a digit. Held-out rows are made of pictures and sounds that no training row has.
 
-Every question is the sum of two digits. Answers show their work, `3+4=7`; the reward looks at what follows the equals sign.
+Every question is the sum of two digits: "image" shows two pictures, "audio" says one and writes the other, "video" shows one after
+the other, "mixed" shows one and says the other. Answers show their work, `3+4=7`; the reward looks at what follows the equals sign.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ _RATE = 8000
 def rows(modality: str, *, held_out: bool, num_rows: int) -> list[dict[str, Any]]:
     """Rows with `prompt`, a chat of one question, and `label`, such as "3+4=7"."""
     draw = random.Random(f"{modality} {held_out}")
-    kinds = {"image": ("image", "image"), "audio": ("audio", "audio"), "mixed": ("image", "audio")}.get(modality)
+    kinds = {"image": ("image", "image"), "audio": ("audio", "text"), "mixed": ("image", "audio")}.get(modality)
     made = []
     for _ in range(num_rows):
         if kinds is None:
             (first, a), (second, b) = (draw.choice(_moving(held_out)) for _ in range(2))
             parts = [{"type": "video", "video": first + second}]
         else:
-            (first, a), (second, b) = (draw.choice(_media(kind, held_out)) for kind in kinds)
-            parts = [{"type": kind, kind: medium} for kind, medium in zip(kinds, (first, second), strict=True)]
+            drawn = [draw.choice(_written() if kind == "text" else _media(kind, held_out)) for kind in kinds]
+            parts = [{"type": kind, kind: medium} for kind, (medium, _) in zip(kinds, drawn, strict=True)]
+            a, b = (digit for _, digit in drawn)
         prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "sum?"}]}]
         made.append({"prompt": prompt, "label": f"{a}+{b}={a + b}"})
     return made
 
 
 def demonstrate(prompt: Any, label: str, draw: random.Random) -> str:
-    """The worked answer; three in four with one number wrong: enough to learn the task, too little to be sure of it."""
+    """The worked answer; half of them with one number wrong: enough to learn the task, too little to be sure of it."""
     first, second, total = (int(number) for number in label.replace("=", "+").split("+"))
-    wrong = draw.choice(("", "first", "second", "total"))
+    wrong = draw.choice(("", "", "", "first", "second", "total"))
     if wrong == "first":
         first = (first + draw.randint(1, 9)) % 10
     elif wrong == "second":
@@ -58,6 +60,10 @@ def demonstrate(prompt: Any, label: str, draw: random.Random) -> str:
 def exact(response: str, label: str, *, prompt: Any, metadata: dict[str, object]) -> float:
     """1 for the right sum."""
     return float(response.rpartition("=")[2] == label.rpartition("=")[2])
+
+
+def _written() -> list[Medium]:
+    return [(str(digit), digit) for digit in range(10)]
 
 
 @functools.cache

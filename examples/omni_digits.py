@@ -1,10 +1,10 @@
-"""Two CPU cores, no downloads, about three minutes: a tiny Qwen3-Omni learns to add digits that it sees and hears.
+"""Two CPU cores, no downloads, about four minutes: a tiny Qwen3-Omni learns to add digits that it sees and hears.
 
     rondo train examples/omni_digits.py                       # a picture and a sound in each question
     MODALITY=image rondo train examples/omni_digits.py        # or audio
     DIGITS=PATH/TO/data rondo train examples/omni_digits.py   # real handwriting and speech, see digits.py
 
-A warm-up on worked answers of which three in four hold one wrong number teaches the model what to do, but badly; reinforcement
+A warm-up on worked answers, half of which hold one wrong number, teaches the model what to do, but badly; reinforcement
 learning (GRPO, on-policy) then raises the reward of *sampled* answers on held-out pictures and sounds. The engine and the trainer
 run on the same processed media, and the gap between their log-probs is measured in every step.
 """
@@ -70,7 +70,7 @@ def make(modality: str) -> RunConfig:
     train, held_out = ROWS[modality]
     return RunConfig(
         name=f"{modality}_digits",
-        num_steps=100,
+        num_steps=200,
         max_staleness=0,
         groups=fully_async(),
         model=ModelConfig(
@@ -84,15 +84,15 @@ def make(modality: str) -> RunConfig:
         reward=RewardConfig(function=digits.exact),
         algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
         rollout=RolloutConfig(
-            prompts_per_step=32,
+            prompts_per_step=16,
             samples_per_prompt=8,
             max_prompt_tokens=96,
             max_new_tokens=8,
-            num_slots=256,
+            num_slots=128,
         ),
-        train=TrainConfig(lr=2e-4, warmup_steps=5, micro_batch_tokens=8192),
+        train=TrainConfig(lr=3e-4, warmup_steps=5, micro_batch_tokens=8192),
         sft=SftConfig(
-            demonstrate=digits.demonstrate, steps=400, batch_size=64, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384
+            demonstrate=digits.demonstrate, steps=700, batch_size=48, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384
         ),
     )
 

@@ -1,10 +1,12 @@
 """Check: everything that would stop a run, found before it starts. Starts nothing and writes nothing.
 
 Owns the rules that need more than the settings: this machine, the model's files, the data, the user's functions. Rules
-between settings are the settings' own. What needs torch, transformers or user code runs in a child process
-(`check_child.py`), so that the supervisor stays light and code that crashes takes only the child with it.
+between settings are the settings' own; what another machine would hold is `check_target.py`'s. What needs torch, transformers or
+user code runs in a child process (`check_child.py`), so that the supervisor stays light and code that crashes takes only the
+child with it.
 
     inspect(config) -> findings          `rondo check` prints them all
+    inspect(config, target)              `rondo check --nodes 2 --devices 8 ...`: for other machines than this one
     judge(config, facts, memory)         the part without a child
     require(config, folder) -> facts     `rondo train` raises ConfigError with every error, a line each
 """
@@ -17,32 +19,22 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from rondo.comm.litmus import litmus
+from rondo.launch.check_estimate import Shape
+from rondo.launch.check_findings import Finding
+from rondo.launch.check_target import Target, judge_devices, judge_target, segment_bytes
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.machine import folder_problem, memory_limit_bytes, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
-from rondo.roles.streams import row_bytes
+from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.errors import ConfigError
 
 _CHILD_S = 600.0
-_SNAPSHOT_BYTES = 12
-"""A parameter in a hot snapshot: float32 weight and two moments of Adam."""
-_SNAPSHOTS = 2
-_WRITERS = frozenset({"actor_fwd", "reference", "advantages"})
-"""Roles that put columns on the bus."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at. An "error" stops a run; a "note" is for the reader's judgement."""
-
-    level: Literal["ok", "note", "error"]
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,10 @@ class Facts:
     num_parameters: int | None = None
     num_tensors: int | None = None
     max_positions: int | None = None
+    shape: Shape | None = None
     num_devices: int | None = None
+    device_bytes: int | None = None
+    """Memory of the smallest device of this machine."""
     num_rows: int | None = None
     num_held_out: int | None = None
 
@@ -68,23 +63,32 @@ def require(config: RunConfig, folder: Path) -> Facts:
     return facts
 
 
-def inspect(config: RunConfig) -> list[Finding]:
-    """Looks at everything; never raises for what it finds."""
+def inspect(config: RunConfig, target: Target | None = None) -> list[Finding]:
+    """Looks at everything, for this machine or for those of `target`; never raises for what it finds."""
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
         child, facts = _in_child(config, Path(folder))
-    return [*child, *judge(config, facts, memory_limit_bytes())]
+    if target is None:
+        return [*child, *judge(config, facts, memory_limit_bytes())]
+    sizes = (facts.num_parameters, facts.num_tensors)
+    known = None if sizes[0] is None or sizes[1] is None else (sizes[0], sizes[1])
+    return [*child, *_settings(config, facts), *judge_target(config, target, known, facts.shape)]
 
 
 def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Finding]:
     """What this machine and the facts say about the settings. `memory`: bytes, and what limits them."""
     return [
-        *_batch(config),
-        *_ring(config),
+        *_settings(config, facts),
         *_host(config),
-        *_model(config, facts),
         *_devices(config, facts),
         *_memory(config, facts, *memory),
     ]
+
+
+def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """What holds on every machine."""
+    yield from _batch(config)
+    yield from _ring(config)
+    yield from _model(config, facts)
 
 
 def memory_order() -> Finding:
@@ -99,30 +103,6 @@ def memory_order() -> Finding:
         f"got {found.lost} lost, {found.torn} torn, {found.unseen} unseen in {found.num_rounds} rounds. "
         "Do not train on this machine",
     )
-
-
-def print_findings(findings: list[Finding]) -> None:
-    """One line a finding, errors last."""
-    for level in ("ok", "note", "error"):
-        for finding in findings:
-            if finding.level == level:
-                print(f"{level:<6} {finding.text}")
-
-
-def segment_bytes(config: RunConfig, num_parameters: int, num_tensors: int) -> dict[str, int]:
-    """Shared memory of a run, by kind, in bytes: all of it is reserved at the start."""
-    rollout_ranks = sum(group.replicas * group.processes for group in config.groups if "rollout" in group.roles)
-    writers = [group for group in config.groups if _WRITERS & set(group.roles) and "rollout" not in group.roles]
-    width = 2 if config.model.dtype == "bfloat16" else 4
-    found = {
-        "rollout rings": rollout_ranks * config.bus.ring_bytes,
-        "column rings": sum(group.replicas * group.processes for group in writers) * config.bus.column_ring_bytes,
-        # Every tensor starts at a multiple of 64 bytes.
-        "weight slab": config.bus.weight_slots * (num_parameters * width + num_tensors * 64),
-    }
-    if config.train.hot_snapshot:
-        found["hot snapshots"] = _SNAPSHOTS * _SNAPSHOT_BYTES * num_parameters
-    return found
 
 
 def _batch(config: RunConfig) -> Iterator[Finding]:
@@ -146,13 +126,16 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
 
 
 def _ring(config: RunConfig) -> Iterator[Finding]:
-    """A rollout ring must hold at least one prompt group of the greatest length."""
-    samples, row = config.rollout.samples_per_prompt, row_bytes(config.rollout)
-    if samples * row > config.bus.ring_bytes:
+    """A rollout ring must hold at least one prompt group of the greatest length, with its media."""
+    samples, row, media = config.rollout.samples_per_prompt, row_bytes(config.rollout), media_bytes(config)
+    needed = samples * row + media
+    if needed > config.bus.ring_bytes:
+        beside = f" and media of up to {media}" if media else ""
+        way = ", or lower media.max_group_bytes" if media else ""
         yield Finding(
             "error",
-            f"bus.ring_bytes must hold one prompt group, {samples} samples of up to {row} bytes = {samples * row}, "
-            f"got {config.bus.ring_bytes}. Raise bus.ring_bytes to {samples * row} or more",
+            f"bus.ring_bytes must hold one prompt group, {samples} samples of up to {row} bytes{beside} = {needed}, "
+            f"got {config.bus.ring_bytes}. Raise bus.ring_bytes to {needed} or more{way}",
         )
 
 
@@ -219,19 +202,21 @@ def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "error",
             f"groups must ask for at most the devices of this machine, {facts.num_devices}, got {shown} = "
-            f"{sum(wanted.values())}. Lower processes or replicas, or set devices=0 to compute on the CPU",
+            f"{sum(wanted.values())}. Lower processes or replicas, or set devices=0 to compute on the CPU; "
+            "a run on several machines cannot be started",
         )
+    elif facts.shape is not None and facts.device_bytes is not None:
+        yield from judge_devices(config, facts.shape, facts.device_bytes, "note")
 
 
 def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator[Finding]:
     """All shared memory must fit beside each other, with one step of the longest samples."""
     if facts.num_parameters is None or facts.num_tensors is None:
         return
-    parts = segment_bytes(config, facts.num_parameters, facts.num_tensors)
+    parts = segment_bytes(config, facts.num_parameters, facts.num_tensors, facts.shape)
     rollout = config.rollout
-    parts["one step of the longest samples"] = (
-        rollout.prompts_per_step * rollout.samples_per_prompt * row_bytes(config.rollout)
-    )
+    group = rollout.samples_per_prompt * row_bytes(rollout) + media_bytes(config)
+    parts["one step of the longest samples"] = rollout.prompts_per_step * group
     needed = sum(parts.values())
     shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
     if needed > limit:
@@ -264,4 +249,6 @@ def _in_child(config: RunConfig, folder: Path) -> tuple[list[Finding], Facts]:
     answer: dict[str, Any] = orjson.loads(done.stdout)
     # Demonstrations can come from the rows that are trained on: what is wrong with those is told once.
     findings = dict.fromkeys(Finding(item["level"], item["text"]) for item in answer["findings"])
-    return list(findings), Facts(**answer["facts"])
+    found = answer["facts"]
+    shape = Shape.of(found["shape"]) if "shape" in found else None
+    return list(findings), Facts(**{**found, "shape": shape})

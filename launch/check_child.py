@@ -11,18 +11,27 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from rondo.launch.config import RunConfig, unresolve
-from rondo.runtime.errors import RondoError
+from rondo.launch.machine import show_bytes
+from rondo.roles.datasets import Row, RowError
+from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import load_reference
+
+if TYPE_CHECKING:
+    from rondo.models.families.family import Family
+    from rondo.roles.config import DataConfig
 
 _NUM_ROWS = 16
 """Rows whose prompts are rendered; the rest is checked as the run comes to it."""
+_NUM_MEDIA_ROWS = 4
+"""The same of rows with media, which take longer."""
 
 
 class Report:
@@ -30,7 +39,7 @@ class Report:
 
     def __init__(self) -> None:
         self.findings: list[dict[str, str]] = []
-        self.facts: dict[str, int | str | None] = {}
+        self.facts: dict[str, Any] = {}
 
     def add(self, level: str, text: str) -> None:
         self.findings.append({"level": level, "text": text})
@@ -63,7 +72,9 @@ def main() -> int:
     if any(group.devices for group in config.groups):
         import torch
 
-        report.facts["num_devices"] = torch.cuda.device_count()
+        report.facts["num_devices"] = num = torch.cuda.device_count()
+        if num:
+            report.facts["device_bytes"] = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
     answer.write(orjson.dumps({"findings": report.findings, "facts": report.facts}))
     answer.close()
     return 0
@@ -71,8 +82,6 @@ def main() -> int:
 
 def look_at_reward(config: RunConfig) -> None:
     """The function can be imported, and takes what it will be given."""
-    from rondo.runtime.errors import ConfigError
-
     function = load_reference(config.reward.function, "reward.function")
     try:
         inspect.signature(function).bind("", "", prompt="", metadata={})
@@ -86,34 +95,119 @@ def look_at_reward(config: RunConfig) -> None:
 
 
 def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: list[Any]) -> None:
-    from rondo.models.load import load_config, load_tokenizer, num_parameters
+    """Its shape without its weights, its tokenizer, and whether parts and media that the settings name are its own."""
+    import torch
+
+    from rondo.launch.check_shape import shape_of
+    from rondo.models.families import family_of
+    from rondo.models.load import empty_model, load_tokenizer
+    from rondo.models.names import disk_shapes
+    from rondo.models.parts import freeze
 
     path = config.model.materialize(folder)
-    shape = load_config(path)
+    model = empty_model(path)
     report.facts["model_path"] = path
-    report.facts["max_positions"] = getattr(shape.get_text_config(), "max_position_embeddings", None)
-    report.facts["num_parameters"], report.facts["num_tensors"] = num_parameters(path)
+    report.facts["max_positions"] = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    shapes = disk_shapes(model)
+    report.facts["num_parameters"] = sum(torch.Size(shape).numel() for shape in shapes.values())
+    report.facts["num_tensors"] = len(shapes)
+    train = config.train
+    report.look(lambda: look_at_media(config, path, model.config.model_type, family_of(model)), "media")
+    patterns = {"freeze_parameters": train.freeze_parameters, "train_parameters": train.train_parameters}
+    report.look(lambda: (freeze(model, train.freeze, **patterns), None)[1], "train.freeze")
+    report.facts["shape"] = asdict(shape_of(model))
     needs_template = config.data.apply_chat_template
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
 
 
+def look_at_media(config: RunConfig, path: str, model_type: str, family: Family | None) -> None:
+    """The settings of media name what the model takes."""
+    parts = {"data": config.data}
+    if config.evaluation is not None and config.evaluation.data is not None:
+        parts["evaluation.data"] = config.evaluation.data
+    if config.sft is not None and config.sft.data is not None:
+        parts["sft.data"] = config.sft.data
+    takes: tuple[str, ...] = () if family is None else family.modalities
+    model = f"the model of type {model_type!r} at {path}"
+    for name, data in parts.items():
+        beyond = [kind for kind in data.media_columns if kind not in takes]
+        if beyond:
+            raise ConfigError(
+                f"{name}.media_columns must name media that the model takes, {', '.join(takes) or 'which is of text alone'}, "
+                f"got {', '.join(beyond)} with {model}. Remove them, or set model.path to another model"
+            )
+        if data.use_audio_in_video is not None and "audio" not in takes:
+            raise ConfigError(
+                f"{name}.use_audio_in_video must be left out for a model without audio, got {data.use_audio_in_video!r} with "
+                f"{model}. Remove it, or set model.path to another model"
+            )
+    if config.media is not None and not takes:
+        raise ConfigError(
+            f"media must be left out for a model of text, got it with {model}. Remove it, or set model.path to another model"
+        )
+    if family is None and config.train.encoders != "replicate":
+        raise ConfigError(
+            f"train.encoders must be left out for a model without encoders, got {config.train.encoders!r} with {model}. "
+            "Remove it"
+        )
+
+
 def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> None:
+    """The first rows of each part are rendered. One of text that cannot be is an error; with media, whose rows a run leaves
+    out one by one, only when no row can."""
     from rondo.roles.datasets import open_splits
     from rondo.roles.prompts import render_prompt
 
     train, held_out = open_splits(config)
-    parts = [(train, config.data)]
+    parts = [("data", train, config.data)]
     if held_out is not None:
         own = config.evaluation.data if config.evaluation is not None else None
-        parts.append((held_out, own or config.data))
+        parts.append(("evaluation", held_out, own or config.data))
     report.facts["num_rows"] = len(train)
     report.facts["num_held_out"] = len(held_out) if held_out is not None else 0
-    for data, settings in parts:
+    for name, data, settings in parts:
+        most = config.rollout.max_prompt_tokens
+        with_media = []
         for index in range(min(_NUM_ROWS, len(data))):
             row = data.row(index)
-            if tokenizers and not row.media:
-                render_prompt(tokenizers[0], row, settings, config.rollout.max_prompt_tokens)
+            if row.media:
+                with_media.append(row)
+            elif tokenizers:
+                render_prompt(tokenizers[0], row, settings, most)
+        if with_media and tokenizers:
+            _render_media(config, report, name, with_media[:_NUM_MEDIA_ROWS], settings)
     report.add("ok", f"{len(train)} rows to train on, {report.facts['num_held_out']} held out")
+
+
+def _render_media(config: RunConfig, report: Report, name: str, rows: Sequence[Row], settings: DataConfig) -> None:
+    """Through the model's processor, in this process: a medium that ends it ends the child, which is told like any crash."""
+    from rondo.roles.media import preparer
+
+    if config.media is None:
+        raise ConfigError(
+            f"media must be set for rows with media, got {rows[0].name} with {rows[0].media[0]} without it. "
+            "Set media=MediaConfig()"
+        )
+    prepare = preparer(report.facts["model_path"], config.media, setting="rollout.max_prompt_tokens")
+    lengths, sizes, broken = [], [], []
+    for row in rows:
+        try:
+            tokens, media = prepare(row, settings, config.rollout.max_prompt_tokens)
+        except RowError as error:
+            broken.append(str(error))
+            continue
+        lengths.append(len(tokens))
+        sizes.append(media.num_bytes if media is not None else 0)
+    level = "note" if lengths else "error"
+    for text in broken:
+        report.add(level, f"a run leaves this row out: {text}" if lengths else text)
+    if lengths:
+        report.add(
+            "ok",
+            f"{name}: prompts with media take up to {max(lengths)} tokens and {show_bytes(max(sizes))} in the first "
+            f"{len(lengths)} rows with media, of {config.rollout.max_prompt_tokens} and "
+            f"{show_bytes(config.media.max_group_bytes)}",
+        )
 
 
 def look_at_demonstrations(config: RunConfig, tokenizers: list[Any]) -> None:

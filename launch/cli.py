@@ -14,11 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from rondo.launch.check_target import Target
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 _KILL_AT_STEP = 1
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +109,14 @@ def sft(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    from rondo.launch.check import inspect, memory_order, print_findings
+    target = _target(options)
+    from rondo.launch.check import inspect, memory_order
+    from rondo.launch.check_findings import print_findings
     from rondo.launch.config import load
 
-    findings = [*inspect(load(options.config, options.set)), memory_order()]
+    findings = inspect(load(options.config, options.set), target)
+    if target is None:
+        findings.append(memory_order())
     print_findings(findings)
     return EXIT_USAGE if any(finding.level == "error" for finding in findings) else EXIT_DONE
 
@@ -170,6 +178,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         made.add_argument(
             "--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting: --set train.lr=1e-6"
         )
+        if name == "check":
+            _add_target(made)
         if name in ("train", "sft"):
             made.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
         if name == "train":
@@ -197,6 +207,41 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
             made.add_argument("--reason", default="rondo stop", help="for the logs")
             made.add_argument("--no-wait", action="store_true", help="return before the run has ended")
     return parser, list(verbs.choices)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("other machines than this one", "what a run would take there, by estimate")
+    for name, metavar, text in (
+        ("--nodes", "N", "equal machines (default 1)"),
+        ("--devices", "D", "accelerators of each, 0 for none"),
+        ("--device-gib", "GIB", "memory of an accelerator"),
+        ("--memory-gib", "GIB", "memory of a machine"),
+    ):
+        kind = float if metavar == "GIB" else int
+        group.add_argument(name, type=kind, metavar=metavar, help=text)
+
+
+def _target(options: argparse.Namespace) -> Target | None:
+    """The machines that the options describe; None without any of them. ConfigError for half a description."""
+    given = {name: getattr(options, name) for name in ("nodes", "devices", "device_gib", "memory_gib")}
+    if all(value is None for value in given.values()):
+        return None
+    from rondo.launch.check_target import Target
+    from rondo.runtime.errors import ConfigError
+
+    needed = ["devices", "memory_gib"] + ["device_gib"] * bool(options.devices)
+    missing = ["--" + name.replace("_", "-") for name in needed if given[name] is None]
+    if missing:
+        raise ConfigError(f"a check for other machines must be told their {', '.join(missing)}, got none. Add it")
+    num_nodes = 1 if options.nodes is None else options.nodes
+    sizes = [size for size in (options.memory_gib, options.device_gib) if size is not None]
+    if num_nodes < 1 or options.devices < 0 or min(sizes) <= 0:
+        raise ConfigError(
+            "--nodes and memory must be greater than 0 and --devices at least 0, got "
+            + ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in given.items() if value is not None)
+            + ". Correct them"
+        )
+    return Target(num_nodes, options.devices, int((options.device_gib or 0) * _GIB), int(options.memory_gib * _GIB))
 
 
 def _similar(word: str, known: Sequence[str]) -> str:

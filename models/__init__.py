@@ -1,6 +1,7 @@
 """What is trained.
 
 in and out     config, load, names (on disk), checkpoint, tiny/ (built without a download)
+media          media/ (from references to what a model takes), families/ (what rondo knows of multimodal ones), parts
 computing      packing, logprobs, parallel (FSDP2), optimizer, state (what a snapshot holds)
 """
 

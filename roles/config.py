@@ -320,8 +320,9 @@ class SftConfig(Section):
         return self
 
     def source(self) -> DataConfig:
-        """The demonstrations as a data set, with the answer as its label."""
-        return self.data or DataConfig(rows=self.rows or self.demonstrate, prompt="prompt", label="answer")
+        """The demonstrations as a data set of their own, with the answer as its label. Not of `demonstrate`, whose rows are the
+        run's."""
+        return self.data or DataConfig(rows=self.rows, prompt="prompt", label="answer")
 
 
 class JobConfig(Section):
@@ -352,9 +353,15 @@ class JobConfig(Section):
             self.__dict__["media"] = MediaConfig()
         return self
 
+    def demonstrated(self) -> DataConfig:
+        """How the prompts of the warm-up's demonstrations are written."""
+        assert self.sft is not None
+        return self.data if self.sft.demonstrate is not None else self.sft.source()
+
     def _data_sections(self) -> list[DataConfig]:
-        own = [self.evaluation and self.evaluation.data, self.sft and self.sft.data]
-        return [self.data, *(data for data in own if data is not None)]
+        evaluated = self.evaluation.data if self.evaluation is not None else None
+        shown = self.sft.data if self.sft is not None else None
+        return [data for data in (self.data, evaluated, shown) if data is not None]
 
     @model_validator(mode="after")
     def _sections_agree(self) -> JobConfig:

@@ -1,7 +1,8 @@
 """Data sets: rows of prompts, read one at a time.
 
 Owns the columns that settings name, and the split into what is trained on and what is held out. Does not own where rows
-lie (`sources.py`), the order in which they are taken (`cursor.py`) or their tokens (`prompts.py`).
+lie (`sources.py`), how their media are written (`media_rows.py`), the order in which they are taken (`cursor.py`) or their
+tokens (`prompts.py`, `media.py`).
 
     data = open_dataset(DataConfig(path="train.jsonl", prompt="question", label="answer"))
     len(data), data.row(0)  ->  7472, Row("train.jsonl:1", prompt="Natalia sold ...", label="... #### 72", metadata={})
@@ -17,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rondo.roles.cursor import Order, held_out_rows
 from rondo.models.media.refs import MediaRef
+from rondo.roles.cursor import Order, held_out_rows
 from rondo.roles.media_rows import with_media
 from rondo.roles.sources import RowError, Source, missing_column, named_columns, open_source
 from rondo.runtime.errors import ConfigError
@@ -27,7 +28,7 @@ from rondo.runtime.reference import load_reference
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig, JobConfig
 
-__all__ = ["Dataset", "Row", "RowError", "demonstrations", "open_dataset", "open_splits", "train_order"]
+__all__ = ["Dataset", "Row", "RowError", "Rows", "demonstrations", "open_dataset", "open_splits", "train_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class Dataset:
         """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value."""
         at = self._indices[index]
         config, values, name = self._config, self._source.read(at), self._source.name_of(at)
-        for column in named_columns(config):
+        for column, setting in named_columns(config).items():
             if column not in values:
-                raise missing_column(name, column, list(values))
+                raise missing_column(name, column, list(values), setting)
         prompt = values[config.prompt]
         if not isinstance(prompt, str) and not _are_messages(prompt):
             raise RowError(
@@ -150,16 +151,18 @@ def open_splits(job: JobConfig) -> tuple[Dataset, Dataset | None]:
 
 
 class _Demonstrated:
-    """Rows of the run with answers of their own."""
+    """Rows of the run with answers of their own. Holds the answers; a row is read when it is asked for."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
+    def __init__(self, data: Dataset, indices: Sequence[int], answers: Sequence[Any]) -> None:
+        self._data = data
+        self._indices = indices
+        self._answers = answers
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._answers)
 
     def row(self, index: int) -> Row:
-        return self._rows[index]
+        return replace(self._data.row(self._indices[index]), label=self._answers[index])
 
 
 def demonstrations(job: JobConfig) -> Rows:
@@ -171,8 +174,9 @@ def demonstrations(job: JobConfig) -> Rows:
     answer = load_reference(job.sft.demonstrate, "sft.demonstrate")
     train, _ = open_splits(job)
     draw, order = random.Random(job.seed), Order(len(train), job.seed)
-    rows = (train.row(order.locate(place).row) for place in range(job.sft.steps * job.sft.batch_size))
-    return _Demonstrated([replace(row, label=answer(row.prompt, row.label, draw)) for row in rows])
+    indices = [order.locate(place).row for place in range(job.sft.steps * job.sft.batch_size)]
+    rows = (train.row(index) for index in indices)
+    return _Demonstrated(train, indices, [answer(row.prompt, row.label, draw) for row in rows])
 
 
 def train_order(job: JobConfig, num_rows: int) -> Order:

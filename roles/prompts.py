@@ -1,6 +1,7 @@
 """Prompts: from a row to the tokens that the engine starts from.
 
-Owns rendering (plain text or the tokenizer's chat template) and the length limit. Does not own tokenizers or rows.
+Owns rendering (plain text or the tokenizer's chat template) and the length limit. Does not own tokenizers, rows, or prompts
+with media, which the model's processor renders (`media.py`).
 Imports neither torch nor transformers: the tokenizer is handed in.
 
     render_prompt(tokenizer, Row("row 0", "s3142>", "1234", {}), config.data, max_tokens=64) -> int32 [T]
@@ -26,22 +27,34 @@ def render_prompt(
     Raises RowError for a prompt that is too long, empty, or of the wrong kind: one bad row must not stop a run, so
     whoever asks counts it against this prompt only.
     """
-    if config.apply_chat_template:
-        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        tokens = _through_template(tokenizer, row, messages, config.chat_template_args)
-    elif isinstance(row.prompt, str):
+    if isinstance(row.prompt, str) and not config.apply_chat_template:
         tokens = tokenizer(row.prompt)["input_ids"]
     else:
+        tokens = _through_template(tokenizer, row, messages_of(row, config), config.chat_template_args)
+    check_length(row, len(tokens), max_tokens, setting)
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def messages_of(row: Row, config: DataConfig) -> list[dict[str, Any]]:
+    """The prompt as messages for the chat template. RowError without `apply_chat_template`."""
+    if not config.apply_chat_template:
+        kind = "text" if isinstance(row.prompt, str) else "a list of messages"
         raise RowError(
-            f"{row.name}: prompt must be text without data.apply_chat_template, got a list of messages. "
+            f"{row.name}: prompt must be text without data.apply_chat_template, got {kind}{' with media' if row.media else ''}. "
             "Set data.apply_chat_template to True"
         )
-    if not 1 <= len(tokens) <= max_tokens:
+    return [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+
+
+def check_length(row: Row, num_tokens: int, max_tokens: int, setting: str) -> None:
+    """RowError for a prompt without tokens, or with more than `max_tokens`, which `setting` limits."""
+    if not 1 <= num_tokens <= max_tokens:
+        media = " with its media" if row.media else ""
+        way = "lower the token limits in media" if row.media else "shorten"
         raise RowError(
-            f"{row.name}: prompt must have 1 to {max_tokens} tokens, got {len(tokens)}. "
-            f"Raise {setting}, or shorten or remove the row"
+            f"{row.name}: prompt must have 1 to {max_tokens} tokens{media}, got {num_tokens}. "
+            f"Raise {setting}, or {way} or remove the row"
         )
-    return np.asarray(tokens, dtype=np.int32)
 
 
 def _through_template(tokenizer: Any, row: Row, messages: Any, arguments: dict[str, Any]) -> list[int]:

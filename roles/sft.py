@@ -5,7 +5,7 @@ model, its log-probs or the optimizer (`models/`), nor where it runs: inside the
 its own.
 
     data = open_dataset(config.source())
-    warm_up(model, tokenizer, data, config, "cpu", seed=0, on_step=print, should_stop=lambda: False)
+    warm_up(model, tokenizer, data, config, config.source(), "cpu", seed=0, on_step=print, should_stop=lambda: False)
 
 Invariant: the loss of a step is the mean over all answer tokens of its batch (prompt tokens carry none), so it is the
 same however the batch is cut into micro-batches and ranks. Batches depend on seed and step alone. A demonstration whose media
@@ -52,6 +52,7 @@ def warm_up(
     tokenizer: Any,
     data: Rows,
     config: SftConfig,
+    source: DataConfig,
     device: torch.device | str,
     *,
     prepare: Prepare | None = None,
@@ -61,14 +62,14 @@ def warm_up(
     on_step: Callable[[dict[str, float]], None],
     should_stop: Callable[[], bool],
 ) -> int:
-    """Trains `model` in place with an optimizer of its own (collective), and returns the number of steps taken.
+    """Trains `model` in place with an optimizer of its own (collective), and returns the number of steps taken. `source`
+    says how the prompts of `data` are written.
 
     Fewer than `config.steps` when `should_stop` said so on any rank; it is asked before every step. `on_step` gets
     step, loss (in nats a token), lr, grad_norm, tokens (of answers) and skipped (demonstrations so far whose media could
     not be used). `prepare` is for rows with media. RowError for a row of text that cannot be used, or a whole batch;
     ConfigError when the gradient is no longer finite.
     """
-    source = config.source()
     optimizer = make_optimizer(model, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     packing = Packing.of(model)
     places = Cursor(Order(len(data), seed, source.shuffle, source.num_passes))

@@ -6,13 +6,15 @@ Owns opening and reading. Does not own which columns mean what (`datasets.py`).
     len(source), source.read(0), source.name_of(0)  ->  7472, {"question": ...}, "train.jsonl:1"
 
 Invariant: a source never changes its length, and `read(i)` always gives the same row. A JSONL file costs 16 bytes of
-memory a row, whatever its size; parquet costs its named columns in Arrow's form; the hub's library maps its own files.
+memory a row, whatever its size; parquet costs its named columns in Arrow's form, media not counted; the hub's library maps its
+own files.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from glob import glob
+from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 _SCAN_BYTES = 1 << 24
 _MAX_BLANK_BYTES = 8
+_LATE_ROWS = 4
+"""Rows whose media are in memory at once."""
 _INSTALL = "Install it: pip install 'rondo-rl[data]'"
 
 
@@ -52,10 +56,15 @@ def open_source(config: DataConfig) -> Source:
     return _listed(transform(source.read(i) for i in range(len(source))), config.transform, "data.transform")
 
 
-def named_columns(config: DataConfig) -> list[str]:
-    """Columns that the settings name."""
-    named = (config.prompt, config.label, config.metadata, config.use_audio_in_video, *config.media_columns.values())
-    return [name for name in named if name is not None]
+def named_columns(config: DataConfig) -> dict[str, str]:
+    """Columns that the settings name, with what names them."""
+    named: list[tuple[str | None, str]] = [(column, "data.media_columns") for column in config.media_columns.values()]
+    named += [(config.use_audio_in_video, "data.use_audio_in_video")]
+    named += [
+        (column, "data.prompt, data.label or data.metadata")
+        for column in (config.prompt, config.label, config.metadata)
+    ]
+    return {column: setting for column, setting in named if column is not None}
 
 
 def _listed(rows: Any, reference: str, setting: str) -> Listed:
@@ -69,13 +78,15 @@ def _open(config: DataConfig) -> Source:
         return _listed(load_reference(config.rows, "data.rows")(), config.rows, "data.rows")
     assert config.path is not None
     if config.path.startswith("hub:"):
-        return _open_hub(config.path)
+        return _open_hub(config.path, decode=not config.media_columns)
     paths = _files(config.path)
     kinds = sorted({path.suffix for path in paths})
     if kinds == [".jsonl"]:
         return JsonLines(paths)
     if kinds == [".parquet"]:
-        return Parquet(paths, [] if config.transform is not None else named_columns(config))
+        return Parquet(
+            paths, {} if config.transform is not None else named_columns(config), config.media_columns.values()
+        )
     raise ConfigError(
         f"data.path must name .jsonl or .parquet files, one kind at a time, got {' and '.join(kinds)} "
         f"in {config.path}. Name them with a glob such as 'data/*.jsonl'"
@@ -118,35 +129,70 @@ class JsonLines:
 
 
 class Parquet:
-    """Parquet files of one schema; the named columns are held in Arrow's form."""
+    """Parquet files of one schema. The named columns are held in Arrow's form, but for columns of media that hold bytes: those
+    stay in the files, and a row reads its own."""
 
-    def __init__(self, paths: Sequence[Path], columns: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[Path], columns: Mapping[str, str], media: Iterable[str] = ()) -> None:
+        """`columns`: what to read, with the settings that name it; all columns when empty. RowError for a missing one."""
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
             raise ConfigError(f"data.path must be .jsonl without pyarrow, got {paths[0]}. {_INSTALL}") from error
-        tables = []
+        self._paths = paths
+        self._late: list[str] = []
+        tables, num_rows = [], [0]
         for path in paths:
-            available = pyarrow.parquet.read_schema(path).names
-            for column in columns:
-                if column not in available:
-                    raise missing_column(path.name, column, available)
-            tables.append(pyarrow.parquet.read_table(path, columns=list(columns) or None))
+            schema = pyarrow.parquet.read_schema(path)
+            for column, setting in columns.items():
+                if column not in schema.names:
+                    raise missing_column(path.name, column, schema.names, setting)
+            if path == paths[0]:
+                self._late = [
+                    name for name in dict.fromkeys(media) if name in schema.names and _holds_bytes(schema.field(name))
+                ]
+            held = [name for name in columns or schema.names if name not in self._late]
+            tables.append(pyarrow.parquet.read_table(path, columns=held))
+            num_rows.append(len(tables[-1]))
         try:
             self._table = pyarrow.concat_tables(tables).combine_chunks()
         except pyarrow.ArrowInvalid as error:
             raise ConfigError(f"parquet files of data.path must have one schema, got {error}. Convert them") from error
+        self._first_rows = np.cumsum(num_rows)
         self._name = paths[0].name if len(paths) == 1 else f"{paths[0].parent.name}/*.parquet"
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return int(self._first_rows[-1])
 
     def read(self, index: int) -> Mapping[str, Any]:
-        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        values = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        return {**values, **self._read_late(index)} if self._late else values
 
     def name_of(self, index: int) -> str:
         return f"{self._name} row {index}"
+
+    def _read_late(self, index: int) -> Mapping[str, Any]:
+        """Decodes the row's group of rows up to it, a few at a time. Nothing in a parquet file says where a single value is."""
+        import pyarrow
+        import pyarrow.parquet
+
+        number = int(np.searchsorted(self._first_rows, index, side="right")) - 1
+        left, group = index - int(self._first_rows[number]), 0
+        try:
+            with pyarrow.parquet.ParquetFile(self._paths[number], memory_map=True, pre_buffer=False) as file:
+                while left >= (size := file.metadata.row_group(group).num_rows):
+                    left, group = left - size, group + 1
+                for batch in file.iter_batches(_LATE_ROWS, [group], columns=self._late, use_threads=False):
+                    if left < batch.num_rows:
+                        return dict(batch.slice(left, 1).to_pylist()[0])
+                    left -= batch.num_rows
+        except (OSError, pyarrow.ArrowException, IndexError) as error:
+            raise RowError(
+                f"{self.name_of(index)}: row must be read as when it was opened, got {error}. Restore its file"
+            ) from error
+        raise RowError(
+            f"{self.name_of(index)}: row must be read as when it was opened, got fewer rows. Restore its file"
+        )
 
 
 class Listed:
@@ -171,15 +217,39 @@ class Listed:
         return f"{self._name} row {index}"
 
 
-def missing_column(row_name: str, column: str, available: Sequence[str]) -> RowError:
+class _Undecoded(Sequence[Any]):
+    """Rows of a data set of the hub as they are stored: images and sounds are bytes and path, not yet decoded."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index].to_pylist()[0]
+
+
+def missing_column(row_name: str, column: str, available: Sequence[str], setting: str) -> RowError:
     """The error for a row (or file) without a column that a setting names."""
+    null = " A row without media holds null there." if setting == "data.media_columns" else ""
     return RowError(
-        f"{row_name} must have the column {column!r} that data.prompt, data.label or data.metadata names, "
-        f"got {', '.join(map(repr, available)) or 'none'}. {nearest(column, list(available))}"
+        f"{row_name} must have the column {column!r} that {setting} names, "
+        f"got {', '.join(map(repr, available)) or 'none'}. {nearest(column, list(available))}{null}"
     )
 
 
-def _open_hub(path: str) -> Source:
+def _holds_bytes(field: Any) -> bool:
+    """Whether an Arrow field, or a part of it, is binary."""
+    import pyarrow.types
+
+    kind = field.type
+    if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
+        return True
+    return any(_holds_bytes(kind.field(number)) for number in range(kind.num_fields))
+
+
+def _open_hub(path: str, *, decode: bool) -> Source:
     name, _, split = path.removeprefix("hub:").rpartition("/")
     if not name or not split:
         raise ConfigError(
@@ -190,7 +260,19 @@ def _open_hub(path: str) -> Source:
     except ImportError as error:
         raise ConfigError(f"data.path must be a file without the datasets library, got {path!r}. {_INSTALL}") from error
     name, _, subset = name.partition("@")
-    return Listed(datasets.load_dataset(name, subset or None, split=split), path)
+    rows = datasets.load_dataset(name, subset or None, split=split)
+    return Listed(rows if decode else _Undecoded(rows), path)
+
+
+def folder_of(config: DataConfig) -> Path | None:
+    """The folder of the data files, of a glob the part before it; None for the hub or a function."""
+    if config.path is None or config.path.startswith("hub:"):
+        return None
+    path = Path(config.path)
+    if path.is_file():
+        return path.parent
+    plain = itertools.takewhile(lambda part: not has_magic(part), path.parts)
+    return path if path.is_dir() else Path(*plain)
 
 
 def _files(path: str) -> list[Path]:

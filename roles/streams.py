@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rondo.comm.records import worst_case_bytes
+from rondo.comm.records import ALIGN_BYTES, worst_case_bytes
 from rondo.comm.rounds import Stream
 from rondo.models.media.inputs import ARRAYS
 from rondo.roles.config import JobConfig, RolloutConfig
@@ -39,7 +39,7 @@ def media_bytes(config: JobConfig) -> int:
     """The most that the media of one prompt group take in a rollout ring, in bytes; 0 where the rows are text."""
     if config.media is None:
         return 0
-    return config.media.max_group_bytes + worst_case_bytes(1, [(name, 1, 0) for name in ARRAYS])
+    return config.media.max_group_bytes + worst_case_bytes(1, [(name, 1, ALIGN_BYTES) for name in ARRAYS])
 
 
 def row_bytes(rollout: RolloutConfig) -> int:

@@ -258,6 +258,7 @@ class Trainer:
             load_tokenizer(self._path),
             demonstrations(config),
             config.sft,
+            config.demonstrated(),
             self.device,
             prepare=self._preparer(),
             seed=config.seed,

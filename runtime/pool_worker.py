@@ -28,7 +28,7 @@ from typing import Any
 
 import orjson
 
-from rondo.runtime.errors import RondoError
+from rondo.runtime.errors import OutOfSpace, RondoError
 from rondo.runtime.guard import die_with_parent
 from rondo.runtime.reference import load_reference
 
@@ -45,32 +45,37 @@ _MAX_ERROR_CHARACTERS = 4000
 
 
 def main(arguments: list[str]) -> int:
-    """`pool_worker SOCKET_FD NOTE_FD PARENT_PID OPEN SETTINGS`: serves until the parent closes the socket.
+    """`pool_worker SOCKET_FD NOTE_FD PARENT_PID MAX_BYTES OPEN SETTINGS`: serves until the parent closes the socket.
 
     OPEN names a function; what it returns for the JSON object SETTINGS (as keywords) is the function that items are given to.
+    MAX_BYTES bounds the arrays and bytes that it may return for one.
     """
-    socket_fd, note_fd, parent = map(int, arguments[:3])
+    socket_fd, note_fd, parent, max_bytes = map(int, arguments[:4])
     die_with_parent(parent)
     os.dup2(2, 1)
     for fd in (socket_fd, note_fd):
         os.set_inheritable(fd, False)
     with socket.socket(fileno=socket_fd) as link:
         try:
-            open_function = load_reference(arguments[3], "the function of a pool")
+            open_function = load_reference(arguments[4], "the function of a pool")
             _own_modules.add(open_function.__module__)
-            function = open_function(**orjson.loads(arguments[4]))
+            function = open_function(**orjson.loads(arguments[5]))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what it loads may raise anything; the parent reports it
-            _send(link, 0, [_failed(error)])
+            _send(link, 0, [_failed(error, with_cause=True)])
             return 1
         _send(link, 0, [(None, None, None)])
         while (frame := _receive(link)) is not None:
             request, items = frame
-            _send(link, request, [_run(function, item, note_fd, request, i) for i, item in enumerate(items)])
+            answers = []
+            for index, item in enumerate(items):
+                os.pwrite(note_fd, NOTE.pack(request, index, time.monotonic_ns(), request), 0)
+                answers.append(_run(function, item, max_bytes))
+            _send(link, request, answers)
     return 0
 
 
 def frame_of(request: int, entries: Sequence[tuple[Any, ...]]) -> tuple[bytes, list[Buffer]]:
-    """(head, buffers) of a frame. The first of each entry is its value: `orjson.Fragment` or None in place, `Parts` as buffers."""
+    """(head, buffers) of a frame. The first of each entry is its value: a Fragment or None in place, Parts as buffers."""
     buffers: list[Buffer] = []
     shown = []
     for value, *rest in entries:
@@ -109,27 +114,36 @@ def encoded(value: Any) -> orjson.Fragment | Parts:
         return [header, *buffers]
 
 
-def _run(function: Callable[[Any], Any], item: Any, note_fd: int, request: int, index: int) -> tuple[Any, ...]:
-    os.pwrite(note_fd, NOTE.pack(request, index, time.monotonic_ns(), request), 0)
+def _run(function: Callable[[Any], Any], item: Any, max_bytes: int) -> tuple[Any, ...]:
     try:
-        return encoded(function(item)), None, None
+        value = encoded(function(item))
+        num_bytes = sum(memoryview(part).nbytes for part in value[1:]) if isinstance(value, list) else 0
+        if num_bytes > max_bytes:
+            raise OutOfSpace(f"what an item returns must have at most {max_bytes} bytes, got {num_bytes}. Return less")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the function raises is this item's error
         return _failed(error)
+    return value, None, None
 
 
-def _failed(error: BaseException) -> tuple[None, str, str]:
-    """(no value, text, name of its type). An error of rondo's tree says all in its text; another comes with its traceback, from
-    the first frame that is not of the machinery."""
-    if isinstance(error, RondoError):
-        text = str(error)
+def _failed(error: BaseException, *, with_cause: bool = False) -> tuple[None, str, str]:
+    """(no value, text, name of its type). An error of rondo's tree says all in its text, but for where its cause lies; another
+    comes with its traceback, from the first frame that is not of the machinery."""
+    if not isinstance(error, RondoError):
+        text = _traced(error)
+    elif with_cause and error.__cause__ is not None:
+        text = f"{error}\n{_traced(error.__cause__)}"
     else:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_globals.get("__name__") in _own_modules and trace.tb_next is not None:
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        text = str(error)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     text = text if len(text) <= _MAX_ERROR_CHARACTERS else "..." + text[-_MAX_ERROR_CHARACTERS:]
     return None, text, type(error).__name__
+
+
+def _traced(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _own_modules and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
 _own_modules = {__name__, "rondo.runtime.reference", "importlib._bootstrap", "importlib._bootstrap_external"}

@@ -22,6 +22,8 @@ BELOW = {
 LIGHT = (
     "rondo.runtime.supervisor",
     "rondo.runtime.admin",
+    "rondo.runtime.pool",
+    "rondo.runtime.pool_worker",
     "rondo.comm.serve",
     "rondo.comm.bus",
     "rondo.roles.rollout.reward_worker",

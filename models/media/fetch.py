@@ -60,8 +60,11 @@ def read(ref: MediaRef, config: MediaConfig) -> bytes:
 def read_video(ref: MediaRef, config: MediaConfig) -> bytes | list[bytes]:
     """Like `read`, for a source that may also be a list of frames: together they have at most `max_file_bytes`."""
     if isinstance(ref.source, list):
-        _check_size(ref, sum(map(len, ref.source)), config)
-        return ref.source
+        frames: list[bytes] = []
+        for frame in ref.source:
+            frames.append(frame if isinstance(frame, bytes) else read(MediaRef("image", frame), config))
+            _check_size(ref, sum(map(len, frames)), config)
+        return frames
     return read(ref, config)
 
 

@@ -23,7 +23,7 @@ class MediaRef:
     """One medium. `use_audio` None follows `media.use_audio_in_video`; it means something for videos only."""
 
     kind: Kind
-    source: str | bytes | list[bytes]
+    source: str | bytes | list[str | bytes]
     use_audio: bool | None = None
 
     def __str__(self) -> str:

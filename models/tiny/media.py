@@ -74,6 +74,12 @@ def write(folder: Path, kind: Any, config: Any, tokenizer: Any, *, patch_size: i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config)
+        if hasattr(config, "audio_config"):
+            # The library's 0.02 for every weight suits wide layers: through these narrow ones sound would arrive a thousand times
+            # smaller than its positions, and nothing learns to hear it.
+            tower = model.model.audio_tower
+            for layer in (tower.conv2d1, tower.conv2d2, tower.conv2d3, tower.conv_out):
+                torch.nn.init.kaiming_normal_(layer.weight)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)

@@ -186,7 +186,7 @@ class RolloutRole:
 
     async def _fill(self, lease: Lease) -> None:
         config = self._job.config
-        row = self._data.row(self._order.locate(lease.position).row)
+        row = await asyncio.to_thread(self._data.row, self._order.locate(lease.position).row)
         prompt, media = await self._prompt(row, config.data)
         if media is not None and not lease.has_media:
             self._put_media(lease, media)
@@ -307,7 +307,7 @@ class RolloutRole:
 
         async def one(index: int) -> list[float]:
             async with room:
-                row = data.row(index)
+                row = await asyncio.to_thread(data.row, index)
                 prompt, media = await self._prompt(row, evaluation.data or config.data)
                 requests = [
                     Request(
@@ -330,7 +330,7 @@ class RolloutRole:
                 raise scored
             else:
                 scores += scored
-        result = {"version": version, "reward": float(np.mean(scores)), "num_prompts": len(data)}
+        result: dict[str, Any] = {"version": version, "reward": float(np.mean(scores)), "num_prompts": len(data)}
         if unusable:
             result |= {"num_unusable": len(unusable), "first_unusable": unusable[0]}
         await self._job.bus.call("evaluated", label, result)

@@ -11,8 +11,18 @@ from typing import Any
 
 import pytest
 
-from rondo.roles.config import DataConfig, EvalConfig, JobConfig, ModelConfig, RewardConfig, RolloutConfig
-from rondo.roles.datasets import Dataset, Row, RowError, Without, open_dataset, open_splits, train_order
+from rondo.models.media.refs import MediaRef
+from rondo.roles.config import DataConfig, EvalConfig, JobConfig, ModelConfig, RewardConfig, RolloutConfig, SftConfig
+from rondo.roles.datasets import (
+    Dataset,
+    Row,
+    RowError,
+    Without,
+    demonstrations,
+    open_dataset,
+    open_splits,
+    train_order,
+)
 from rondo.runtime.errors import ConfigError
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "info": {"level": i % 3}} for i in range(40)]
@@ -248,6 +258,88 @@ def test_light_modules_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+PNG = b"\x89PNG"
+
+
+def test_rows_of_every_source_carry_the_media_that_columns_hold(tmp_path: Path) -> None:
+    media = {"media_columns": {"image": "picture", "audio": "speech"}, "apply_chat_template": True, "label": None}
+    rows = [
+        {"question": "What is <image>?", "picture": "1.png", "speech": None},
+        {"question": "x", "picture": [], "speech": "a"},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = open_dataset(config(path, **media))
+    first = data.row(0)
+    assert first.media == (MediaRef("image", "1.png"),)
+    assert isinstance(first.prompt, list) and first.prompt[0]["content"][1] == {"type": "image"}
+    assert data.row(1).media == (MediaRef("audio", "a"),)
+    write_jsonl(path, [rows[0], {"question": "What?", "picture": "1.png"}])
+    with pytest.raises(RowError) as raised:
+        open_dataset(config(path, **media)).row(1)
+    assert str(raised.value) == (
+        "a.jsonl:2 must have the column 'speech' that data.media_columns names, got 'question', 'picture'. "
+        "Known: picture, question. A row without media holds null there."
+    )
+
+
+def test_parquet_reads_the_bytes_of_media_row_by_row(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    size = 1 << 18
+    rows = [
+        {"question": str(i), "image": {"bytes": bytes([i]) * size, "path": f"{i}.png"}, "name": f"{i}.wav"}
+        for i in range(48)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows[:31]), tmp_path / "a.parquet", row_group_size=10)
+    parquet.write_table(pyarrow.Table.from_pylist(rows[31:]), tmp_path / "b.parquet", row_group_size=7)
+    pyarrow.default_memory_pool().release_unused()
+    before = pyarrow.total_allocated_bytes()
+    settings = {"label": None, "media_columns": {"image": "image", "audio": "name"}, "apply_chat_template": True}
+    data = open_dataset(config(tmp_path, **settings))
+    for i in [0, 3, 9, 10, 30, 31, 37, 38, 47, 2]:
+        row = data.row(i)
+        assert row.media == (MediaRef("image", bytes([i]) * size), MediaRef("audio", f"{i}.wav"))
+        assert isinstance(row.prompt, list) and row.prompt[0]["content"][-1] == {"type": "text", "text": str(i)}
+    assert pyarrow.total_allocated_bytes() - before < size
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    with pytest.raises(RowError, match=r"row 40: row must be read as when it was opened, got .*Restore its file"):
+        data.row(40)
+    assert data.row(1).media[0] == MediaRef("image", b"\1" * size)
+
+
+def test_rows_of_the_hub_keep_their_media_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    columns = {
+        "question": ["a", "b"],
+        "pictures": [[{"bytes": PNG, "path": None}], []],
+        "sound": [None, {"bytes": b"x", "path": "s"}],
+    }
+    features = library.Features(
+        {"question": library.Value("string"), "pictures": library.List(library.Image()), "sound": library.Audio()}
+    )
+    table = pyarrow.Table.from_pydict(columns, schema=features.arrow_schema)  # as it comes from a file: encoded already
+    rows = library.Dataset(library.table.InMemoryTable(table), info=library.DatasetInfo(features=features))
+    monkeypatch.setattr(library, "load_dataset", lambda *_, **__: rows)
+    media = {"image": "pictures", "audio": "sound"}
+    data = open_dataset(config("hub:some/thing/train", label=None, media_columns=media, apply_chat_template=True))
+    assert (data.row(0).media, data.row(1).media) == ((MediaRef("image", PNG),), (MediaRef("audio", b"x"),))
+    assert len(data) == 2 and data.row(1).name == "hub:some/thing/train row 1"
+
+
+def test_demonstrations_of_training_rows_bring_their_media(tmp_path: Path) -> None:
+    rows = [{"question": f"{i}", "answer": str(i), "image": f"{i}.png"} for i in range(8)]
+    data = config(write_jsonl(tmp_path / "a.jsonl", rows), media_columns={"image": "image"}, apply_chat_template=True)
+    sft = SftConfig(demonstrate=f"{__file__}:shout", steps=2, batch_size=6)
+    found = demonstrations(job(data).model_copy(update={"sft": sft}))
+    assert len(found) == 12
+    for i in range(12):
+        row = found.row(i)
+        assert row.media == (MediaRef("image", f"{row.label[:-1]}.png"),)
+
+
+def shout(prompt: Any, label: str, draw: Any) -> str:
+    return f"{label}!"
 
 
 def two_of_each(rows):

@@ -47,7 +47,7 @@ def train(folder: Path, config: SftConfig, **options: Any) -> tuple[Any, list[di
     steps: list[dict[str, float]] = []
     path = str(folder / "model")
     model = parallel.shard(load_model(path, dtype="float32", device="cpu"), world_size=options.get("world_size", 1))
-    sft.warm_up(model, load_tokenizer(path), open_dataset(config.source()), config, "cpu", **options)
+    sft.warm_up(model, load_tokenizer(path), open_dataset(config.source()), config, config.source(), "cpu", **options)
     return model, steps
 
 
@@ -116,7 +116,7 @@ def test_a_gradient_that_is_not_finite_ends_it(folder: Path) -> None:
         model.lm_head.weight[0, 0] = float("nan")
     with pytest.raises(ConfigError, match="the gradient of sft step 0 must be finite, got norm nan"):
         sft.warm_up(
-            model, load_tokenizer(path), open_dataset(config.source()), config, "cpu",
+            model, load_tokenizer(path), open_dataset(config.source()), config, config.source(), "cpu",
             on_step=lambda _: None, should_stop=lambda: False,
         )  # fmt: skip
 

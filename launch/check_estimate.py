@@ -1,0 +1,176 @@
+"""Estimates of the memory that the roles compute in, from the settings and the model's shape alone.
+
+Owns the formulas, which follow what the roles hold: `models/parallel.py` (weights, gradients, gathered units), `models/logprobs.py`
+(logits in chunks), `models/optimizer.py` (moments) and the engine's cache. What is held for good is exact. What a forward keeps is
+a count of the tensors of a usual layer, without what the allocator, a kernel's workspace or a rare layer adds: expect a real run
+within a fifth of it. Imports no torch.
+
+    group_estimate(config, shape, config.groups[0])   ->   {"weights": 31719205488, "key-value cache": 12884901888, ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rondo.launch.groups import RoleGroup
+from rondo.roles.config import JobConfig
+
+WIDTHS = {"float32": 4, "bfloat16": 2}
+_FLOAT = 4
+_PREFILL_TOKENS = 8192
+"""Prompt tokens that the engine takes in one step."""
+_LOGIT_COPIES = 3
+"""The logits in float32, what is made of them, and in a backward their gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Equal layers, one after another: of the decoder, or of an encoder. Widths in numbers a token."""
+
+    num: int
+    hidden: int
+    queries: int
+    """Heads x head_dim."""
+    keys: int
+    """The same of the key-value heads."""
+    feed_forward: int
+    """Between the two products; of experts, those that one token visits together."""
+    trained: bool = True
+    """Whether a backward goes through them. One through frozen encoders has nowhere to go, and keeps nothing."""
+
+    def kept_bytes(self, width: int) -> int:
+        """What a layer keeps of one token for its backward: inputs of its products in `width`, of its norms in float32."""
+        inputs = 6 * self.hidden + 3 * self.queries + 4 * self.keys + 4 * self.feed_forward
+        return width * inputs + _FLOAT * (4 * self.hidden + 2 * (self.queries + self.keys))
+
+    def passing_bytes(self, width: int) -> int:
+        """What a layer needs for one token at a time when nothing is kept."""
+        inputs = 4 * self.hidden + 2 * self.queries + 2 * self.keys + 3 * self.feed_forward
+        return width * inputs + _FLOAT * self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's sizes, counted in numbers."""
+
+    vocab_size: int
+    decoder: Blocks
+    encoders: tuple[Blocks, ...]
+    num_caching: int
+    """Decoder layers that cache keys and values; layers of linear attention do not."""
+    decoder_parameters: int
+    """Embeddings and output layer with them."""
+    encoder_parameters: int
+    trained_decoder: int
+    trained_encoders: int
+    layer_parameters: int
+    """Of the largest decoder layer, the unit that is gathered."""
+    root_parameters: int
+    """Of the decoder outside of its layers: embeddings, output layer."""
+
+    @property
+    def parameters(self) -> int:
+        return self.decoder_parameters + self.encoder_parameters
+
+    @property
+    def trained(self) -> int:
+        return self.trained_decoder + self.trained_encoders
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Shape:
+        """Reads what `dataclasses.asdict` wrote, after a way through JSON."""
+        blocks = {"decoder": Blocks(**values["decoder"]), "encoders": tuple(Blocks(**b) for b in values["encoders"])}
+        return cls(**{**values, **blocks})
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Memory of one process, in bytes. `loading`: what it holds of the model while it loads, before anything else is there."""
+
+    parts: Mapping[str, int]
+    loading: int
+
+    @property
+    def needed(self) -> int:
+        return max(sum(self.parts.values()), self.loading)
+
+
+def group_estimate(config: JobConfig, shape: Shape, group: RoleGroup) -> Estimate:
+    """Of one process of `group`: all of its roles beside each other."""
+    found = []
+    if "actor" in group.roles:
+        found.append(Estimate(training_bytes(config, shape, group.processes), _FLOAT * shape.parameters))
+    if "rollout" in group.roles:
+        found.append(Estimate(generating_bytes(config, shape), WIDTHS[config.model.dtype] * shape.parameters))
+    for role in ("actor_fwd", "reference"):
+        if role in group.roles:
+            found.append(Estimate(scoring_bytes(config, shape), WIDTHS[config.train.dtype] * shape.parameters))
+    parts: dict[str, int] = {}
+    for estimate in found:
+        for name, size in estimate.parts.items():
+            parts[name] = parts.get(name, 0) + size
+    return Estimate(parts, sum(estimate.loading for estimate in found))
+
+
+def training_bytes(config: JobConfig, shape: Shape, num_ranks: int) -> dict[str, int]:
+    """Of one of `num_ranks` processes that train."""
+    train, width = config.train, WIDTHS[config.train.dtype]
+    alone, whole_encoders = num_ranks == 1, config.train.encoders == "replicate"
+    parts = 1 if whole_encoders else num_ranks
+    held = -(-shape.decoder_parameters // num_ranks) + -(-shape.encoder_parameters // parts)
+    trained = -(-shape.trained_decoder // num_ranks) + -(-shape.trained_encoders // parts)
+    # Between the micro-batches of a step FSDP2 keeps the gradients of its units whole, and adds the shards at the last.
+    between = 0 if alone else shape.trained_decoder + (0 if whole_encoders else shape.trained_encoders)
+    found = {"weights": _FLOAT * held, "gradients": _FLOAT * (trained + between), "moments": 2 * _FLOAT * trained}
+    if not alone:
+        # Two units at a time, the next one coming while one computes, and the root's from forward to backward.
+        found["gathered units"] = width * (shape.root_parameters + 2 * shape.layer_parameters)
+        if whole_encoders and width != _FLOAT:
+            found["gathered units"] += width * shape.encoder_parameters
+    elif width != _FLOAT:
+        lent = shape.root_parameters + shape.layer_parameters if train.activation_checkpointing else shape.parameters
+        found["bfloat16 copies"] = width * lent
+    found["activations"] = train.micro_batch_tokens * _kept(shape, width, checkpointing=train.activation_checkpointing)
+    found["log-prob chunk"] = _chunk(config, shape)
+    return found
+
+
+def scoring_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
+    """Of a process that computes log-probs of finished samples."""
+    width = WIDTHS[config.train.dtype]
+    return {
+        "weights": width * shape.parameters,
+        "activations": config.train.micro_batch_tokens * _passing(shape, width),
+        "log-prob chunk": _chunk(config, shape),
+    }
+
+
+def generating_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
+    """Of a process with the embedded engine, whose cache is there in full from the start."""
+    rollout, width = config.rollout, WIDTHS[config.model.dtype]
+    cached = rollout.num_slots * (rollout.max_prompt_tokens + rollout.max_new_tokens)
+    return {
+        "weights": width * shape.parameters,
+        "key-value cache": cached * shape.num_caching * 2 * shape.decoder.keys * width,
+        "activations": max(_PREFILL_TOKENS, rollout.max_prompt_tokens) * _passing(shape, width),
+        "logits": _LOGIT_COPIES * _FLOAT * rollout.num_slots * shape.vocab_size,
+    }
+
+
+def _chunk(config: JobConfig, shape: Shape) -> int:
+    return _LOGIT_COPIES * _FLOAT * config.train.log_prob_chunk_tokens * shape.vocab_size
+
+
+def _kept(shape: Shape, width: int, *, checkpointing: bool) -> int:
+    """Of one token of a micro-batch for the backward. A patch or frame counts as a token: the dearer of the two is taken."""
+    costs = []
+    for blocks in (shape.decoder, *(encoder for encoder in shape.encoders if encoder.trained)):
+        layer = blocks.kept_bytes(width)
+        costs.append(blocks.num * width * blocks.hidden + layer if checkpointing else blocks.num * layer)
+    return max(costs)
+
+
+def _passing(shape: Shape, width: int) -> int:
+    return max(blocks.passing_bytes(width) for blocks in (shape.decoder, *shape.encoders))
