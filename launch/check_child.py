@@ -102,7 +102,6 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
     from rondo.models.families import family_of
     from rondo.models.load import empty_model, load_tokenizer
     from rondo.models.names import disk_shapes
-    from rondo.models.parts import freeze
 
     path = config.model.materialize(folder)
     model = empty_model(path)
@@ -111,13 +110,24 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
     shapes = disk_shapes(model)
     report.facts["num_parameters"] = sum(torch.Size(shape).numel() for shape in shapes.values())
     report.facts["num_tensors"] = len(shapes)
-    train = config.train
     report.look(lambda: look_at_media(config, path, model.config.model_type, family_of(model)), "media")
-    patterns = {"freeze_parameters": train.freeze_parameters, "train_parameters": train.train_parameters}
-    report.look(lambda: (freeze(model, train.freeze, **patterns), None)[1], "train.freeze")
+    report.look(lambda: look_at_frozen(config, report, model), "train.freeze")
     report.facts["shape"] = asdict(shape_of(model))
     needs_template = config.data.apply_chat_template
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
+
+
+def look_at_frozen(config: RunConfig, report: Report, model: Any) -> None:
+    """Parts and patterns are the model's own, and leave something to train."""
+    from rondo.models.parts import freeze
+
+    train = config.train
+    names = freeze(
+        model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters
+    )
+    if train.freeze or train.freeze_parameters or train.train_parameters:
+        trained = sum(model.get_parameter(name).numel() for name in names)
+        report.add("ok", f"{trained:,} parameters are trained, the others stay as they are")
 
 
 def look_at_media(config: RunConfig, path: str, model_type: str, family: Family | None) -> None:

@@ -1,11 +1,11 @@
 """Estimates of the memory that the roles compute in, from the settings and the model's shape alone.
 
-Owns the formulas, which follow what the roles hold: `models/parallel.py` (weights, gradients, gathered units), `models/logprobs.py`
-(logits in chunks), `models/optimizer.py` (moments) and the engine's cache. What is held for good is exact. What a forward keeps is
-a count of the tensors of a usual layer, without what the allocator, a kernel's workspace or a rare layer adds: expect a real run
-within a fifth of it. Imports no torch.
+Owns the formulas, which follow what the roles hold: `models/parallel.py` (weights, gradients, gathered units),
+`models/logprobs.py` (logits in chunks), `models/optimizer.py` (moments) and the engine's cache. Weights, gradients, moments and
+cache are counted exactly. What a forward keeps is a count of the tensors of a usual layer; what allocators leave between blocks,
+kernels' workspace and attention masks are not in it: leave some room. Imports no torch.
 
-    group_estimate(config, shape, config.groups[0])   ->   {"weights": 31719205488, "key-value cache": 12884901888, ...}
+    group_estimate(config, shape, config.groups[0])   ->   Estimate({"weights": 8044936192, "key-value cache": ...}, ...)
 """
 
 from __future__ import annotations

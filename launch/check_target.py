@@ -205,7 +205,7 @@ def _judge_node(
             loading += number * estimate.loading
         else:
             computing += number * estimate.needed
-    if node == 0:
+    if any(counts[group.name] for group in config.groups if "rollout" in group.roles):
         rollout = config.rollout
         row = rollout.samples_per_prompt * row_bytes(rollout) + media_bytes(config)
         parts["one step of the longest samples"] = rollout.prompts_per_step * row

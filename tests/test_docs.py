@@ -16,16 +16,19 @@ COMMAND = re.compile(r"^\$ (.+)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)\)")
 CODE = re.compile(r"`((?:launch|roles|models|comm|runtime|tests|examples|benchmarks|docs)/[\w/.]+)`")
 
+_SHORT = (
+    "num_steps=2", "rollout.prompts_per_step=4", "sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8",
+    "evaluation.num_prompts=8", "train.warmup_steps=1",
+)  # fmt: skip
 RUN_HERE = {
     "rondo check examples/quickstart.py": (),
     "rondo show examples/quickstart.py --set train.lr=1e-5": (),
     "rondo show examples/quickstart.py --set algorithm.kl_coef=0.05 --changed": (),
     "rondo sft examples/quickstart.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8"),
-    "rondo train examples/gsm8k_arithmetic.py --set data.path=PATH/TO/gsm8k/train.jsonl": (
-        "num_steps=2", "rollout.prompts_per_step=4", "sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8",
-        "data.held_out=8", "evaluation.num_prompts=8", "train.warmup_steps=1",
-    ),
-}  # fmt: skip
+    "rondo train examples/gsm8k_arithmetic.py --set data.path=PATH/TO/gsm8k/train.jsonl": (*_SHORT, "data.held_out=8"),
+    "rondo train examples/omni_digits.py": _SHORT,
+    "rondo train examples/video_digits.py": _SHORT,
+}
 ELSEWHERE = {
     "make demo": "test_make_runs_what_the_readme_says",
     "make test": "test_make_runs_what_the_readme_says",
@@ -37,6 +40,8 @@ ELSEWHERE = {
     "python -m benchmarks.calls": "measured by hand: it times a machine",
     "python -m benchmarks.generation": "measured by hand: it times a machine",
     "python -m benchmarks.ring": "measured by hand: it times a machine",
+    "python -m benchmarks.omni": "the examples it runs are run here; it takes half an hour",
+    "python -m benchmarks.media": "measured by hand: it times a machine",
 }
 
 

@@ -56,6 +56,11 @@ config = RunConfig(
         prompts_per_step=64, samples_per_prompt=8, max_prompt_tokens=512, max_new_tokens=1536, num_slots=128
     ),
     train=TrainConfig(
-        lr=1e-6, warmup_steps=10, dtype="bfloat16", micro_batch_tokens=16384, activation_checkpointing=True, save_every=50
+        lr=1e-6,
+        warmup_steps=10,
+        dtype="bfloat16",
+        micro_batch_tokens=16384,
+        activation_checkpointing=True,
+        save_every=50,
     ),
 )

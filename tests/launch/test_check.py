@@ -13,10 +13,12 @@ import orjson
 import pytest
 
 from rondo.launch import check_child
-from rondo.launch.check import Facts, Finding, inspect, judge, memory_order, segment_bytes
+from rondo.launch.check import Facts, inspect, judge, memory_order
+from rondo.launch.check_findings import Finding
+from rondo.launch.check_target import segment_bytes
 from rondo.launch.config import RunConfig, load
 from rondo.launch.rundir import RunDir
-from rondo.roles.streams import row_bytes
+from rondo.roles.streams import media_bytes, row_bytes
 from tests.launch import configs
 
 GIB = 1 << 30
@@ -66,11 +68,23 @@ def test_a_ring_that_cannot_hold_one_prompt_group_is_told(make: Make) -> None:
     )
 
 
+def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:
+    config = make("media.max_group_bytes=67108864")
+    samples, row, media = 4, row_bytes(config.rollout), media_bytes(config)
+    needed = samples * row + media
+    assert media > 64 << 20
+    assert judged(config) == [
+        f"bus.ring_bytes must hold one prompt group, 4 samples of up to {row} bytes and media of up to {media} = {needed}, "
+        f"got 67108864. Raise bus.ring_bytes to {needed} or more, or lower media.max_group_bytes"
+    ]
+    assert judged(make("media.max_group_bytes=67108864", f"bus.ring_bytes={needed}")) == []
+
+
 def test_more_ranks_than_devices_are_told(make: Make) -> None:
     config = make("groups.0.devices=1", "groups.0.replicas=2", "groups.1.devices=1", "groups.1.processes=4")
     assert judged(config) == [
         "groups must ask for at most the devices of this machine, 0, got rollout 2 + actor 4 = 6. "
-        "Lower processes or replicas, or set devices=0 to compute on the CPU"
+        "Lower processes or replicas, or set devices=0 to compute on the CPU; a run on several machines cannot be started"
     ]
     assert judged(config, replace(FACTS, num_devices=6)) == []
 
@@ -189,6 +203,9 @@ def test_code_that_kills_the_child_is_an_error_like_any_other(make: Make, tmp_pa
 
 
 def test_the_check_itself_imports_neither_torch_nor_the_users_data() -> None:
-    code = "import sys, rondo.launch.check, rondo.launch.check_child; print('torch' in sys.modules, 'aiohttp' in sys.modules)"
+    code = (
+        "import sys, rondo.launch.check, rondo.launch.check_target, rondo.launch.check_child\n"
+        "print('torch' in sys.modules, 'aiohttp' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
