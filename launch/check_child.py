@@ -27,6 +27,9 @@ from rondo.runtime.reference import load_reference
 if TYPE_CHECKING:
     from rondo.models.families.family import Family
     from rondo.roles.config import DataConfig
+    from rondo.roles.media import Prepared
+
+    Prepare = Callable[[Row, DataConfig, int], Prepared]
 
 _NUM_ROWS = 16
 """Rows whose prompts are rendered; the rest is checked as the run comes to it."""
@@ -175,8 +178,8 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
         parts.append(("evaluation", held_out, own or config.data))
     report.facts["num_rows"] = len(train)
     report.facts["num_held_out"] = len(held_out) if held_out is not None else 0
+    most, prepare = config.rollout.max_prompt_tokens, None
     for name, data, settings in parts:
-        most = config.rollout.max_prompt_tokens
         with_media = []
         for index in range(min(_NUM_ROWS, len(data))):
             row = data.row(index)
@@ -185,20 +188,26 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
             elif tokenizers:
                 render_prompt(tokenizers[0], row, settings, most)
         if with_media and tokenizers:
-            _render_media(config, report, name, with_media[:_NUM_MEDIA_ROWS], settings)
+            prepare = prepare or _open_processor(config, report, with_media[0])
+            _render_media(config, report, prepare, name, with_media[:_NUM_MEDIA_ROWS], settings)
     report.add("ok", f"{len(train)} rows to train on, {report.facts['num_held_out']} held out")
 
 
-def _render_media(config: RunConfig, report: Report, name: str, rows: Sequence[Row], settings: DataConfig) -> None:
-    """Through the model's processor, in this process: a medium that ends it ends the child, which is told like any crash."""
+def _open_processor(config: RunConfig, report: Report, row: Row) -> Prepare:
+    """In this process: a medium that ends it ends the child, which is told like any crash."""
     from rondo.roles.media import preparer
 
     if config.media is None:
         raise ConfigError(
-            f"media must be set for rows with media, got {rows[0].name} with {rows[0].media[0]} without it. "
-            "Set media=MediaConfig()"
+            f"media must be set for rows with media, got {row.name} with {row.media[0]} without it. Set media=MediaConfig()"
         )
-    prepare = preparer(report.facts["model_path"], config.media, setting="rollout.max_prompt_tokens")
+    return preparer(report.facts["model_path"], config.media, setting="rollout.max_prompt_tokens")
+
+
+def _render_media(
+    config: RunConfig, report: Report, prepare: Prepare, name: str, rows: Sequence[Row], settings: DataConfig
+) -> None:
+    assert config.media is not None
     lengths, sizes, broken = [], [], []
     for row in rows:
         try:

@@ -1,13 +1,13 @@
-"""Two machines with 8 GPUs of 141 GB each: Qwen3-Omni-30B-A3B's thinker on pictures, sounds and videos, one to generate, one to train.
+"""Two machines with 8 GPUs of 141 GB each: Qwen3-Omni-30B-A3B's thinker on pictures, sounds and videos; one of them generates.
 
     rondo check examples/full_size/qwen3_omni_30b.py --nodes 2 --devices 8 --device-gib 139 --memory-gib 2000 \\
         --set model.path=FOLDER
 
-`data.path` names JSON Lines with `messages`, in whose parts pictures, sounds and videos are written as OpenAI's or Hugging Face's
-chats have them, and a short `answer`. Encoders and experts stay as they are: a process keeps the whole gradient of what is trained
-between the micro-batches of a step, and that of 30 billion parameters fits no device. Attention, routers, norms, embeddings and
-projectors learn. To check, a folder with config.json, tokenizer and processor files is enough; `rondo train` starts runs of one
-machine only.
+`data.path` names JSON Lines with `messages`, in whose parts pictures, sounds and videos are written as OpenAI's or Hugging
+Face's chats have them, and a short `answer`. Encoders and experts stay as they are: a process keeps the whole gradient of what
+is trained between the micro-batches of a step, and that of 30 billion parameters fits no device. Attention, routers, norms,
+embeddings and projectors learn. To check, a folder with config.json, tokenizer and processor files is enough; `rondo train`
+starts runs of one machine only.
 """
 
 from __future__ import annotations

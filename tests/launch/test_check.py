@@ -14,6 +14,7 @@ import pytest
 
 from rondo.launch import check_child
 from rondo.launch.check import Facts, inspect, judge, memory_order
+from rondo.launch.check_estimate import Blocks, Shape
 from rondo.launch.check_findings import Finding
 from rondo.launch.check_target import segment_bytes
 from rondo.launch.config import RunConfig, load
@@ -87,6 +88,18 @@ def test_more_ranks_than_devices_are_told(make: Make) -> None:
         "Lower processes or replicas, or set devices=0 to compute on the CPU; a run on several machines cannot be started"
     ]
     assert judged(config, replace(FACTS, num_devices=6)) == []
+
+
+def test_devices_of_this_machine_that_look_too_small_are_a_note_since_it_is_an_estimate(make: Make) -> None:
+    config = make("groups.0.devices=1")
+    shape = Shape(
+        vocab_size=100, decoder=Blocks(2, 8, 8, 4, 16), encoders=(), num_caching=2, decoder_parameters=1000,
+        encoder_parameters=0, trained_decoder=1000, trained_encoders=0, layer_parameters=300, root_parameters=400,
+    )  # fmt: skip
+    small, large = (replace(FACTS, num_devices=1, shape=shape, device_bytes=n * GIB) for n in (1, 2))
+    told = [finding for finding in judge(config, small, (8 * GIB, "the cgroup")) if finding.level == "note"]
+    assert told[-1].text.startswith("a process of rollout must fit into the memory of its device, 1.0 GiB, got about ")
+    assert judged(config, small) == judged(config, large) == []
 
 
 def test_samples_longer_than_the_models_positions_are_told(make: Make) -> None:

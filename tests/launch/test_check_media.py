@@ -49,8 +49,8 @@ def test_a_model_of_text_with_media_columns_is_an_error_that_names_both(tmp_path
     assert report.findings == [
         {
             "level": "error",
-            "text": "data.media_columns must name media that the model takes, which is of text alone, got image with the model of "
-            "type 'qwen3' at FOLDER. Remove them, or set model.path to another model",
+            "text": "data.media_columns must name media that the model takes, which is of text alone, got image with the "
+            "model of type 'qwen3' at FOLDER. Remove them, or set model.path to another model",
         }
     ]
 
