@@ -4,8 +4,9 @@ With the environment variable DIGITS=FOLDER the digits are real: handwritten one
 from FOLDER/fsdd/fsdd.parquet, Hugging Face files with the columns image or audio, and label. Without it they are drawn, and
 spoken as a telephone would: two tones a digit. Held-out rows are made of pictures and sounds that no training row has.
 
-Every question is the sum of two digits: "image" shows two pictures, "audio" says one and writes the other, "video" shows one after
-the other, "mixed" shows one and says the other. Answers show their work, `3+4=7`; the reward looks at what follows the equals sign.
+Every question is the sum of two digits: "image" shows two pictures, "audio" says one and writes the other, "video" shows one
+after the other, "mixed" shows one and says the other. Answers show their work, `3+4=7`; the reward looks at what follows the
+equals sign.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _png(image: Any) -> bytes:
 
 def _dialled(digit: int, draw: random.Random) -> bytes:
     """Two tones of about 0.4 s, as a telephone's keys have them, with noise."""
-    row, column = ((3, 1) if digit == 0 else divmod(digit - 1, 3))
+    row, column = (3, 1) if digit == 0 else divmod(digit - 1, 3)
     low, high = (697, 770, 852, 941)[row], (1209, 1336, 1477)[column]
     time_s = np.arange(int(_RATE * draw.uniform(0.3, 0.5))) / _RATE
     tones = np.sin(2 * np.pi * low * time_s) + np.sin(2 * np.pi * high * time_s)

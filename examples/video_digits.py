@@ -1,4 +1,4 @@
-"""Two CPU cores, no downloads, about four minutes: a tiny Qwen3-Omni learns to add two digits that a video shows one after another.
+"""Two CPU cores, no downloads, about four minutes: a tiny Qwen3-Omni learns to add digits that a video shows one after another.
 
     rondo train examples/video_digits.py
     rondo train examples/video_digits.py --set num_steps=2000       # does it stay learned? about ten minutes

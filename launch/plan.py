@@ -5,13 +5,14 @@ Owns the translation only; settings are `config.py`'s, processes the supervisor'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from rondo.comm.coordinator import CoordinatorConfig
 from rondo.comm.index import Rules
 from rondo.launch.config import RunConfig
+from rondo.launch.groups import RoleGroup
 from rondo.roles.streams import BASE_COLUMNS, media_bytes, row_bytes, streams_of
 from rondo.runtime.spec import GroupSpec
 
@@ -38,6 +39,18 @@ def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
         for group in config.groups
         for name in group.replica_names()
     )
+
+
+def first_devices(groups: Iterable[RoleGroup]) -> dict[str, int]:
+    """Replica -> the accelerator of its first process; the next ones have those after it. Nobody shares one. Replicas that
+    compute on the CPU are left out."""
+    found: dict[str, int] = {}
+    free = 0
+    for group in groups:
+        for name in group.replica_names() if group.devices else ():
+            found[name] = free
+            free += group.processes * group.devices
+    return found
 
 
 def coordinator_config(config: RunConfig, num_rows: int) -> CoordinatorConfig:

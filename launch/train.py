@@ -26,7 +26,7 @@ from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.launch.check import Facts, require
 from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig, resolve, unresolve
-from rondo.launch.plan import coordinator_config, coordinator_json, group_specs
+from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
 from rondo.launch.provider import RunProvider
 from rondo.launch.rundir import RunDir, write_json
 from rondo.launch.summary import print_table, summarize, write
@@ -53,7 +53,7 @@ def fine_tune(config: RunConfig, options: TrainOptions) -> int:
     actor = config.group_of("actor")
     assert actor is not None
     group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft_role:SftRole",), actor.threads)
-    placed = {"extra": {"sft": actor.devices}, "ranks": {"sft-0": actor.processes}}
+    placed = {"extra": {"sft-0": 0} if actor.devices else {}, "ranks": {"sft-0": actor.processes}}
     with _prepared(config, f"{config.name}-sft", options, **placed) as run:
         return _run(config, run, options, attempt=0, groups=(group,))
 
@@ -132,8 +132,8 @@ def _prepare(
     model_path = Path(facts.model_path)
     if config.model.build is not None:
         model_path = Path(shutil.move(model_path, run.path / "model"))
-    devices = {group.name: group.devices for group in config.groups} | dict(extra or {})
-    write_json(run.path / PREPARED, {"model_path": str(model_path), "devices": devices})
+    devices = first_devices(config.groups) | dict(extra or {})
+    write_json(run.path / PREPARED, {"model_path": str(model_path), "first_devices": devices})
     rules = coordinator_config(config, facts.num_rows)
     rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
     write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))

@@ -2,7 +2,8 @@
 
 roles          actor (with trainer), forward (actor_fwd, reference), advantages, sft_role, rollout/
 algorithms     algorithms (a record each), losses, advantage_functions, gap (engine against trainer), sft, warm_up
-data           datasets, sources, cursor, prompts; media_rows, media (image, audio, video); streams says which role reads and writes which columns
+data           datasets, sources, cursor, prompts; media_rows, media (image, audio, video)
+streams        which role reads and writes which columns
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class ActorRole:
         self._job = job = await open_job(ctx)
         config = job.config
         with ctx.section("load", LOAD_LIMIT_S):
-            await ctx.compute(ctx.init_process_group, "nccl" if job.device != "cpu" else "gloo")
+            await ctx.compute(ctx.init_process_group, job.device)
             self._trainer = await ctx.compute(
                 Trainer, config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device
             )

@@ -19,8 +19,8 @@ import torch
 from rondo.comm.bus import POLL_S, Row
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
-from rondo.models.names import load_disk_tensors
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.job import Job, follow, open_job

@@ -59,8 +59,9 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     """(settings, folder of the model, device of this process), from the run directory."""
     resolved = orjson.loads((ctx.run_dir / "config.resolved.json").read_bytes())
     prepared = orjson.loads((ctx.run_dir / "prepared.json").read_bytes())
-    on_device = prepared["devices"].get(ctx.role_group, 0)
-    return JobConfig.from_resolved(resolved), prepared["model_path"], f"cuda:{ctx.local_rank}" if on_device else "cpu"
+    first = prepared["first_devices"].get(ctx.group)
+    device = "cpu" if first is None else f"cuda:{first + ctx.local_rank}"
+    return JobConfig.from_resolved(resolved), prepared["model_path"], device
 
 
 @asynccontextmanager

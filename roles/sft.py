@@ -142,7 +142,9 @@ class _Encoded:
         faults = [item for item in found if isinstance(item, str)]
         self.num_skipped += len(faults)
         if not usable:
-            raise RowError(f"a batch of demonstrations must hold one that can be used, got none; the first: {faults[0]}")
+            raise RowError(
+                f"a batch of demonstrations must hold one that can be used, got none; the first: {faults[0]}"
+            )
         return usable
 
     def _one(self, row: int) -> Packable | str:
@@ -170,7 +172,9 @@ def encode(
     long; for media that cannot be used, its text."""
     media = None
     if row.media and prepare is None:
-        raise RowError(f"{row.name}: prompt must be text without the media section, got {row.media[0]}. Set media=MediaConfig()")
+        raise RowError(
+            f"{row.name}: prompt must be text without the media section, got {row.media[0]}. Set media=MediaConfig()"
+        )
     if row.media and prepare is not None:
         try:
             prompt, media = prepare(row, source, max_tokens)

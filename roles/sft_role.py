@@ -24,7 +24,7 @@ class SftRole:
         config, model_path, device = open_settings(ctx)
         assert config.sft is not None
         with ctx.section("load", LOAD_LIMIT_S):
-            await ctx.compute(ctx.init_process_group, "nccl" if device != "cpu" else "gloo")
+            await ctx.compute(ctx.init_process_group, device)
             trainer = await ctx.compute(
                 Trainer, config, model_path, rank=ctx.rank, world_size=ctx.world_size, device=device
             )

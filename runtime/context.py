@@ -113,8 +113,9 @@ class WorkerContext:
         """Writes a record: kind "metrics" to metrics.jsonl, any other to events.jsonl; the status view sees both."""
         await self.supervisor.call("report", self.group, kind, dict(data), deadline_s=_CALL_S)
 
-    def init_process_group(self, backend: str = "gloo", timeout_s: float = 600.0) -> None:
-        """Makes torch's default process group over the ranks of this incarnation. To be called on the compute thread.
+    def init_process_group(self, device: str = "cpu", timeout_s: float = 600.0) -> None:
+        """Makes torch's default process group over the ranks of this incarnation: gloo on the CPU, NCCL on a device such as
+        "cuda:3". To be called on the compute thread.
 
         Does nothing in a group of one. `timeout_s` is the deadline of every collective.
         """
@@ -126,10 +127,10 @@ class WorkerContext:
         timeout = datetime.timedelta(seconds=timeout_s)
         host, port = self._process.me.store
         store = TCPStore(host, port, is_master=False, timeout=timeout)
-        if backend == "nccl":
-            torch.cuda.set_device(self.local_rank)
+        if device != "cpu":
+            torch.cuda.set_device(device)
         init_process_group(
-            backend,
+            "gloo" if device == "cpu" else "nccl",
             store=PrefixStore(f"{self.group}/{self.incarnation}", store),
             rank=self.rank,
             world_size=self.world_size,

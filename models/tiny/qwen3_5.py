@@ -1,7 +1,7 @@
 """A small Qwen3.5 with seeded random weights: text, image and video in, text out; three layers in four have linear attention.
 
-    build(Path("model"))                      # 0.4 million parameters
-    build(Path("model"), num_experts=4)       # Qwen3.5-MoE
+build(Path("model"))                      # 0.4 million parameters
+build(Path("model"), num_experts=4)       # Qwen3.5-MoE
 """
 
 from __future__ import annotations

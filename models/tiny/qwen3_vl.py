@@ -1,7 +1,7 @@
 """A small Qwen3-VL with seeded random weights: text, image and video in, text out; with experts where asked for.
 
-    build(Path("model"))                      # 0.3 million parameters; an image of 32 x 32 pixels takes 4 tokens
-    build(Path("model"), num_experts=4)       # Qwen3-VL-MoE
+build(Path("model"))                      # 0.3 million parameters; an image of 32 x 32 pixels takes 4 tokens
+build(Path("model"), num_experts=4)       # Qwen3-VL-MoE
 """
 
 from __future__ import annotations

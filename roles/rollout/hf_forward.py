@@ -135,9 +135,7 @@ class _StateLayer(LinearAttentionLayer):
         self._conv[self._slot] = conv_states[0, :, -size:]
         return conv_states
 
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """[1 or n, heads, key size, value size]"""
         if self._memory is None:
             self._memory = recurrent_states.new_zeros(self._num_slots, *recurrent_states.shape[1:])

@@ -78,18 +78,20 @@ class RolloutRole:
         ctx = self._ctx
         self._job = job = await open_job(ctx)
         config = job.config
-        with ctx.section("load", LOAD_LIMIT_S):
-            self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
-            self._data, self._held_out = await ctx.compute(open_splits, config)
-            self._order = train_order(config, len(self._data))
-            self._engine: Engine = await self._open_engine()
         limits = config.reward
+        self._rewards = RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s)
+        self._media = None if config.media is None else MediaPool(job.model_path, config.media)
         async with AsyncExitStack() as pools:
-            rewards = RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s)
-            self._rewards = await pools.enter_async_context(rewards)
-            self._media = None
-            if config.media is not None:
-                self._media = await pools.enter_async_context(MediaPool(job.model_path, config.media))
+            # Their workers take seconds to import what they need: meanwhile this process loads the model.
+            async with asyncio.TaskGroup() as opening:
+                for pool in (self._rewards, self._media):
+                    if pool is not None:
+                        opening.create_task(pools.enter_async_context(pool))
+                with ctx.section("load", LOAD_LIMIT_S):
+                    self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
+                    self._data, self._held_out = await ctx.compute(open_splits, config)
+                    self._order = train_order(config, len(self._data))
+                    self._engine: Engine = await self._open_engine()
             async with follow(ctx, job, self.role, self._engine.update_weights) as first:
                 await first.wait()
                 await ctx.ready()

@@ -101,7 +101,8 @@ class SlotEngine:
     """Generates with continuous batching. Not thread-safe: one thread calls everything.
 
     `num_slots` sequences run at once, each of at most `max_length` tokens, prompt included. `max_prefill_tokens` bounds the
-    prompt tokens, and positions that encoders take, computed in one step beyond the first prompt, and so how long running sequences pause for new ones.
+    prompt tokens, and positions that encoders take, computed in one step beyond the first prompt, and so how long running
+    sequences pause for new ones.
     `fixed_shapes` runs every decode over all slots and every prompt alone, so that a sample's bits do not depend on what
     runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently).
 

@@ -110,6 +110,9 @@ config = RunConfig(
     ),
     train=TrainConfig(lr=1e-4, micro_batch_tokens=512, max_log_prob_gap=1e-4),
     sft=SftConfig(
-        data=DataConfig(rows=demonstrations, label="answer", apply_chat_template=True), steps=3, batch_size=8, micro_batch_tokens=1024
+        data=DataConfig(rows=demonstrations, label="answer", apply_chat_template=True),
+        steps=3,
+        batch_size=8,
+        micro_batch_tokens=1024,
     ),
 )

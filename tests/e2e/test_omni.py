@@ -22,7 +22,10 @@ def test_every_modality_trains_through_deaths_and_what_is_broken_is_quarantined_
     quarantined = summary["quarantined"]
     assert sum(quarantined.values()) * 4 == summary["samples_by_outcome"]["quarantined"]
     assert sum(quarantined.values()) >= 3 and len(quarantined) >= 3
-    gaps = [{name for name in record if name.startswith("log_prob_gap")} for record in step_records(ended.run_dir / "metrics.jsonl")]
+    gaps = [
+        {name for name in record if name.startswith("log_prob_gap")}
+        for record in step_records(ended.run_dir / "metrics.jsonl")
+    ]
     assert all("log_prob_gap" in names for names in gaps)
     assert summary["log_prob_gap"].keys() == {"all", "text", "image", "audio", "video"}
     assert max(summary["log_prob_gap"].values()) < 1e-5

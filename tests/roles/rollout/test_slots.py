@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from rondo.models.media.inputs import MediaInputs
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import slot_engine
-from rondo.models.media.inputs import MediaInputs
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError, CorruptData
