@@ -5,8 +5,8 @@
 
 Each run is the real command with its processes. Rewards are of sampled answers to 256 held-out questions whose pictures and
 sounds no training row has: before, under the warmed-up policy, and after. The gap is the largest of any step: mean absolute
-difference between the log-probs of engine and trainer under the same weights, in nats. A run takes one core for the warm-up and two
-after it, so two beside each other fill a machine of two cores.
+difference between the log-probs of engine and trainer under the same weights, in nats. A run takes one core for the warm-up and
+two after it, so two beside each other fill a machine of two cores.
 
 Prints a line a run, and JSON last: {modality: {reward_before, reward_after, gap_float32}}, means over the seeds.
 """

@@ -40,6 +40,8 @@ ELSEWHERE = {
     "python -m benchmarks.calls": "measured by hand: it times a machine",
     "python -m benchmarks.generation": "measured by hand: it times a machine",
     "python -m benchmarks.ring": "measured by hand: it times a machine",
+    "rondo check examples/full_size/qwen3_4b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
+    "--set model.path=FOLDER": "tests/launch: test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
     "python -m benchmarks.omni": "the examples it runs are run here; it takes half an hour",
     "python -m benchmarks.media": "measured by hand: it times a machine",
 }
