@@ -12,8 +12,9 @@ while it was being run. One that takes longer than `deadline_s` costs its worker
 is marked `timed_out`; one that ends its worker is tried once more, since the worker may have been somebody else's victim, and
 then carries the error. Items beside it are run again by the replacement.
 
-Items that are handed in together travel as one frame. Arrays and bytes are received straight into the memory that the
-outcome's arrays view; sent and received, each of their bytes is copied twice, both times by the kernel.
+Items that are handed in together travel as one frame. Arrays are received straight into the memory that the outcome's arrays
+view: sent and received, each of their bytes is copied twice, both times by the kernel. Bytes are copied once more, into their
+object.
 """
 
 from __future__ import annotations
