@@ -10,7 +10,7 @@ Invariant: a folder is written aside, flushed, renamed and then marked; so whoev
         shards/        parameters, moments and random states, a file a rank, and their metadata
         trainer.json   number of processes, learning rates
         index.json     whatever the caller gave as `extra`
-        hf/            optional: config, safetensors, tokenizer
+        hf/            optional: config, safetensors, tokenizer, processor files
         COMPLETE
 """
 
@@ -29,7 +29,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from transformers.utils import cached_file
 
+from rondo.models.families import family_of
 from rondo.models.load import load_tokenizer
 from rondo.models.parallel import full_tensors
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
@@ -38,6 +40,9 @@ from rondo.runtime.errors import CorruptData
 
 SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
 MAX_FILE_BYTES = 4 << 30
+_PROCESSOR_FILES = (
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
+)  # fmt: skip
 
 
 def save(
@@ -93,7 +98,11 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def export_hf(folder: Path, model: Any, tokenizer_path: str, *, dtype: str = "float32") -> None:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load, replacing what was there. Collective when sharded."""
+    """Write a folder that transformers loads by its auto classes, replacing what was there. Collective when sharded.
+
+    It holds the tokenizer of `tokenizer_path`, and for a multimodal model the processor's files. The thinker of a whole
+    Qwen3-Omni becomes a folder of the thinker alone, whose weights keep their names (`thinker.*`).
+    """
     aside = _aside(folder)
     if _rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
@@ -137,6 +146,19 @@ def _write_hf(folder: Path, model: Any, tokenizer_path: str, dtype: str) -> None
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     load_tokenizer(tokenizer_path).save_pretrained(folder)
+    if family_of(model) is not None:
+        _copy_processor(folder, tokenizer_path)
+
+
+def _copy_processor(folder: Path, path: str) -> None:
+    """The files as they are: training changes none of them, and without torchvision transformers could not write them again."""
+    for name in _PROCESSOR_FILES:
+        # Of a model on the hub, those that exist are in the cache since its processor was made: no network is needed.
+        found = cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 def _files(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:

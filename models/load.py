@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rondo.models.config import ModelConfig
-from rondo.models.families import family_of
+from rondo.models.families import FAMILIES, family_of
 from rondo.models.names import disk_shapes
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
@@ -122,16 +122,29 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: 
 
 
 def empty_model(path: str) -> Any:
-    """The model's modules without memory: every tensor on the meta device, in float32."""
+    """The model's modules without memory: every tensor on the meta device, in float32.
+
+    Raises ConfigError for a model that is neither a causal LM nor of a multimodal family.
+    """
     config = load_config(path)
-    with torch.device("meta"):
-        return _auto_class(config).from_config(config, dtype=torch.float32)
+    try:
+        with torch.device("meta"):
+            return _auto_class(config).from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path must name a causal LM or a model of a multimodal family ({_known_types()}), got {path!r} of model type "
+            f"{config.model_type!r} ({_first_line(error)}). Choose another model"
+        ) from error
 
 
 def _auto_class(config: Any) -> Any:
     """transformers' class that loads models of this config."""
     family = family_of(config)
     return AutoModelForCausalLM if family is None else getattr(transformers, family.load)
+
+
+def _known_types() -> str:
+    return ", ".join(name for family in FAMILIES for name in family.model_types)
 
 
 def num_parameters(path: str) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """Between a model's tensors in memory and their names on disk, which are also the names that are published.
 
 Owns the plan of a model: which tensors in memory become which on disk. Most only carry another name or none; a Qwen3-MoE layer
-has one tensor for all experts in memory and three for each expert on disk. The conversions themselves are transformers' own.
-Does not own gathering shards (`parallel.py`) or files (`checkpoint.py`).
+has one tensor for all experts in memory and three for each expert on disk. Names are those of the folder that the model was
+loaded from: the thinker of a whole Qwen3-Omni keeps its `thinker.`, which engines that serve that folder expect. The conversions
+themselves are transformers' own. Does not own gathering shards (`parallel.py`) or files (`checkpoint.py`).
 
 Invariant: the plan covers every parameter once (tied ones under their first name) and every persistent buffer; what is
 written by one direction is read back by the other, bit by bit.
