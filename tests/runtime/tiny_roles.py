@@ -83,7 +83,7 @@ class Sum:
     async def run(self) -> None:
         ctx = self._ctx
         with ctx.section("load", 60):
-            await ctx.compute(ctx.init_process_group, "gloo", 30)
+            await ctx.compute(ctx.init_process_group, "cpu", 30)
         await ctx.ready()
         total = await ctx.compute(self._total)
         facts = {
