@@ -5,11 +5,11 @@ Owns the form of these answers, read off the index; changes nothing. Who gets wh
 
     lease   {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0",
              "has_media": False, "have": [[sample, reward, response], ...]}     what earlier holders have put
-    round   {"key", "index", "step", "last", "ring",
-             "rows":  [{"group": 7, "sample": 0, ..., "places": {column: place}}, ...],
-             "media": [[7, {column: place}], ...]}
+    round   {"key", "index", "step", "last", "ring", "spans": [[7, 0, 2], ...], "info": [[length, response, reward], ...],
+             "groups": [{"group": 7, "step": 1, "parts": [[columns, first sample, count, place], ...],
+                         "media": {column: place}}, ...]}
 
-Invariant: the media of a group are named once a round, whatever the number of its samples, and only to streams that read them.
+Invariant: places are named by the record, not by the row, and the media of a group once a round, only to streams that read them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from rondo.comm.group import Group
 from rondo.comm.index import Index
-from rondo.comm.rounds import Round
+from rondo.comm.rounds import Round, Stream
 
 
 def lease_of(index: Index, group: Group) -> dict[str, Any]:
@@ -34,19 +34,25 @@ def lease_of(index: Index, group: Group) -> dict[str, Any]:
 def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
     """This rank's part of a round."""
     spec = index.rounds.lanes[made.stream].spec
-    groups = {group: index.groups[group] for group, _ in made.rows[rank]}
+    spans = made.spans[rank]
+    groups = {group: index.groups[group] for group, _, _ in spans}
     reserve = made.reserve[rank]
     return {
         "key": made.key, "index": made.index, "step": made.step, "last": made.last,
-        "rows": [_row(groups[group], sample, spec.inputs) for group, sample in made.rows[rank]],
-        "media": [[id, group.media] for id, group in groups.items() if spec.media and group.media],
+        "spans": spans,
+        "info": [
+            groups[group].rows[sample][:3] for group, first, count in spans for sample in range(first, first + count)
+        ],
+        "groups": [_group(group, spec) for group in groups.values()],
         "ring": reserve[0] if reserve else None,
     }  # fmt: skip
 
 
-def _row(group: Group, sample: int, columns: tuple[str, ...]) -> dict[str, Any]:
-    row = group.rows[sample]
-    return {
-        "group": group.id, "sample": sample, "step": group.step, "length": row.length, "response": row.response,
-        "reward": row.reward, "places": {name: row.places[name] for name in columns},
-    }  # fmt: skip
+def _group(group: Group, spec: Stream) -> dict[str, Any]:
+    wanted = set(spec.inputs)
+    parts = [
+        [names, first, count, place]
+        for columns, first, count, place in group.parts
+        if (names := [name for name in columns if name in wanted])
+    ]
+    return {"group": group.id, "step": group.step, "parts": parts, "media": group.media if spec.media else {}}

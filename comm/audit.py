@@ -91,11 +91,12 @@ class _Ledger:
     def on_put(self, event: Event) -> None:
         if "info" not in event:
             return
-        for (group, sample), info in zip(event["rows"], event["info"], strict=True):
+        rows = _rows(event)
+        for (group, sample), info in zip(rows, event["info"], strict=True):
             if group in self.holder and self.holder[group][1] == event["epoch"] and sample >= 0:
                 self.put.setdefault(group, set()).add(sample)
                 self.oldest.setdefault((group, sample), info[3])
-        for group in {group for group, _ in event["rows"]}:
+        for group in {group for group, _ in rows}:
             if len(self.put.get(group, ())) == self.n:
                 self.holder.pop(group, None)
 
@@ -118,7 +119,7 @@ class _Ledger:
 
     def on_commit(self, event: Event) -> None:
         step = event["version"] - 1
-        rows = [(group, sample) for group, sample in event["rows"]]
+        rows = _rows(event)
         self.trained.update(rows)
         self.ages |= {row: step - self.oldest[row] for row in rows if row in self.oldest}
         self.num_unexpected += sum(sample not in self.put.get(group, ()) for group, sample in rows)
@@ -175,3 +176,7 @@ class _Ledger:
             outcomes=outcomes | {"trained": trained},
             staleness=dict(sorted(Counter(self.ages.values()).items())),
         )
+
+
+def _rows(event: Event) -> list[tuple[int, int]]:
+    return [(group, first + i) for group, first, count in event["spans"] for i in range(count)]

@@ -12,7 +12,7 @@ which rows exist and who may read them is the coordinator's word alone.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
+from rondo.comm.spans import Span, rows_of
 from rondo.runtime.actor import ActorRef
 from rondo.runtime.errors import CorruptData
 from rondo.runtime.segments import Segment, SegmentClient
@@ -39,45 +40,74 @@ class Member:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
 class Row:
     """One sample of a round. `array` gives a read-only view into the ring, valid until the round is acknowledged. So are the
     arrays of `media`: one mapping for all samples of a prompt group; None for text, and in streams that read no media."""
 
-    group: int
-    sample: int
-    step: int
-    length: int  # tokens, prompt and response
-    response: int  # tokens of the response
-    reward: float
-    places: Mapping[str, Sequence[Any]]  # column -> (ring, position, sequence, row in the record)
-    _records: Mapping[tuple[str, int, int], Record]
-    media: Mapping[str, np.ndarray] | None = None
+    __slots__ = ("_held", "group", "length", "media", "response", "reward", "sample", "step")
+
+    def __init__(self, held: _Held, sample: int, length: int, response: int, reward: float) -> None:
+        self.group: int = held.group
+        self.sample = sample
+        self.step: int = held.step
+        self.length = length  # tokens, prompt and response
+        self.response = response  # tokens of the response
+        self.reward = reward
+        self.media: Mapping[str, np.ndarray] | None = held.media
+        self._held = held
 
     @property
     def media_key(self) -> str:
         """Equal for samples that share media, and for no others."""
         return f"group {self.group}"
 
+    @property
+    def columns(self) -> Collection[str]:
+        """The columns that the stream reads."""
+        return self._held.columns
+
     def array(self, column: str) -> np.ndarray:
-        ring, pos, seq, i = self.places[column]
-        return self._records[ring, pos, seq].column(column, i)
+        return self._held.arrays(column)[self.sample]
+
+
+class _Held:
+    """What a round has of one prompt group: its records, by column and sample."""
+
+    __slots__ = ("_arrays", "_parts", "_records", "columns", "group", "media", "step")
+
+    def __init__(self, fields: Mapping[str, Any], records: Mapping[tuple[str, int, int], Record]) -> None:
+        self.group, self.step, self._parts, self._records = fields["group"], fields["step"], fields["parts"], records
+        self.columns = {name for names, _, _, _ in self._parts for name in names}
+        self.media = {
+            name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in fields["media"].items()
+        } or None
+        self._arrays: dict[str, dict[int, np.ndarray]] = {}
+
+    def arrays(self, column: str) -> dict[int, np.ndarray]:
+        """Sample -> its array. Made when it is first asked for."""
+        found = self._arrays.get(column)
+        if found is None:
+            found = self._arrays[column] = {}
+            for names, first, count, (ring, pos, seq, i) in self._parts:
+                if column in names:
+                    arrays = self._records[ring, pos, seq].arrays(column)
+                    found.update(zip(range(first, first + count), arrays[i : i + count], strict=True))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """This rank's part of one micro-batch. No rows means: run a dummy, so that all ranks run the same collectives."""
+    """This rank's part of one micro-batch. No rows means: run a dummy, so that all ranks run the same collectives.
+    `spans` name the rows in their order."""
 
     key: str
     index: int
     step: int
     last: bool
     rows: tuple[Row, ...]
+    spans: list[Span]
     ring: str | None
     records: Mapping[tuple[str, int, int], Record]
-
-    def ids(self) -> list[list[int]]:
-        return [[row.group, row.sample] for row in self.rows]
 
 
 class Bus:
@@ -135,7 +165,7 @@ class Bus:
             return None
         meta = {"reservation": f"{made.key}.{self.member.rank}"}
         fields = [Column(name, arrays[0].dtype.name, list(arrays)) for name, arrays in columns.items()]
-        return self._put(made.ring, made.ids(), fields, 0, meta)
+        return self._put(made.ring, rows_of(made.spans), fields, 0, meta)
 
     def _put(
         self, ring: str, rows: list[list[int]], columns: Sequence[Column], epoch: int, meta: dict[str, Any]
@@ -178,19 +208,25 @@ class Bus:
             index += 1
 
     def _round(self, fields: dict[str, Any]) -> Round:
-        media_places = dict(fields["media"])
-        places = [*(row["places"] for row in fields["rows"]), *media_places.values()]
-        named = {(place[0], place[1], place[2]) for found in places for place in found.values()}
+        named = set()
+        for group in fields["groups"]:
+            named |= {(ring, pos, seq) for *_, (ring, pos, seq, _) in group["parts"]}
+            named |= {(ring, pos, seq) for ring, pos, seq, _ in group["media"].values()}
         rings = {ring for ring, _, _ in named}
         for ring in [name for name in self._views if name.startswith("overflow/") and name not in rings]:
             self._forget(ring)
         records = {(ring, pos, seq): self.view(ring).read(pos, seq) for ring, pos, seq in named}
-        media = {
-            group: {name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in found.items()}
-            for group, found in media_places.items()
-        }
-        rows = tuple(Row(**row, _records=records, media=media.get(row["group"])) for row in fields["rows"])
-        return Round(fields["key"], fields["index"], fields["step"], fields["last"], rows, fields["ring"], records)
+        held = {group["group"]: _Held(group, records) for group in fields["groups"]}
+        infos = iter(fields["info"])
+        spans = fields["spans"]
+        rows = tuple(
+            [
+                Row(held[group], sample, *next(infos))
+                for group, first, count in spans
+                for sample in range(first, first + count)
+            ]
+        )
+        return Round(fields["key"], fields["index"], fields["step"], fields["last"], rows, spans, fields["ring"], records)
 
     def view(self, ring: str) -> RingView:
         if ring not in self._views:

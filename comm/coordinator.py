@@ -28,6 +28,7 @@ from rondo.comm.journal import Event, Journal
 from rondo.comm.records import worst_case_bytes
 from rondo.comm.rings import Rings
 from rondo.comm.rounds import Stream
+from rondo.comm.spans import Span, by_group, num_rows, samples
 from rondo.runtime.actor import Actor, ActorRef, endpoint
 from rondo.runtime.errors import Refused
 from rondo.runtime.segments import SegmentClient
@@ -363,8 +364,8 @@ class Coordinator(Actor):
         if not planned or not spec.outputs:
             return True
         oldest = min(event["step"] for event in planned) <= self.index.step
-        for rank in range(len(planned[0]["rows"])):
-            sizes = [self._output_bytes(event["rows"][rank], spec) for event in planned]
+        for rank in range(len(planned[0]["spans"])):
+            sizes = [self._output_bytes(event["spans"][rank], spec) for event in planned]
             ring = self._room(f"ring/{member}/{rank}", member, [size for size in sizes if size], oldest=oldest)
             if ring is None:
                 return False
@@ -372,10 +373,11 @@ class Coordinator(Actor):
                 event["reserve"][rank] = [ring, [size] if size else []]
         return True
 
-    def _output_bytes(self, rows: list[list[int]], spec: Stream) -> int:
-        if not rows:
+    def _output_bytes(self, spans: list[Span], spec: Stream) -> int:
+        if not spans:
             return 0
-        tokens = max(self.index.groups[g].rows[s].response for g, s in rows)
+        rows = [self.index.groups[g].rows[s] for g, first, count in spans for s in range(first, first + count)]
+        tokens = max([row.response for row in rows])
         return worst_case_bytes(len(rows), [(name, spec.output_bytes_per_token, tokens) for name in spec.outputs])
 
     @endpoint
@@ -410,31 +412,32 @@ class Coordinator(Actor):
 
     @endpoint
     async def commit(
-        self, member: str, incarnation: int, attempt: int, version: int, checksum: int, rows: list[list[int]]
+        self, member: str, incarnation: int, attempt: int, version: int, checksum: int, spans: list[Span]
     ) -> dict[str, Any]:
-        """Every rank holds version `version`, trained on exactly `rows` ([group, sample]). At most once a version."""
+        """Every rank holds version `version`, trained on exactly the rows of `spans`. At most once a version."""
         self._fence(member, incarnation)
         if attempt != self.index.attempt:
             raise Refused(f"commit must come from attempt {self.index.attempt}, got {attempt}. This process is late.")
         if version != self.index.version:
-            self._check_commit(version, rows)
-            self._emit({"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "rows": rows})
+            self._check_commit(version, spans)
+            self._emit({"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "spans": spans})
             self._report("committed", self.status())
             unbalanced = self.index.imbalance()
             if unbalanced:
                 self._report("fatal", {"cause": unbalanced})
         return {"version": self.index.version}
 
-    def _check_commit(self, version: int, rows: list[list[int]]) -> None:
+    def _check_commit(self, version: int, spans: list[Span]) -> None:
         expected = 0 if self.index.version is None else self.index.version + 1
         if version != expected:
             raise Refused(f"commit must make version {expected}, got {version}. Restore the committed version first.")
         members = self.index.membership(version - 1) if version > 0 else []
-        wanted = sorted([g, s] for g in members for s in range(self.config.rules.samples_per_group))
-        if version > 0 and (len(members) != self.config.rules.groups_per_step or sorted(rows) != wanted):
+        wanted = dict.fromkeys(members, samples(0, self.config.rules.samples_per_group))
+        trained, repeated = by_group(spans)
+        if version > 0 and (len(members) != self.config.rules.groups_per_step or trained != wanted or repeated):
             raise Refused(
-                f"commit of version {version} must train every sample of its step once, "
-                f"got {len(rows)} rows for {len(wanted)} in {len(members)} certain groups."
+                f"commit of version {version} must train every sample of its step once, got {num_rows(spans)} rows for "
+                f"{len(members) * self.config.rules.samples_per_group} in {len(members)} certain groups."
             )
 
     @endpoint

@@ -4,33 +4,36 @@ Owns the record that the index keeps of a group, and which puts it takes: the fi
 and for each column of a sample. Does not own when a group changes its state (`index.py`) or where memory is (`space.py`).
 
     group 7, epoch 1, running      media   {"pixel_values": place, ...}         one record for all samples
-                                   rows    0: {"tokens": place, ...}  1: ...    place = [ring, position, sequence, row]
+                                   rows    0: lengths, reward, versions  1: ...
+                                   parts   [columns, first sample, count, place], ...     one a record and run of samples
+    place = [ring, position, sequence, row in the record]
 
 Invariant: what was taken is never replaced: media and rows stay over a lost lease, and whoever gets the group next finds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from rondo.comm.spans import runs, samples
 
 LIVE = ("waiting", "running", "ready")
 SETTLED = ("trained", "filtered", "surplus", "failed", "quarantined")
 
 Place = list[Any]  # [ring, position, sequence, row in the record]
+Part = list[Any]  # [columns, first sample, how many samples, place of the first one]
 
 
-@dataclass(slots=True)
-class Row:
-    """One sample: lengths in tokens, reward, the policy versions of its tokens, and where its columns lie."""
+class Row(NamedTuple):
+    """One sample: lengths in tokens, reward, and the policy versions of its tokens."""
 
     length: int
     response: int
     reward: float
     oldest: int
     newest: int
-    places: dict[str, Place] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -44,9 +47,10 @@ class Group:
     epoch: int = 0
     holder: str | None = None
     rows: dict[int, Row] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)  # where the columns of the rows lie
+    have: dict[str, int] = field(default_factory=dict)  # column -> the set of samples that have it
     media: dict[str, Place] = field(default_factory=dict)
     encoder: int = 0  # positions that encoders take for the media
-    visible: dict[str, int] = field(default_factory=dict)  # column -> rows that have it
     records: list[list[Any]] = field(default_factory=list)  # [ring, position] of every record that was taken
     data_failures: int = 0
     infra_failures: int = 0
@@ -69,44 +73,75 @@ class Group:
         self.media, self.encoder = dict.fromkeys(columns, place), encoder
         return True
 
-    def take_sample(self, sample: int, columns: Sequence[str], epoch: int, info: Sequence[Any], place: Place) -> bool:
-        """A finished sample from the holder of the lease; False when it is too late."""
-        if not self._held(epoch) or sample in self.rows:
-            return False
-        self.rows[sample] = Row(*info)
-        self._place(self.rows[sample], columns, place)
-        return True
+    def take_samples(
+        self, first: int, columns: Sequence[str], epoch: int, info: Sequence[Sequence[Any]], place: Place
+    ) -> int:
+        """Finished samples from the holder of the lease, `first` and those after it, the first of them at `place`; how many
+        were taken. Those that come too late, or for the second time, are not."""
+        if not self._held(epoch):
+            return 0
+        fresh = [first + i for i in range(len(info)) if first + i not in self.rows]
+        self.rows.update([(sample, Row._make(info[sample - first])) for sample in fresh])
+        whole = len(fresh) == len(info)
+        self._place(columns, first, samples(first, len(info)) if whole else _set_of(fresh), place)
+        return len(fresh)
 
-    def take_columns(self, sample: int, columns: Sequence[str], place: Place) -> bool:
-        """Columns that another role made of a sample; False when all of them are there, or the group is settled."""
-        row = self.rows.get(sample)
-        fresh = [name for name in columns if row is not None and name not in row.places]
-        if row is None or self.state not in LIVE or not fresh:
-            return False
-        self._place(row, fresh, place)
-        return True
+    def take_columns(self, first: int, count: int, columns: Sequence[str], place: Place) -> int:
+        """Columns that another role made of samples; for how many of these at least one was new. None in a settled group."""
+        known = samples(first, count) & _set_of(self.rows)
+        if self.state not in LIVE or not known:
+            return 0
+        return self._place(columns, first, known, place).bit_count()
 
     def forget_puts(self) -> None:
         """The memory of everything that was put is gone."""
-        self.rows, self.media, self.encoder, self.visible, self.records = {}, {}, 0, {}, []
+        self.rows, self.parts, self.have, self.media, self.encoder, self.records = {}, [], {}, {}, 0, []
+
+    def complete(self, columns: Iterable[str], num_samples: int) -> bool:
+        """Whether every sample of the group has these columns."""
+        whole = samples(0, num_samples)
+        return all(self.have.get(name, 0) == whole for name in columns)
+
+    def place(self, sample: int, column: str) -> Place | None:
+        """Where a column of a sample lies, None when nobody has put it."""
+        for columns, first, count, (ring, pos, seq, row) in self.parts:
+            if column in columns and first <= sample < first + count:
+                return [ring, pos, seq, row + sample - first]
+        return None
 
     def _held(self, epoch: int) -> bool:
         return self.state == "running" and epoch == self.epoch
 
-    def _place(self, row: Row, columns: Sequence[str], place: Place) -> None:
-        row.places.update(dict.fromkeys(columns, place))
+    def _place(self, columns: Sequence[str], first: int, wanted: int, place: Place) -> int:
+        """Note where `columns` of the samples in `wanted` lie, counted from `first` at `place`; the set that is new to any."""
+        fresh: dict[int, list[str]] = {}
         for name in columns:
-            self.visible[name] = self.visible.get(name, 0) + 1
+            new = wanted & ~self.have.get(name, 0)
+            if new:
+                self.have[name] = self.have.get(name, 0) | new
+                fresh.setdefault(new, []).append(name)
+        ring, pos, seq, row = place
+        taken = 0
+        for new, names in fresh.items():
+            taken |= new
+            self.parts += [[names, at, count, [ring, pos, seq, row + at - first]] for at, count in runs(new)]
+        return taken
 
     # ---- persistence ------------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
         """Plain JSON; `Group.load(dump())` is an equal group."""
-        fields = {name: getattr(self, name) for name in Group.__slots__ if name != "rows"}
-        rows = [[sample, *(getattr(row, name) for name in Row.__slots__)] for sample, row in self.rows.items()]
-        return {**fields, "rows": rows}
+        fields = {name: getattr(self, name) for name in Group.__slots__}
+        rows = [[sample, *row] for sample, row in self.rows.items()]
+        have = {name: f"{chosen:x}" for name, chosen in self.have.items()}  # JSON knows no integers of many bits
+        return {**fields, "rows": rows, "have": have, "parts": list(self.parts), "records": list(self.records)}
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Group:
-        rows = {sample: Row(*values) for sample, *values in fields["rows"]}
-        return cls(**{**fields, "rows": rows})
+        rows = {sample: Row._make(values) for sample, *values in fields["rows"]}
+        have = {name: int(chosen, 16) for name, chosen in fields["have"].items()}
+        return cls(**{**fields, "rows": rows, "have": have})
+
+
+def _set_of(numbers: Iterable[int]) -> int:
+    return sum([1 << sample for sample in numbers])

@@ -153,14 +153,17 @@ class Index:
         """A record became visible. Its rows are accepted one by one; whoever comes second is refused and counted."""
         ring, pos = event["ring"], event["pos"]
         touched: dict[int, Group] = {}
-        for i, (group_id, sample) in enumerate(event["rows"]):
-            group = self.groups.get(group_id)
-            if group is not None and event["attempt"] == self.attempt and self._take(group, sample, event, i):
+        row = 0  # of the record
+        for group_id, first, count in event["spans"]:
+            group, taken = self.groups.get(group_id), 0
+            if group is not None and event["attempt"] == self.attempt:
+                taken = self._take(group, first, count, event, row)
+            if group is not None and taken:
                 touched[group_id] = group
-            else:
-                self.refused_rows += 1
+            self.refused_rows += count - taken
+            row += count
         if "info" in event:
-            if event["rows"][0][1] == GROUP_BLOB:
+            if event["spans"][0][1] == GROUP_BLOB:
                 self.media_bytes += event["bytes"]
             else:
                 self.row_bytes += event["bytes"]
@@ -176,14 +179,15 @@ class Index:
         if not touched:
             self._trim(ring)
 
-    def _take(self, group: Group, sample: int, event: Event, i: int) -> bool:
-        """Row `i` of a record, if it is the first of its kind: media, a sample, or derived columns (they have no info)."""
-        columns, place = event["columns"], [event["ring"], event["pos"], event["seq"], i]
+    def _take(self, group: Group, first: int, count: int, event: Event, row: int) -> int:
+        """The rows of a record from `row` on, as many of them as are the first of their kind: media, samples, or derived
+        columns (they have no info)."""
+        columns, place = event["columns"], [event["ring"], event["pos"], event["seq"], row]
         if "info" not in event:
-            return group.take_columns(sample, columns, place)
-        if sample == GROUP_BLOB:
-            return group.take_media(columns, event["epoch"], event["info"][i][0], place)
-        return group.take_sample(sample, columns, event["epoch"], event["info"][i], place)
+            return group.take_columns(first, count, columns, place)
+        if first == GROUP_BLOB:
+            return int(group.take_media(columns, event["epoch"], event["info"][row][0], place))
+        return group.take_samples(first, columns, event["epoch"], event["info"][row : row + count], place)
 
     def _on_lose(self, event: Event) -> None:
         """A lease ended without progress. The memory stays reserved until its holder abandons it or is proved dead."""
@@ -218,7 +222,7 @@ class Index:
     def _on_rounds(self, event: Event) -> None:
         """Rounds that were planned together; one event, since half of a plan would lose the rows of the other half."""
         for made in event["rounds"]:
-            self.rounds.add(made)
+            self.rounds.add(made, self.groups)
             for rank, reserve in enumerate(made["reserve"]):
                 if reserve is not None and reserve[1]:
                     self.space.reserve(f"{made['key']}.{rank}", reserve[0], reserve[1])
@@ -233,7 +237,7 @@ class Index:
         """Version `version` exists on every rank. Version v > 0 trained step v - 1 on exactly the named rows."""
         self.version, self.checksum = event["version"], event["checksum"]
         step = self.version - 1
-        trained = {group_id for group_id, _ in event["rows"]}
+        trained = {group_id for group_id, _, _ in event["spans"]}
         for group_id in self.steps.pop(step, []):
             group = self.groups.get(group_id)
             if group is None or group.state not in LIVE:
@@ -290,7 +294,7 @@ class Index:
 
     def _offer(self, group: Group) -> None:
         if group.state == "ready":
-            self.rounds.offer(group.id, group.step, group.visible)
+            self.rounds.offer(group)
 
     def _free_if_done(self, group: Group) -> None:
         """A settled group that nobody reads gives its memory back and is forgotten."""
@@ -369,15 +373,12 @@ class Index:
 
     def plan_rounds(self, stream: str, member: str, incarnation: int, step: int | None) -> list[Event]:
         """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`)."""
-        ready = self.rounds.ready_groups(stream)
-        if not ready:
-            return []
-        costs = {group: self.groups[group].costs() for group in ready}
-        sharing = {group for group in ready if self.groups[group].media}
         if step is None:
-            return self.rounds.plan_forward(stream, member, incarnation, costs, sharing)
+            return self.rounds.plan_forward(stream, member, incarnation, self.groups)
+        if not self.rounds.has_ready(stream, step):
+            return []
         certain, needed = self.membership(step), self.rules.groups_per_step
-        return self.rounds.plan_train(stream, member, step, certain, needed, costs, sharing)
+        return self.rounds.plan_train(stream, member, step, certain, needed, self.groups)
 
     def entries(self, group: Group) -> list[int]:
         """Room (bytes a record) to reserve for what is still missing of a group; its media come first.

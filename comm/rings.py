@@ -19,6 +19,7 @@ from rondo.comm.journal import Event
 from rondo.comm.records import Descriptor
 from rondo.comm.ring import RecordRef, RingTail
 from rondo.comm.space import RingSpace
+from rondo.comm.spans import spans_of
 from rondo.comm.words import drain
 from rondo.runtime.segments import Segment, SegmentClient
 
@@ -91,7 +92,8 @@ class Rings:
 def _put_event(ring: str, ref: RecordRef, descriptor: Descriptor) -> Event:
     meta = descriptor.meta
     event = {
-        "event": "put", "ring": ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes, "rows": descriptor.rows,
+        "event": "put", "ring": ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
+        "spans": spans_of(descriptor.rows),
         "columns": [column.name for column in descriptor.columns], "epoch": descriptor.epoch,
         "attempt": descriptor.attempt, "reservation": meta["reservation"], "entries": len(descriptor.rows),
     }  # fmt: skip

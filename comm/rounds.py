@@ -18,12 +18,14 @@ a train round names only groups whose membership in the step is certain; readine
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.comm.balance import Costs, RowId, fill, micro_batches
+from rondo.comm.balance import fill, micro_batches
+from rondo.comm.group import Group
 from rondo.comm.journal import Event
+from rondo.comm.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Round:
-    """Micro-batch `index` of a scope: `rows[rank]` are that rank's rows. `pending` ranks have not acknowledged."""
+    """Micro-batch `index` of a scope: `spans[rank]` are that rank's rows. `pending` ranks have not acknowledged."""
 
     key: str
     stream: str
@@ -50,12 +52,12 @@ class Round:
     index: int
     step: int
     last: bool
-    rows: list[list[RowId]]
+    spans: list[list[Span]]
     reserve: list[list[Any] | None]
     pending: set[int] = field(default_factory=set)
 
     def groups(self) -> set[int]:
-        return {group for rank in self.rows for group, _ in rank}
+        return {group for rank in self.spans for group, _, _ in rank}
 
 
 @dataclass(slots=True)
@@ -64,10 +66,29 @@ class _Lane:
 
     spec: Stream
     layouts: dict[str, list[int]] = field(default_factory=dict)  # member -> [ranks, tokens a micro-batch]
-    ready: list[tuple[int, int]] = field(default_factory=list)  # (step, group), sorted
+    ready: dict[int, list[int]] = field(default_factory=dict)  # step -> groups, sorted; a step without any is not in it
     taken: set[int] = field(default_factory=set)  # groups that are ready, in a round, or finished here
     rounds: dict[str, dict[int, Round]] = field(default_factory=dict)  # scope -> index -> round
     planned: dict[str, int] = field(default_factory=dict)  # scope -> rounds planned so far
+    covered: dict[str, set[int]] = field(default_factory=dict)  # scope of a train stream -> groups in its rounds
+
+    def list_ready(self, step: int, group: int) -> None:
+        listed = self.ready.setdefault(step, [])
+        at = bisect.bisect_left(listed, group)
+        if at == len(listed) or listed[at] != group:
+            listed.insert(at, group)
+
+    def unlist(self, step: int, group: int) -> None:
+        listed = self.ready.get(step, [])
+        at = bisect.bisect_left(listed, group)
+        if at < len(listed) and listed[at] == group:
+            del listed[at]
+            if not listed:
+                del self.ready[step]
+
+    def in_order(self) -> Iterator[int]:
+        """Ready groups, oldest step first."""
+        return (group for step in sorted(self.ready) for group in self.ready[step])
 
 
 class Rounds:
@@ -79,43 +100,32 @@ class Rounds:
 
     # ---- readiness --------------------------------------------------------------------------------------------------
 
-    def offer(self, group: int, step: int, visible: dict[str, int]) -> None:
+    def offer(self, group: Group) -> None:
         """Tell every stream what is visible of a group; those whose inputs are complete list it as ready. Idempotent."""
         for lane in self.lanes.values():
-            if group in lane.taken or not self._complete(lane.spec.inputs, visible):
+            if group.id in lane.taken or not group.complete(lane.spec.inputs, self.samples_per_group):
                 continue
-            lane.taken.add(group)
-            if not lane.spec.outputs or not self._complete(lane.spec.outputs, visible):
-                bisect.insort(lane.ready, (step, group))
+            lane.taken.add(group.id)
+            if not lane.spec.outputs or not group.complete(lane.spec.outputs, self.samples_per_group):
+                lane.list_ready(group.step, group.id)
 
     def withdraw(self, group: int, step: int) -> None:
         """A settled group is offered to nobody; rounds that hold it keep it until they are acknowledged."""
         for lane in self.lanes.values():
             lane.taken.discard(group)
-            at = bisect.bisect_left(lane.ready, (step, group))
-            if at < len(lane.ready) and lane.ready[at] == (step, group):
-                del lane.ready[at]
-
-    def _complete(self, columns: Iterable[str], visible: dict[str, int]) -> bool:
-        return all(visible.get(column, 0) == self.samples_per_group for column in columns)
+            lane.unlist(step, group)
 
     # ---- planning (changes nothing) ---------------------------------------------------------------------------------
 
-    def plan_forward(
-        self, stream: str, member: str, incarnation: int, costs: Costs, sharing: Collection[int] = ()
-    ) -> list[Event]:
-        """The next rounds for one replica of a forward stream, or [] when nothing is ready.
-
-        costs: those of each sample of every ready group (`ready_groups` names them); sharing: groups whose samples share
-        media, which a stream that reads media keeps together.
-        """
+    def plan_forward(self, stream: str, member: str, incarnation: int, groups: Mapping[int, Group]) -> list[Event]:
+        """The next rounds for one replica of a forward stream, or [] when nothing is ready. groups: all living ones."""
         lane = self.lanes[stream]
-        ranks, tokens = lane.layouts[member]
-        chosen = fill([group for _, group in lane.ready], costs, ranks * tokens)
-        step = min((step for step, group in lane.ready if group in chosen), default=0)
+        if not lane.ready:
+            return []
+        batches = self._batches(lane, lane.in_order(), groups, member)
+        step = min(lane.ready)  # the oldest ready group is always among the chosen
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
-        batches = self._batches(lane, chosen, costs, member, sharing)
-        return [_event(lane.spec, scope, first + i, step, member, rows, False) for i, rows in enumerate(batches)]
+        return [_event(lane.spec, scope, first + i, step, member, spans, False) for i, spans in enumerate(batches)]
 
     def plan_train(
         self,
@@ -124,38 +134,39 @@ class Rounds:
         step: int,
         certain: Sequence[int],
         needed: int,
-        costs: Costs,
-        sharing: Collection[int] = (),
+        groups: Mapping[int, Group],
     ) -> list[Event]:
         """The next rounds of a step for the training group, or [] when no further group is ready and certain.
 
-        certain: ready groups of the step's first survivors in admission order; needed: groups of a whole step.
+        certain: ready groups of the step's first survivors in admission order; needed: groups of a whole step; groups: all
+        living ones.
         """
         lane = self.lanes[stream]
-        ranks, tokens = lane.layouts[member]
         scope = self.train_scope(stream, step)
-        ready = {group for at, group in lane.ready if at == step}
+        ready, covered = set(lane.ready.get(step, ())), lane.covered.get(scope, set())
         fresh = [group for group in certain if group in ready]
-        done = len({g for r in lane.rounds.get(scope, {}).values() for g in r.groups()})
-        if not fresh or (lane.spec.whole_step and len(fresh) + done < needed):
+        if not fresh or (lane.spec.whole_step and len(fresh) + len(covered) < needed):
             return []
-        chosen = fill(fresh, costs, ranks * tokens)
-        first, last = lane.planned.get(scope, 0), done + len(chosen) == needed
-        batches = self._batches(lane, chosen, costs, member, sharing)
+        batches = self._batches(lane, fresh, groups, member)
+        chosen = {group for batch in batches for rank in batch for group, _, _ in rank}
+        first, last = lane.planned.get(scope, 0), len(covered | chosen) == needed
         return [
-            _event(lane.spec, scope, first + i, step, member, rows, last and i == len(batches) - 1)
-            for i, rows in enumerate(batches)
+            _event(lane.spec, scope, first + i, step, member, spans, last and i == len(batches) - 1)
+            for i, spans in enumerate(batches)
         ]
 
     def _batches(
-        self, lane: _Lane, chosen: Sequence[int], costs: Costs, member: str, sharing: Collection[int]
-    ) -> list[list[list[RowId]]]:
+        self, lane: _Lane, ready: Iterable[int], groups: Mapping[int, Group], member: str
+    ) -> list[list[list[Span]]]:
+        """Micro-batches of the first ready groups that fill one for every rank; samples that share media stay together in a
+        stream that reads media."""
         ranks, tokens = lane.layouts[member]
-        together = sharing if lane.spec.media else ()
-        return micro_batches(chosen, costs, ranks, tokens, whole=lane.spec.whole_groups, together=together)
+        costs = fill(((id, groups[id].costs()) for id in ready), ranks * tokens)
+        together = {id for id in costs if lane.spec.media and groups[id].media}
+        return micro_batches(costs, ranks, tokens, whole=lane.spec.whole_groups, together=together)
 
-    def ready_groups(self, stream: str) -> list[int]:
-        return [group for _, group in self.lanes[stream].ready]
+    def has_ready(self, stream: str, step: int) -> bool:
+        return step in self.lanes[stream].ready
 
     def train_scope(self, stream: str, step: int) -> str:
         return f"step{step}"
@@ -177,22 +188,25 @@ class Rounds:
                 for made in rounds.values():
                     self._by_key.pop(made.key)
                     for group in made.groups():
-                        if (made.step, group) not in lane.ready:
-                            bisect.insort(lane.ready, (made.step, group))
+                        lane.list_ready(made.step, group)
             lane.rounds.clear()
             lane.planned.clear()
+            lane.covered.clear()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event, groups: Mapping[int, Group]) -> None:
         lane = self.lanes[event["stream"]]
-        fields = {name: event[name] for name in ("key", "stream", "scope", "index", "step", "last", "rows", "reserve")}
-        made = Round(**fields, pending=set(range(len(event["rows"]))))
+        fields = {name: event[name] for name in ("key", "stream", "scope", "index", "step", "last", "spans", "reserve")}
+        made = Round(**fields, pending=set(range(len(event["spans"]))))
         lane.rounds.setdefault(made.scope, {})[made.index] = made
         lane.planned[made.scope] = max(lane.planned.get(made.scope, 0), made.index + 1)
         self._by_key[made.key] = made
-        groups = made.groups()
-        lane.ready = [entry for entry in lane.ready if entry[1] not in groups]
-        if lane.spec.kind == "forward":
-            for group in groups:
+        made_of = made.groups()
+        for id in made_of:
+            lane.unlist(groups[id].step, id)
+        if lane.spec.kind == "train":
+            lane.covered.setdefault(made.scope, set()).update(made_of)
+        else:
+            for group in made_of:
                 self._pins.setdefault(group, set()).add(made.key)
 
     def acknowledge(self, key: str, rank: int) -> list[int]:
@@ -223,6 +237,7 @@ class Rounds:
                 for made in lane.rounds.pop(self.train_scope(lane.spec.name, step), {}).values():
                     self._by_key.pop(made.key)
                 lane.planned.pop(self.train_scope(lane.spec.name, step), None)
+                lane.covered.pop(self.train_scope(lane.spec.name, step), None)
 
     def pinned(self, group: int) -> bool:
         return bool(self._pins.get(group))
@@ -246,7 +261,7 @@ class Rounds:
             "lanes": {
                 name: {
                     "layouts": lane.layouts,
-                    "ready": [list(entry) for entry in lane.ready],
+                    "ready": [[step, list(groups)] for step, groups in sorted(lane.ready.items())],
                     "taken": sorted(lane.taken),
                     "planned": lane.planned,
                     "rounds": [_dump(made) for rounds in lane.rounds.values() for made in rounds.values()],
@@ -262,11 +277,13 @@ class Rounds:
         for name, fields in state["lanes"].items():
             lane = rounds.lanes[name]
             lane.layouts, lane.planned = dict(fields["layouts"]), dict(fields["planned"])
-            lane.ready, lane.taken = [(step, group) for step, group in fields["ready"]], set(fields["taken"])
+            lane.ready, lane.taken = {step: list(groups) for step, groups in fields["ready"]}, set(fields["taken"])
             for made in fields["rounds"]:
                 entry = Round(**{**made, "pending": set(made["pending"])})
                 lane.rounds.setdefault(entry.scope, {})[entry.index] = entry
                 rounds._by_key[entry.key] = entry
+                if lane.spec.kind == "train":
+                    lane.covered.setdefault(entry.scope, set()).update(entry.groups())
         rounds._pins = {group: set(keys) for group, keys in state["pins"]}
         return rounds
 
@@ -275,9 +292,9 @@ def _dump(made: Round) -> dict[str, Any]:
     return {name: getattr(made, name) for name in Round.__slots__} | {"pending": sorted(made.pending)}
 
 
-def _event(spec: Stream, scope: str, index: int, step: int, member: str, rows: list[list[RowId]], last: bool) -> Event:
+def _event(spec: Stream, scope: str, index: int, step: int, member: str, spans: list[list[Span]], last: bool) -> Event:
     key = f"{spec.name}/{scope}/{index}"
     return {
         "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step,
-        "member": member, "rows": rows, "last": last, "reserve": [None] * len(rows),
+        "member": member, "spans": spans, "last": last, "reserve": [None] * len(spans),
     }  # fmt: skip

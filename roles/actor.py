@@ -21,6 +21,7 @@ import orjson
 
 from rondo.comm.bus import POLL_S, Round
 from rondo.comm.slab import WeightSlab, slab_bytes
+from rondo.comm.spans import Span
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
 from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
@@ -82,7 +83,7 @@ class ActorRole:
         async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
             rows, seen = await self._ctx.compute(self._read, made, step)
             since = time.monotonic()
-            await self._ctx.compute(trainer.accumulate, step, rows, made.ids(), last=made.last)
+            await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.last)
             busy += time.monotonic() - since
             self._job.bus.check(made)
             num_tokens += sum(row.length for row in made.rows)
@@ -132,7 +133,7 @@ class ActorRole:
     def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[int]]:
         """Views of a round's rows as the loss needs them, and how many versions old each sample's oldest token is."""
         algorithm = self._job.config.algorithm
-        has_fwd = bool(made.rows) and all("log_probs" in row.places for row in made.rows)
+        has_fwd = bool(made.rows) and all("log_probs" in row.columns for row in made.rows)
         source = old_log_probs_source(algorithm, on_policy=self._job.config.max_staleness == 0, has_actor_fwd=has_fwd)
         old = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[source]
         reference = "ref_log_probs" if algorithm.resolved().needs_reference else None
@@ -203,12 +204,12 @@ class ActorRole:
         await self._commit(0, [])
         return 0
 
-    async def _commit(self, version: int, rows: list[list[int]]) -> None:
+    async def _commit(self, version: int, spans: list[Span]) -> None:
         """Steps 1 to 4 of the commit order."""
         checksum = await self._write_snapshot(version)
         await self._ctx.compute(self._trainer.barrier)
         if self._ctx.rank == 0:
-            await self._job.bus.call("commit", self._ctx.attempt, version, checksum, rows)
+            await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans)
         await self._job.bus.call("await_version", version)
 
     async def _write_snapshot(self, version: int) -> int:

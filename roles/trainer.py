@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from rondo.comm.spans import Span
 from rondo.models import checkpoint, parallel
 from rondo.models.load import load_model, load_tokenizer
 from rondo.models.logprobs import response_log_probs
@@ -79,11 +80,11 @@ class Trainer:
         )
         self._sums: losses.LossSums | None = None
         self._gap = Gap()
-        self._trained: list[list[int]] = []
+        self._trained: list[Span] = []
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, step: int, rows: Sequence[TrainRow], ids: Sequence[list[int]], *, last: bool) -> None:
+    def accumulate(self, step: int, rows: Sequence[TrainRow], spans: Sequence[Span], *, last: bool) -> None:
         """Add one micro-batch of `step` to the gradient (collective). No rows: a dummy of weight 0 through the same
         modules."""
         self.model.train()
@@ -91,7 +92,7 @@ class Trainer:
         sums = self._sums_of(rows, step) if rows else self._dummy()
         sums.loss.backward()
         self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()
-        self._trained += ids
+        self._trained += spans
 
     def _sums_of(self, rows: Sequence[TrainRow], step: int | None) -> losses.LossSums:
         """The undivided loss of some rows; with a `step`, their gap to the engine is measured too."""
@@ -151,8 +152,8 @@ class Trainer:
         parallel.discard_gradients(self.model)
         self._sums, self._gap, self._trained = None, Gap(), []
 
-    def finish(self, step: int) -> tuple[dict[str, float], list[list[int]]]:
-        """Scale, clip and step (collective). Metrics of the whole step, and every [group, sample] that it trained.
+    def finish(self, step: int) -> tuple[dict[str, float], list[Span]]:
+        """Scale, clip and step (collective). Metrics of the whole step, and every row that it trained, as spans.
 
         A gradient that is not finite changes no weight: the step counts, and `skipped` is 1 in its metrics.
         """
@@ -171,7 +172,7 @@ class Trainer:
             group["lr"] = lr
         if math.isfinite(grad_norm):
             self.optimizer.step()
-        rows = self._gather_rows()
+        spans = self._gather_spans()
         if self.world_size > 1:
             self._gap.reduce(self.device)
         gap = self._gap.metrics()
@@ -183,20 +184,20 @@ class Trainer:
             "skipped": skipped,
             **total.metrics(self._algorithm, denominator),
             **gap,
-        }, rows
+        }, spans
 
-    def _gather_rows(self) -> list[list[int]]:
+    def _gather_spans(self) -> list[Span]:
         if self.world_size == 1:
             return self._trained
-        mine = torch.tensor(self._trained, dtype=torch.int64, device=self.device).reshape(-1, 2)
+        mine = torch.tensor(self._trained, dtype=torch.int64, device=self.device).reshape(-1, 3)
         counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
         dist.all_gather(counts, torch.tensor([len(mine)], device=self.device))
         longest = int(max(counts))
-        padded = torch.full((longest, 2), -1, dtype=torch.int64, device=self.device)
+        padded = torch.full((longest, 3), -1, dtype=torch.int64, device=self.device)
         padded[: len(mine)] = mine
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded)
-        return [row for part, count in zip(parts, counts, strict=True) for row in part[: int(count)].tolist()]
+        return [span for part, count in zip(parts, counts, strict=True) for span in part[: int(count)].tolist()]
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Each value summed over all ranks (collective)."""

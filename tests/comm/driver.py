@@ -9,6 +9,7 @@ from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event
 from rondo.comm.records import GROUP_BLOB
 from rondo.comm.rounds import Stream
+from rondo.comm.spans import rows_of, spans_of
 
 STREAMS = (
     Stream("actor_fwd", ("tokens",), ("log_probs",), media=True),
@@ -108,7 +109,7 @@ class Driver:
         pos = self.pos.get(ring, 0)
         self.pos[ring] = pos + num_bytes
         self.emit(
-            event="put", ring=ring, pos=pos, seq=pos // 128 + 1, bytes=num_bytes, rows=rows, columns=columns,
+            event="put", ring=ring, pos=pos, seq=pos // 128 + 1, bytes=num_bytes, spans=spans_of(rows), columns=columns,
             attempt=self.index.attempt, entries=len(rows), **more,
         )  # fmt: skip
 
@@ -124,9 +125,9 @@ class Driver:
             self.emit(event="rounds", rounds=planned)
             for made in planned:
                 if ack:
-                    self.put_columns(made["key"], made["rows"][0], [column], f"{stream}-0")
+                    self.put_columns(made["key"], rows_of(made["spans"][0]), [column], f"{stream}-0")
                     self.emit(event="ack", key=made["key"], rank=0)
-                done.append(made["rows"][0])
+                done.append(rows_of(made["spans"][0]))
         return done
 
     def train_rounds(self, step: int) -> list[Event]:
@@ -142,7 +143,7 @@ class Driver:
     def commit(self, version: int) -> list[list[int]]:
         members = self.index.membership(version - 1) if version else []
         rows = [[g, s] for g in members for s in range(self.index.rules.samples_per_group)]
-        self.emit(event="commit", version=version, checksum=7, attempt=self.index.attempt, rows=rows)
+        self.emit(event="commit", version=version, checksum=7, attempt=self.index.attempt, spans=spans_of(rows))
         return rows
 
     def step(self, step: int) -> list[list[int]]:

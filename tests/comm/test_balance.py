@@ -4,37 +4,33 @@ import random
 
 from rondo.comm.balance import fill, micro_batches
 from rondo.comm.group import Group, Row
+from rondo.comm.spans import rows_of
 
 
 def test_a_step_takes_the_groups_that_fill_its_budget_and_at_least_one() -> None:
     costs = {1: [9, 9], 2: [1, 1], 3: [1]}
-    assert fill([1, 2, 3], costs, 20) == [1, 2]
-    assert fill([1, 2, 3], costs, 5) == [1]
-    assert fill([], costs, 5) == []
+    assert fill(costs.items(), 20) == {1: [9, 9], 2: [1, 1]}
+    assert fill(costs.items(), 5) == {1: [9, 9]}
+    assert fill((), 5) == {}
 
 
 def test_rows_of_text_go_one_by_one_to_the_rank_with_least_work() -> None:
-    assert micro_batches([1, 2], {1: [8, 2], 2: [5, 5]}, 2, 100) == [[[[1, 0], [1, 1]], [[2, 0], [2, 1]]]]
-    assert micro_batches([1], {1: [4, 4, 4, 4]}, 2, 4) == [[[[1, 0]], [[1, 1]]], [[[1, 2]], [[1, 3]]]]
+    assert micro_batches({1: [8, 2], 2: [5, 5]}, 2, 100) == [[[[1, 0, 2]], [[2, 0, 2]]]]
+    assert micro_batches({1: [4, 4, 4, 4]}, 2, 4) == [[[[1, 0, 1]], [[1, 1, 1]]], [[[1, 2, 1]], [[1, 3, 1]]]]
 
 
 def test_samples_that_share_media_stay_on_one_rank_in_one_micro_batch_where_the_budget_allows() -> None:
     costs = {1: [5, 5], 2: [4, 4], 3: [1, 1]}
-    assert micro_batches([1, 2, 3], costs, 2, 10, together={1, 2, 3}) == [
-        [[[1, 0], [1, 1]], [[2, 0], [2, 1], [3, 0], [3, 1]]]
-    ]
+    assert micro_batches(costs, 2, 10, together={1, 2, 3}) == [[[[1, 0, 2]], [[2, 0, 2], [3, 0, 2]]]]
 
 
 def test_samples_that_share_media_beyond_the_budget_are_cut_into_as_few_parts_as_it_allows() -> None:
-    ((first, second),) = micro_batches([1], {1: [3, 3, 3, 3]}, 2, 9, together={1})
-    assert (first, second) == ([[1, 0], [1, 1], [1, 2]], [[1, 3]])
+    ((first, second),) = micro_batches({1: [3, 3, 3, 3]}, 2, 9, together={1})
+    assert (first, second) == ([[1, 0, 3]], [[1, 3, 1]])
 
 
 def test_whole_groups_stay_in_one_micro_batch_even_beyond_the_budget() -> None:
-    assert micro_batches([1, 2], {1: [8, 8], 2: [8, 8]}, 1, 10, whole=True) == [
-        [[[1, 0], [1, 1]]],
-        [[[2, 0], [2, 1]]],
-    ]
+    assert micro_batches({1: [8, 8], 2: [8, 8]}, 1, 10, whole=True) == [[[[1, 0, 2]]], [[[2, 0, 2]]]]
 
 
 def test_a_sample_costs_its_tokens_and_its_share_of_the_encoders_work_rounded_up() -> None:
@@ -50,12 +46,12 @@ def test_every_row_is_planned_once_within_the_budget_and_equal_input_gives_equal
         costs = {group: [draw.randint(1, 30) for _ in range(draw.randint(1, 6))] for group in groups}
         together = [group for group in groups if draw.random() < 0.5]
         ranks, budget = draw.randint(1, 4), draw.randint(5, 60)
-        batches = micro_batches(groups, costs, ranks, budget, together=set(together))
-        assert batches == micro_batches(groups, costs, ranks, budget, together=[*reversed(together)])
-        rows = sorted(row for batch in batches for rank in batch for row in rank)
+        batches = micro_batches(costs, ranks, budget, together=set(together))
+        assert batches == micro_batches(costs, ranks, budget, together=[*reversed(together)])
+        rows = sorted(row for batch in batches for rank in batch for row in rows_of(rank))
         assert rows == sorted([group, sample] for group in groups for sample in range(len(costs[group])))
         assert all(len(batch) == ranks for batch in batches)
-        for rank in (rank for batch in batches for rank in batch):
+        for rank in (rows_of(spans) for batch in batches for spans in batch):
             assert len(rank) <= 1 or sum(costs[group][sample] for group, sample in rank) <= budget
         for group in together:
             places = [rank for batch in batches for rank in batch if any(row[0] == group for row in rank)]

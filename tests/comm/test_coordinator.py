@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rondo.comm.audit import audit
+from rondo.comm.spans import rows_of, spans_of
 from rondo.runtime.errors import Refused
 from tests.comm.served import ROW_BYTES, Served, prove, put_group, score, served
 
@@ -16,9 +17,9 @@ async def train(run: Served, bus, step: int) -> list[list[int]]:
         for row in made.rows:
             assert row.array("tokens")[0] == 100 * row.group + row.sample == row.array("log_probs")[0]
         bus.check(made)
-        ids += made.ids()
+        ids += made.spans
     await bus.call("commit", 0, step + 1, 7, ids)
-    return ids
+    return rows_of(ids)
 
 
 async def whole_step(run: Served, rollout, fwd, advantages, actor, step: int) -> list[list[int]]:
@@ -75,7 +76,7 @@ async def test_a_coordinator_that_dies_between_any_two_acts_goes_on_where_it_was
 async def test_a_repeated_commit_gets_the_same_answer_and_a_late_or_partial_one_is_refused():
     async with served(max_staleness=0) as run:
         rollout, fwd, advantages, actor = await everyone(run)
-        ids = await whole_step(run, rollout, fwd, advantages, actor, 0)
+        ids = spans_of(await whole_step(run, rollout, fwd, advantages, actor, 0))
         assert (await actor.call("commit", 0, 1, 7, ids))["version"] == 1
         with pytest.raises(Refused, match="must make version 2"):
             await actor.call("commit", 0, 5, 7, ids)

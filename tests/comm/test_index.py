@@ -6,6 +6,7 @@ import orjson
 
 from rondo.comm.audit import _Ledger, count
 from rondo.comm.index import Index
+from rondo.comm.spans import num_rows, rows_of
 from tests.comm.driver import Driver
 
 
@@ -30,7 +31,7 @@ def test_a_group_trains_at_the_step_it_was_admitted_for_and_at_no_other():
         bus.fill(group)
     bus.score()
     assert bus.index.membership(0) == first
-    assert {g for event in bus.train_rounds(0) for g, _ in event["rows"][0]} == set(first)
+    assert {g for event in bus.train_rounds(0) for g, _, _ in event["spans"][0]} == set(first)
     assert {g for g, _ in bus.commit(1)} == set(first)
     assert bus.index.membership(1) == second
 
@@ -42,11 +43,11 @@ def test_a_step_is_its_first_survivors_in_admission_order_however_slow_they_are(
         bus.fill(group)
     bus.score()
     assert bus.index.membership(0) == quick[:2]  # the third quick one is not certain while the slow one may still come
-    assert {g for event in bus.train_rounds(0) for g, _ in event["rows"][0]} == set(quick[:2])
+    assert {g for event in bus.train_rounds(0) for g, _, _ in event["spans"][0]} == set(quick[:2])
     bus.fill(slow)
     bus.score()
     (last,) = bus.train_rounds(0)
-    assert last["last"] and {g for g, _ in last["rows"][0]} == {slow}
+    assert last["last"] and {g for g, _, _ in last["spans"][0]} == {slow}
     bus.commit(1)
     assert bus.index.counts["surplus"] == 1 and bus.index.counts["trained"] == 3
 
@@ -96,9 +97,9 @@ def test_the_first_visible_column_wins_and_a_second_is_refused():
     bus.forward("actor_fwd", "log_probs", ack=False)
     (key,) = bus.index.rounds._by_key
     bus.put_columns(key, [[group, 0], [group, 1]], ["log_probs"], "actor_fwd-0")
-    place = bus.index.groups[group].rows[0].places["log_probs"]
+    place = bus.index.groups[group].place(0, "log_probs")
     bus.put_columns(key, [[group, 0], [group, 1]], ["log_probs"], "actor_fwd-0")
-    assert bus.index.groups[group].rows[0].places["log_probs"] == place
+    assert place is not None and bus.index.groups[group].place(0, "log_probs") == place
     assert bus.index.refused_rows == 2
 
 
@@ -111,7 +112,7 @@ def test_rounds_of_a_dead_scorer_are_planned_again_and_finished_ones_are_not():
     bus.forward("actor_fwd", "log_probs", ack=False)
     bus.die("actor_fwd-0", 1)
     bus.start("actor_fwd-0", 2)
-    assert bus.index.rounds.ready_groups("actor_fwd") == [undone]
+    assert list(bus.index.rounds.lanes["actor_fwd"].in_order()) == [undone]
     assert bus.forward("actor_fwd", "log_probs", incarnation=2) == [[[undone, 0], [undone, 1]]]
 
 
@@ -124,11 +125,12 @@ def test_a_returning_trainer_gets_the_same_rounds_and_another_layout_new_ones():
     bus.die("actor-0", 1)
     bus.start("actor-0", 2)
     bus.join()
-    assert bus.index.rounds.find("actor", "step0", 0).rows == planned[0]["rows"]
+    assert bus.index.rounds.find("actor", "step0", 0).spans == planned[0]["spans"]
     bus.emit(event="join", stream="actor", member="actor-0", ranks=2, tokens=1 << 20)
     assert bus.index.rounds.find("actor", "step0", 0) is None
     (anew,) = bus.train_rounds(0)
-    assert len(anew["rows"]) == 2 and sorted(anew["rows"][0] + anew["rows"][1]) == sorted(planned[0]["rows"][0])
+    assert len(anew["spans"]) == 2
+    assert sorted(rows_of(anew["spans"][0] + anew["spans"][1])) == sorted(rows_of(planned[0]["spans"][0]))
 
 
 def test_rounds_balance_ranks_by_tokens_and_cut_at_the_budget():
@@ -138,7 +140,7 @@ def test_rounds_balance_ranks_by_tokens_and_cut_at_the_budget():
         bus.fill(group)
     bus.emit(event="join", stream="actor_fwd", member="actor_fwd-0", ranks=2, tokens=30)
     planned = bus.index.plan_rounds("actor_fwd", "actor_fwd-0", 1, None)
-    loads = [[10 * len(rank) for rank in event["rows"]] for event in planned]
+    loads = [[10 * num_rows(rank) for rank in event["spans"]] for event in planned]
     assert all(max(load) <= 30 for load in loads)
     assert sum(load[0] for load in loads) == sum(load[1] for load in loads) == 30
 
@@ -296,8 +298,8 @@ def test_rounds_count_encoder_work_and_keep_samples_that_share_media_together():
             bus.put_media(group, encoder=40)
         bus.put(group, [0, 1])
     (first,) = bus.index.plan_rounds("actor_fwd", "actor_fwd-0", 1, None)[:1]
-    assert all(len({s for g, s in rank if g == group}) in (0, 2) for rank in first["rows"] for group in (0, 1))
-    assert {g for g, _ in first["rows"][0]} & {0, 1} and {g for g, _ in first["rows"][1]} & {0, 1}
+    assert all(len({s for g, s in rank if g == group}) in (0, 2) for rank in map(rows_of, first["spans"]) for group in (0, 1))
+    assert all({g for g, _, _ in rank} & {0, 1} for rank in first["spans"])
 
 
 def test_the_audit_passes_over_a_settlement_that_came_after_its_lease_was_lost():
@@ -318,10 +320,12 @@ def test_the_audit_passes_over_a_settlement_that_came_after_its_lease_was_lost()
 
 def test_the_audit_turns_red_on_a_planted_loss_and_a_planted_duplicate():
     bus = random_run(1)
-    commits = [event for event in bus.events if event["event"] == "commit" and event["rows"]]
-    commits[1]["rows"] = commits[1]["rows"][1:]
+    commits = [event for event in bus.events if event["event"] == "commit" and event["spans"]]
+    (group, first, count), *others = commits[1]["spans"]
+    commits[1]["spans"] = [[group, first + 1, count - 1], *others]
     assert totals(bus).num_lost == 1
-    commits[1]["rows"] = [commits[0]["rows"][0], *commits[1]["rows"]]
+    group, first, _ = commits[0]["spans"][0]
+    commits[1]["spans"] = [[group, first, 1], *commits[1]["spans"]]
     assert totals(bus).num_trained_twice == 1
 
 

@@ -49,7 +49,7 @@ async def finish(fwd: Bus, advantages: Bus, actor: Bus) -> None:
         for row in made.rows:
             assert row.media is not None and {float(row.group)} == set(row.media["pixel_values"].flat)
         actor.check(made)
-        ids += made.ids()
+        ids += made.spans
     await actor.call("commit", 0, 1, 7, ids)
 
 
@@ -95,10 +95,11 @@ async def test_a_round_names_the_media_of_a_group_once_and_only_where_they_are_r
             put_group(rollout, grant, [0, 1])
         await fwd.join("actor_fwd", 1 << 20)
         await advantages.join("advantages", 1 << 20)
-        named = (await fwd.call("next_round", "actor_fwd", 0, 0))["round"]["media"]
-        assert [group for group, _ in named] == [first["group"], third["group"]]
-        assert all(places.keys() == {"pixel_values", "image_grid_thw"} for _, places in named)
-        assert (await advantages.call("next_round", "advantages", 0, 0))["round"]["media"] == []
+        named = (await fwd.call("next_round", "actor_fwd", 0, 0))["round"]["groups"]
+        assert [group["group"] for group in named if group["media"]] == [first["group"], third["group"]]
+        assert all(group["media"].keys() <= {"pixel_values", "image_grid_thw"} for group in named)
+        unread = (await advantages.call("next_round", "advantages", 0, 0))["round"]["groups"]
+        assert [group["media"] for group in unread] == [{}, {}, {}]
         made = await one_round(fwd, "actor_fwd")
         assert [row.media is None for row in made.rows] == [False, False, True, True, False, False]
         assert all(row.media is None for row in (await one_round(advantages, "advantages")).rows)
@@ -171,7 +172,7 @@ async def test_media_outlive_the_coordinator_whenever_it_dies() -> None:
         before = run.coordinator.index.dump()
         await run.restart()
         assert run.coordinator.index.dump() == before
-        assert (await one_round(fwd, "actor_fwd")).ids() == made.ids()
+        assert (await one_round(fwd, "actor_fwd")).spans == made.spans
         await finish(fwd, advantages, actor)
         await run.restart()
         assert set(rings(run)) == {(0, 0)} and run.coordinator.index.version == 1
@@ -249,7 +250,7 @@ async def test_samples_of_a_group_with_media_stay_together_in_rounds_of_streams_
         async for made in fwd.stream("actor_fwd", tokens=40):
             fwd.put_columns(made, {"log_probs": [np.zeros(row.response, np.float32) for row in made.rows]})
             await fwd.ack(made)
-            rows.append(made.ids())
+            rows.append(made.spans)
             if len(rows) == 3:
                 break
-        assert rows == [[[group, 0], [group, 1]] for group in range(3)]
+        assert rows == [[[group, 0, 2]] for group in range(3)]
