@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from rondo.comm import wakes
 from rondo.comm.answers import lease_of, round_of
 from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event, Journal
@@ -29,6 +30,7 @@ from rondo.comm.records import worst_case_bytes
 from rondo.comm.rings import Rings
 from rondo.comm.rounds import Stream
 from rondo.comm.spans import Span, by_group, num_rows, samples
+from rondo.comm.wakes import Wakes
 from rondo.runtime.actor import Actor, ActorRef, endpoint
 from rondo.runtime.errors import Refused
 from rondo.runtime.segments import SegmentClient
@@ -83,7 +85,7 @@ class Coordinator(Actor):
         self._rings = Rings(segments, lambda events: self._emit(*events))
         self._supervisor = supervisor
         self._clock = clock
-        self._waiters: list[asyncio.Future[None]] = []
+        self._wakes = Wakes()
         self._renewed: dict[int, float] = {}  # running group -> when progress was last seen
         self._granted: dict[int, float] = {}
         self._evaluators: dict[str, tuple[str, int]] = {}
@@ -116,9 +118,7 @@ class Coordinator(Actor):
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
         now, events = self._clock(), []
-        for group in list(self.index.groups.values()):
-            if group.state != "running":
-                continue
+        for group in self.index.running():
             if now - self._renewed.setdefault(group.id, now) > self.config.lease_deadline_s:
                 why = f"no progress for {self.config.lease_deadline_s:g} s at {group.holder}"
                 events.append({"event": "lose", "group": group.id, "epoch": group.epoch, "why": why})
@@ -168,12 +168,15 @@ class Coordinator(Actor):
 
     def _fence(self, member: str, incarnation: int) -> None:
         """Calls of an incarnation that is not the living one are refused; its puts before this call are seen first."""
+        self._check_alive(member, incarnation)
+        self._poll(member)
+
+    def _check_alive(self, member: str, incarnation: int) -> None:
         if self.index.members.get(member, [None, 0, 0])[::2] != [incarnation, 1]:
             raise Refused(
                 f"caller must be the living incarnation of {member}, got {incarnation}. "
                 "The supervisor has replaced this process; it ends."
             )
-        self._poll(member)
 
     # ---- rings ------------------------------------------------------------------------------------------------------
 
@@ -195,13 +198,13 @@ class Coordinator(Actor):
 
     def _poll(self, member: str) -> None:
         """See what this member has put up to now."""
-        events = self._rings.read(name for name, ring in self.index.space.rings.items() if ring.owner == member)
+        events = self._rings.read(self.index.space.owned_by(member))
         if events:
             self._emit(*events)
 
     def _drop_idle_overflow(self) -> None:
-        for name, space in list(self.index.space.rings.items()):
-            if space.overflow and space.idle:
+        for name in self.index.space.overflowing():
+            if self.index.space.rings[name].idle:
                 self._journal_and_apply([{"event": "ring_dropped", "ring": name}])
                 self._rings.drop(name)
 
@@ -217,7 +220,10 @@ class Coordinator(Actor):
 
         What was granted and is not held was in an answer that got lost: it is granted again, the same.
         """
-        return await self._until(member, incarnation, lambda: self._work(member, incarnation, max_groups, held))
+        def work() -> dict[str, Any] | None:
+            return self._work(member, incarnation, max_groups, held)
+
+        return await self._until(member, incarnation, work, wakes.lease(member))
 
     def _work(self, member: str, incarnation: int, max_groups: int, held: list[list[int]]) -> dict[str, Any] | None:
         label = self._due_evaluation()
@@ -253,10 +259,7 @@ class Coordinator(Actor):
             admissions = self.index.plan_admissions(step)
             if admissions:
                 self._journal_and_apply(admissions)
-            for group_id in self.index.survivors(step):
-                group = self.index.groups[group_id]
-                if group.state != "waiting":
-                    continue
+            for group in self.index.waiting(step):
                 if len(grants) == max_groups:
                     return grants
                 entries = self.index.entries(group)
@@ -333,9 +336,11 @@ class Coordinator(Actor):
         self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int | None = None
     ) -> dict[str, Any]:
         """Round `index` for one rank: {"round": {...}} or {"end": True}. Train streams name the step; waits."""
-        return await self._until(
-            member, incarnation, lambda: self._round(stream, member, incarnation, rank, index, step)
-        )
+
+        def made() -> dict[str, Any] | None:
+            return self._round(stream, member, incarnation, rank, index, step)
+
+        return await self._until(member, incarnation, made, wakes.ROUNDS)
 
     def _round(
         self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None
@@ -422,7 +427,7 @@ class Coordinator(Actor):
             self._check_commit(version, spans)
             self._emit({"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "spans": spans})
             self._report("committed", self.status())
-            unbalanced = self.index.imbalance()
+            unbalanced = self.index.imbalance(scan=False)
             if unbalanced:
                 self._report("fatal", {"cause": unbalanced})
         return {"version": self.index.version}
@@ -451,7 +456,7 @@ class Coordinator(Actor):
             self._emit({"event": "publishing", "slot": writable, "version": version})
             return {"slot": writable}
 
-        return await self._until(member, incarnation, slot)
+        return await self._until(member, incarnation, slot, wakes.SLOTS)
 
     @endpoint
     async def end_publish(self, member: str, incarnation: int, slot: int, version: int, checksum: int) -> None:
@@ -470,7 +475,7 @@ class Coordinator(Actor):
             self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{reader}"})
             return {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": self.index.attempt}
 
-        return await self._until(member, incarnation, newest)
+        return await self._until(member, incarnation, newest, wakes.WEIGHTS)
 
     @endpoint
     async def proved(self, member: str, incarnation: int, reader: str, version: int) -> None:
@@ -500,7 +505,7 @@ class Coordinator(Actor):
     async def drain(self) -> None:
         """Hand out nothing more: the run is being stopped. What is in flight may still be put and acknowledged."""
         self._draining = True
-        self._wake()
+        self._wakes.wake_all()
 
     @endpoint
     async def stats(self) -> dict[str, Any]:
@@ -518,7 +523,7 @@ class Coordinator(Actor):
             "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes,
             "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
             "rings": rings, "proved": dict(index.versions.proved), "evaluations": dict(index.evaluations),
-            "journal_events": self._journal.num_events, "waiters": len(self._waiters),
+            "journal_events": self._journal.num_events, "waiters": len(self._wakes),
         }  # fmt: skip
 
     def _closed(self) -> bool:
@@ -526,36 +531,35 @@ class Coordinator(Actor):
 
     # ---- events and waiting -----------------------------------------------------------------------------------------
 
-    def _journal_and_apply(self, events: list[Event]) -> None:
+    def _journal_and_apply(self, events: list[Event]) -> set[str]:
+        """The topics of `wakes` that these events can help."""
         self._journal.append(events)
         for event in events:
             self.index.apply(event)
+        topics: set[str] = set()
+        for event in events:
+            owner = self.index.space.owner(event["ring"]) if event["event"] == "put" else None
+            topics.update(wakes.helped(event, owner))
         for name, tail in self.index.freed():
             self._rings.release(name, tail)
+            topics |= {wakes.ROUNDS, wakes.lease(self.index.space.rings[name].owner)}
+        return topics
 
     def _emit(self, *events: Event) -> None:
-        self._journal_and_apply(list(events))
+        topics = self._journal_and_apply(list(events))
         self._drop_idle_overflow()
-        self._wake()
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._wakes.wake(topics)
 
     def _report(self, kind: str, data: dict[str, Any]) -> None:
         self._reports.put_nowait((kind, data))
 
     async def _until(
-        self, member: str, incarnation: int, answer: Callable[[], dict[str, Any] | None]
+        self, member: str, incarnation: int, answer: Callable[[], dict[str, Any] | None], *topics: str
     ) -> dict[str, Any]:
-        """Ask again after every change until there is an answer; the caller's deadline cancels this."""
-        while True:
-            self._fence(member, incarnation)
-            result = answer()
-            if result is not None:
-                return result
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        """Ask again after every event that helps one of the topics (any event without topics) until there is an answer; the
+        caller's deadline cancels this."""
+        self._fence(member, incarnation)
+        while (result := answer()) is None:
+            await self._wakes.wait(*topics)
+            self._check_alive(member, incarnation)
+        return result

@@ -16,6 +16,7 @@ admitted = trained + filtered + surplus + failed + quarantined + waiting + runni
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,10 @@ class Index:
         self.versions = Versions(rules.num_slots)
         self.rounds = Rounds(rules.streams, rules.samples_per_group)
         self._freed: list[tuple[str, int]] = []
+        # Found again from the groups: what is asked for often, without a scan.
+        self._alive: dict[int, int] = {}  # step -> its groups that are not settled
+        self._waiting: dict[int, list[int]] = {}  # step -> its waiting groups, sorted: in admission order
+        self._held: dict[str, set[int]] = {}  # member -> the groups that it has a lease on
 
     # ---- the fold -------------------------------------------------------------------------------------------------
 
@@ -95,8 +100,9 @@ class Index:
         self.space, self.versions = Space(), Versions(self.rules.num_slots)
         self.rounds = Rounds(self.rules.streams, self.rules.samples_per_group)
         for group in self._outstanding():
+            self._hold(group, None)
             self._move(group, "waiting")
-            group.epoch, group.holder = group.epoch + 1, None
+            group.epoch += 1
             group.forget_puts()
 
     def _on_ring(self, event: Event) -> None:
@@ -142,10 +148,12 @@ class Index:
         self.next_group, self.next_position = group.id + 1, event["position"] + 1
         self.counts["admitted"] += 1
         self.counts["waiting"] += 1
+        self._list(group)
 
     def _on_grant(self, event: Event) -> None:
         group = self.groups[event["group"]]
-        group.epoch, group.holder = event["epoch"], event["member"]
+        group.epoch = event["epoch"]
+        self._hold(group, event["member"])
         self._move(group, "running")
         self.space.reserve(group.reservation(), event["ring"], event["entries"])
 
@@ -172,7 +180,7 @@ class Index:
             group.records.append([ring, pos])
             if group.state == "running" and len(group.rows) == self.rules.samples_per_group:
                 self.space.release(group.reservation())
-                group.holder = None
+                self._hold(group, None)
                 self.consecutive_filtered = 0
                 self._move(group, "ready")
             self._offer(group)
@@ -249,6 +257,8 @@ class Index:
                 self._end(group, "trained")
             else:  # what its holder has reserved stays so until it is abandoned
                 self._end(group, "surplus")
+        self._alive.pop(step, None)
+        self._waiting.pop(step, None)
         self.rounds.close(step)
 
     def _on_publishing(self, event: Event) -> None:
@@ -271,10 +281,33 @@ class Index:
     def _move(self, group: Group, state: str) -> None:
         self.counts[group.state] -= 1
         self.counts[state] += 1
+        if group.state == "waiting":
+            self._waiting[group.step].remove(group.id)
+        elif state == "waiting":
+            bisect.insort(self._waiting.setdefault(group.step, []), group.id)
+        if state in SETTLED:
+            self._alive[group.step] -= 1
         group.state = state
 
+    def _list(self, group: Group) -> None:
+        """Take a group into the lists that are found again from the groups."""
+        if group.state in LIVE:
+            self._alive[group.step] = self._alive.get(group.step, 0) + 1
+        if group.state == "waiting":
+            bisect.insort(self._waiting.setdefault(group.step, []), group.id)
+        if group.holder is not None:
+            self._held.setdefault(group.holder, set()).add(group.id)
+
+    def _hold(self, group: Group, member: str | None) -> None:
+        if group.holder is not None:
+            self._held[group.holder].discard(group.id)
+        if member is not None:
+            self._held.setdefault(member, set()).add(group.id)
+        group.holder = member
+
     def _lose(self, group: Group, why: str, *, infra: bool) -> None:
-        group.error, group.holder = why, None
+        group.error = why
+        self._hold(group, None)
         group.infra_failures += infra
         group.data_failures += not infra
         beyond = (
@@ -287,7 +320,7 @@ class Index:
             self._move(group, "waiting")
 
     def _end(self, group: Group, outcome: str) -> None:
-        group.holder = None
+        self._hold(group, None)
         self._move(group, outcome)
         self.rounds.withdraw(group.id, group.step)
         self._free_if_done(group)
@@ -330,14 +363,18 @@ class Index:
         if self.rules.num_positions is None:
             return False
         left = self.rules.num_positions - self.next_position
-        return len(self.survivors(self.step)) + left < self.rules.groups_per_step
+        return self._alive.get(self.step, 0) + left < self.rules.groups_per_step
 
-    def imbalance(self) -> str:
-        """Empty while promise B1 holds; else the sentence that stops the run."""
+    def imbalance(self, *, scan: bool = True) -> str:
+        """Empty while promise B1 holds; else the sentence that stops the run. `scan`: count the living groups one by one too."""
         counts = self.counts
-        total = sum(counts[state] for state in (*LIVE, *SETTLED))
-        live = {state: sum(group.state == state for group in self.groups.values()) for state in LIVE}
-        if counts["admitted"] == total and all(counts[state] == live[state] for state in LIVE):
+        if counts["admitted"] != sum(counts[state] for state in (*LIVE, *SETTLED)):
+            return f"prompt groups must balance, got {counts}"
+        live = dict.fromkeys(LIVE, 0)
+        for group in self.groups.values() if scan else ():
+            if group.state in live:
+                live[group.state] += 1
+        if not scan or all(counts[state] == live[state] for state in LIVE):
             return ""
         return f"prompt groups must balance, got {counts} against {live} outstanding"
 
@@ -352,14 +389,23 @@ class Index:
 
     def held_by(self, member: str) -> list[Group]:
         """The groups that this member has a lease on."""
-        return [group for group in self.groups.values() if group.state == "running" and group.holder == member]
+        return [self.groups[id] for id in sorted(self._held.get(member, ()))]
+
+    def running(self) -> list[Group]:
+        """The groups that anyone has a lease on."""
+        return [self.groups[id] for held in self._held.values() for id in sorted(held)]
+
+    def waiting(self, step: int) -> list[Group]:
+        """The groups of a step that wait for a lease, in admission order."""
+        return [self.groups[id] for id in self._waiting.get(step, ())]
 
     def plan_admissions(self, step: int) -> list[Event]:
         """Admissions that bring a step to P + spare groups; fewer when the data end."""
-        missing = self.rules.groups_per_step + self.rules.spare_groups - len(self.survivors(step))
+        alive = self._alive.get(step, 0)
+        missing = self.rules.groups_per_step + self.rules.spare_groups - alive
         if self.rules.num_positions is not None:
             left = self.rules.num_positions - self.next_position
-            if len(self.survivors(step)) + left < self.rules.groups_per_step:
+            if alive + left < self.rules.groups_per_step:
                 return []  # a step that cannot fill is not begun
             missing = min(missing, left)
         return [
@@ -435,6 +481,8 @@ class Index:
         index.staleness = dict(state["staleness"])
         index.steps = {step: list(groups) for step, groups in state["steps"]}
         index.groups = {group["id"]: Group.load(group) for group in state["groups"]}
+        for group in index.groups.values():
+            index._list(group)
         index.space = Space.load(state["space"])
         index.versions = Versions.load(state["versions"])
         index.rounds = Rounds.load(rules.streams, rules.samples_per_group, state["rounds"])

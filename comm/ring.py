@@ -313,13 +313,14 @@ class Record:
         raise KeyError(f"column {name} must be in the record, which has {held or 'none'}.")
 
     def _views(self, layout: ColumnLayout) -> list[np.ndarray]:
-        dtype = STORAGE[layout.dtype]
-        arrays, start = [], layout.offset
-        for shape in layout.shapes:
-            end = start + prod(shape) * dtype.itemsize
-            array = self._payload[start:end].view(dtype)
+        dtype, shapes = STORAGE[layout.dtype], layout.shapes
+        sizes = [shape[0] if len(shape) == 1 else prod(shape) for shape in shapes]
+        whole = self._payload[layout.offset : layout.offset + sum(sizes) * dtype.itemsize].view(dtype)
+        arrays, start = [], 0
+        for shape, size in zip(shapes, sizes, strict=True):
+            array = whole[start : start + size]
             arrays.append(array if len(shape) == 1 else array.reshape(shape))
-            start = end
+            start += size
         return arrays
 
 

@@ -30,10 +30,11 @@ class RingSpace:
     tail: int = 0
     records: dict[int, list[int]] = field(default_factory=dict)  # position -> [end position, uses], in log order
     reserved: dict[str, list[int]] = field(default_factory=dict)  # reservation -> bytes of each record still to come
+    promised: dict[str, int] = field(default_factory=dict)  # reservation -> those bytes together
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(sum(entries) for entries in self.reserved.values())
+        return sum(self.promised.values())
 
     @property
     def idle(self) -> bool:
@@ -46,25 +47,47 @@ class Space:
     def __init__(self) -> None:
         self.rings: dict[str, RingSpace] = {}
         self._ring_of: dict[str, str] = {}
+        self._owned: dict[str, list[str]] = {}  # owner -> its rings
+        self._overflow: set[str] = set()
 
     def add(self, name: str, capacity: int, owner: str, *, overflow: bool = False) -> None:
         if name not in self.rings:
-            self.rings[name] = RingSpace(capacity, owner, overflow)
+            self._enter(name, RingSpace(capacity, owner, overflow))
+
+    def _enter(self, name: str, ring: RingSpace) -> None:
+        self.rings[name] = ring
+        self._owned.setdefault(ring.owner, []).append(name)
+        if ring.overflow:
+            self._overflow.add(name)
 
     def remove(self, name: str) -> None:
         ring = self.rings.pop(name)
         for reservation in ring.reserved:
             self._ring_of.pop(reservation, None)
+        self._owned[ring.owner].remove(name)
+        self._overflow.discard(name)
+
+    def owner(self, name: str) -> str | None:
+        """Whose ring it is; None when it has been taken away."""
+        return self.rings[name].owner if name in self.rings else None
+
+    def owned_by(self, member: str) -> list[str]:
+        """The rings that a member writes."""
+        return list(self._owned.get(member, ()))
+
+    def overflowing(self) -> list[str]:
+        """The rings that serve one grant each."""
+        return sorted(self._overflow)
 
     def has_room(self, name: str, entries: list[int]) -> bool:
         """Whether records of these sizes (bytes each) can be promised beside everything promised already."""
         ring = self.rings[name]
-        promises = [sum(sizes) for sizes in ring.reserved.values()]
         # Rows that finish together are put as one record, so the largest record is a whole reservation.
-        return fits(ring.capacity, ring.head, ring.tail, promises, sum(entries))
+        return fits(ring.capacity, ring.head, ring.tail, list(ring.promised.values()), sum(entries))
 
     def reserve(self, reservation: str, name: str, entries: list[int]) -> None:
         self.rings[name].reserved[reservation] = list(entries)
+        self.rings[name].promised[reservation] = sum(entries)
         self._ring_of[reservation] = name
 
     def holds(self, reservation: str) -> bool:
@@ -80,6 +103,7 @@ class Space:
         name = self._ring_of.pop(reservation, None)
         if name is not None and name in self.rings:
             self.rings[name].reserved.pop(reservation, None)
+            self.rings[name].promised.pop(reservation, None)
         return name
 
     def record(self, name: str, pos: int, num_bytes: int, uses: int, reservation: str, num_entries: int) -> None:
@@ -89,6 +113,7 @@ class Space:
         ring.head = max(ring.head, pos + num_bytes)
         entries = ring.reserved.get(reservation)
         if entries is not None:
+            ring.promised[reservation] -= sum(entries[:num_entries])
             del entries[:num_entries]
             if not entries:
                 self.release(reservation)
@@ -133,7 +158,8 @@ class Space:
         space = cls()
         for name, fields in state.items():
             records = {pos: [end, uses] for pos, end, uses in fields["records"]}
-            space.rings[name] = RingSpace(**{**fields, "records": records})
+            promised = {reservation: sum(entries) for reservation, entries in fields["reserved"].items()}
+            space._enter(name, RingSpace(**{**fields, "records": records, "promised": promised}))
             for reservation in fields["reserved"]:
                 space._ring_of[reservation] = name
         return space

@@ -82,11 +82,15 @@ class WorkerDied(RondoError, RuntimeError):
     """A process that worked for us ended before its time."""
 
 
+class SamplerFailed(RondoError, RuntimeError):
+    """A sampler of a partition raised, or broke its contract."""
+
+
 TRAVELLERS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
         RondoError, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Closed, Refused, RemoteError, CorruptData,
-        OutOfSpace, WorkerDied, ValueError, KeyError, TypeError, TimeoutError,
+        OutOfSpace, WorkerDied, SamplerFailed, ValueError, KeyError, TypeError, TimeoutError,
     )
 }  # fmt: skip
 

@@ -76,7 +76,8 @@ def image(data: bytes, config: MediaConfig, name: str, *, fit: Fit | None = None
         ):
             _check_pixels(name, *picture.size, config)
             picture.load()
-            return _scaled(_as_rgb(ImageOps.exif_transpose(picture)), 1, fit)
+            ImageOps.exif_transpose(picture, in_place=True)  # a copy would be as large as the decoded picture
+            return _scaled(_as_rgb(picture), 1, fit)
     except _BROKEN_IMAGE as error:
         if isinstance(error, MediaError):
             raise

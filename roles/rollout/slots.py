@@ -104,7 +104,8 @@ class SlotEngine:
     prompt tokens, and positions that encoders take, computed in one step beyond the first prompt, and so how long running
     sequences pause for new ones.
     `fixed_shapes` runs every decode over all slots and every prompt alone, so that a sample's bits do not depend on what
-    runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently).
+    runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently). In a model with experts
+    they still do, in the last bits: how many rows an expert gets is up to all sequences.
 
     After an exception from `step` the cache is undefined: call `clear`, which drops every request.
     """

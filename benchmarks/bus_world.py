@@ -1,0 +1,328 @@
+"""A whole bus for `benchmarks/bus.py`: the coordinator's process, a supervisor reduced to its memory and its roster, and the
+processes at both ends. Run as a program it is one of those ends:
+
+    python -m benchmarks.bus_world produce|consume|latency '{"folder": ..., "member": "rollout-0", ...}'
+
+A producer leases groups and puts them until the run ends; a consumer runs the rounds of every step, reads both ends of each
+column of each row, commits, and prints one line of JSON when the warm-up is over and one at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import uvloop
+
+from rondo.comm.bus import Bus, Member, Round
+from rondo.comm.coordinator import ROLLOUT_READER, CoordinatorConfig
+from rondo.comm.index import Rules
+from rondo.comm.records import Column, worst_case_bytes
+from rondo.comm.rounds import Stream
+from rondo.comm.serve import CONFIG
+from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
+from rondo.runtime.segments import SegmentClient, SegmentServer
+
+TOKEN = "benchmark"
+TEXT = (("tokens", "int32"), ("rollout_log_probs", "float32"), ("policy_versions", "int32"))
+MAX_TOKENS, PATCH = 4096, 1176
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What crosses the bus. `pixels`: most rows of pixel values a sample, 0 for text; `tokens`: shortest and longest row."""
+
+    name: str
+    rows_per_put: int
+    samples_per_group: int
+    groups_per_step: int
+    num_steps: int
+    warm_steps: int = 2
+    tokens: tuple[int, int] = (256, MAX_TOKENS)
+    pixels: tuple[int, int] = (0, 0)
+    producers: int = 1
+    consumers: int = 1
+    ring_bytes: int = 256 * MIB
+    max_staleness: int = 10_000
+
+    @property
+    def pool(self) -> int:
+        """How many different rows a producer puts, over and over."""
+        return max(4 * self.samples_per_group, 16)
+
+    @property
+    def columns(self) -> tuple[tuple[str, str], ...]:
+        return (*TEXT, ("pixel_values", "float32")) if self.pixels[1] else TEXT
+
+    @property
+    def row_bytes(self) -> int:
+        """The worst case of a record with one row."""
+        sizes = [(name, 4, self.tokens[1]) for name, _ in TEXT]
+        if self.pixels[1]:
+            sizes.append(("pixel_values", 4, self.pixels[1] * PATCH))
+        return worst_case_bytes(1, sizes)
+
+    def samples(self, count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+        """Rows with lengths as of real answers: log-normal, cut."""
+        random = np.random.default_rng(seed)
+        low, high = self.tokens
+        lengths = np.clip(random.lognormal(np.log(2200), 0.8, count), low, high).astype(int)
+        rows = [{name: np.ones(n, dtype) for name, dtype in TEXT} for n in lengths]
+        if self.pixels[1]:
+            for row, n in zip(rows, random.integers(*self.pixels, count), strict=True):
+                row["pixel_values"] = np.ones((n, PATCH), np.float32)
+        return rows
+
+
+def text(rows_per_put: int = 64, **changes: Any) -> Load:
+    fields = {"samples_per_group": 64, "groups_per_step": 16, "num_steps": 60, "warm_steps": 10}
+    return Load(f"text, {rows_per_put} rows a put", rows_per_put, **{**fields, **changes})
+
+
+def multimodal(**changes: Any) -> Load:
+    fields = {"samples_per_group": 4, "groups_per_step": 4, "num_steps": 60, "warm_steps": 20, "ring_bytes": 512 * MIB}
+    return Load("multimodal, 4 rows a put", 4, pixels=(1300, 1700), **{**fields, **changes})
+
+
+class Roster(Actor):
+    """The supervisor as the coordinator knows it."""
+
+    @endpoint
+    async def roster(self) -> dict[str, Any]:
+        return {"attempt": 0, "groups": {}, "dead": []}
+
+    @endpoint
+    async def ready(self, group: str, incarnation: int, rank: int) -> None:
+        pass
+
+    @endpoint
+    async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
+        if kind == "fatal":
+            raise SystemExit(data["cause"])
+
+
+@dataclass
+class World:
+    """A running bus. `pids`: everything whose processor time counts."""
+
+    folder: Path
+    load: Load
+    coordinator: subprocess.Popen[bytes]
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def pids(self) -> list[int]:
+        return [os.getpid(), self.coordinator.pid, *(child.pid for child in self.children)]
+
+    def ref(self) -> ActorRef:
+        made = ActorRef(f"unix:{self.folder}/coordinator.sock", token=TOKEN, peer="coordinator")
+        self.opened.callback(made.close)
+        return made
+
+    def client(self) -> SegmentClient:
+        made = SegmentClient(self.folder / "handover.sock", TOKEN)
+        self.opened.callback(made.close)
+        return made
+
+    async def bus(self, member: str, ranks: int = 1, rank: int = 0, ref: ActorRef | None = None) -> Bus:
+        """A bus in this very process."""
+        coordinator = ref or self.ref()
+        await coordinator.call("member_started", member, 1, ranks, deadline_s=60, retry=True)
+        made = Bus(Member(member, 1, rank, ranks, 0), coordinator, self.client())
+        await made.open()
+        self.opened.callback(made.close)
+        return made
+
+    def start(self, what: str, member: str, rank: int = 0) -> subprocess.Popen[bytes]:
+        options = {"folder": str(self.folder), "member": member, "rank": rank, "load": asdict(self.load)}
+        command = [sys.executable, "-m", "benchmarks.bus_world", what, json.dumps(options)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        self.children.append(child)
+        return child
+
+    async def begin(self) -> None:
+        """The members of the load exist, and version 0 does."""
+        publisher = self.ref()
+        for i in range(self.load.producers):
+            await publisher.call("member_started", f"rollout-{i}", 1, 1, deadline_s=60, retry=True)
+        await publisher.call("member_started", "actor-0", 1, self.load.consumers, deadline_s=60)
+        await publisher.call("commit", "actor-0", 1, 0, 0, 7, [], deadline_s=60)
+
+
+@contextlib.asynccontextmanager
+async def world(load: Load) -> AsyncIterator[World]:
+    rules = Rules(
+        num_steps=load.num_steps, groups_per_step=load.groups_per_step, samples_per_group=load.samples_per_group,
+        max_staleness=load.max_staleness, base_columns=tuple(name for name, _ in load.columns),
+        streams=(Stream("actor", tuple(name for name, _ in load.columns), kind="train"),), row_bytes=load.row_bytes,
+    )  # fmt: skip
+    replicas = tuple(f"rollout-{i}" for i in range(load.producers))
+    config = CoordinatorConfig(
+        rules=rules, publisher="actor-0", rollout_ring_bytes=load.ring_bytes, column_ring_bytes=MIB,
+        rollout_groups=replicas, ranks=dict.fromkeys(replicas, 1) | {"actor-0": load.consumers},
+        lease_deadline_s=600.0, evaluate_start=False, evaluate_end=False,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="rondo-bench-") as name:
+        folder = Path(name)
+        (folder / "token").write_text(TOKEN)
+        (folder / CONFIG).write_bytes(orjson.dumps(asdict(config)))
+        segments = SegmentServer(folder / "handover.sock", TOKEN, lambda _: None)
+        segments.start()
+        supervisor = await serve(Roster(), f"unix:{folder}/supervisor.sock", token=TOKEN, name="supervisor")
+        env = os.environ | {
+            "RONDO_RT_DIR": name, "RONDO_RUN_DIR": name, "RONDO_ATTEMPT": "0", "RONDO_GROUP": "coordinator",
+            "RONDO_INCARNATION": "1",
+        }  # fmt: skip
+        coordinator = subprocess.Popen([sys.executable, "-m", "rondo.comm.serve"], env=env)
+        made = World(folder, load, coordinator)
+        try:
+            await made.begin()
+            yield made
+        finally:
+            for child in made.children:
+                child.wait(20) if os.environ.get("PROF") else child.kill()
+                child.wait()
+            made.opened.close()
+            coordinator.terminate()
+            coordinator.wait()
+            await supervisor.close()
+            segments.close()
+
+
+# ---- both ends ------------------------------------------------------------------------------------------------------
+
+
+def columns_of(load: Load, rows: Sequence[dict[str, np.ndarray]]) -> list[Column]:
+    return [Column(name, dtype, [row[name] for row in rows]) for name, dtype in load.columns]
+
+
+def put_group(bus: Bus, load: Load, grant: dict[str, Any], rows: Sequence[dict[str, np.ndarray]]) -> None:
+    """All samples of a leased group, as many a put as the load says."""
+    count = load.rows_per_put
+    for first in range(0, load.samples_per_group, count):
+        some = rows[first : first + count]
+        info = [[len(row["tokens"]), len(row["tokens"]) // 2, 1.0, 0, 0] for row in some]
+        samples = range(first, first + len(some))
+        bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns_of(load, some), info)
+
+
+def touch(made: Round, load: Load) -> int:
+    """Read both ends of every column of every row; the number of rows."""
+    for row in made.rows:
+        for name, _ in load.columns:
+            array = row.array(name)
+            assert array.item(0) == array.item(-1) == 1
+    return len(made.rows)
+
+
+async def produce(bus: Bus, load: Load) -> None:
+    await bus.call("proved", ROLLOUT_READER, 0)
+    per_group, pool = load.samples_per_group, load.samples(load.pool)
+    at = 0
+    while "grants" in (answer := await bus.call("lease", 4, [], deadline_s=600)):
+        for grant in answer["grants"]:
+            if at + per_group > len(pool):
+                at = 0
+            put_group(bus, load, grant, pool[at : at + per_group])
+            at += per_group
+            await asyncio.sleep(0)
+
+
+async def consume(bus: Bus, load: Load) -> None:
+    rows = 0
+    for step in range(load.num_steps):
+        if step == load.warm_steps:
+            tell("warm", rows)
+        ids: list[list[int]] = []
+        async for made in bus.stream("actor", tokens=1 << 18, step=step):
+            rows += touch(made, load)
+            bus.check(made)
+            ids += made.spans
+        if load.consumers == 1:
+            await bus.call("commit", 0, step + 1, 7, ids)
+        else:  # the ranks of a real trainer gather what they read; here the step is known to be whole
+            first = step * load.groups_per_step
+            whole = [[g, 0, load.samples_per_group] for g in range(first, first + load.groups_per_step)]
+            if bus.member.rank == 0:
+                await bus.call("commit", 0, step + 1, 7, whole)
+            await bus.call("await_version", step + 1)
+    tell("end", rows)
+
+
+async def latency(bus: Bus, load: Load) -> None:
+    """The consumer of single rows: each carries the moment of its put in its first token columns."""
+    seen: list[float] = []
+    for step in range(load.num_steps):
+        ids: list[list[int]] = []
+        async for made in bus.stream("actor", tokens=1 << 18, step=step):
+            (row,) = made.rows
+            sent, last = int(row.array("policy_versions").view(np.int64)[0]), row.array("tokens")[-1]
+            if step >= load.warm_steps:
+                seen.append((time.monotonic_ns() - sent) / 1e3)
+            assert last == 1
+            bus.check(made)
+            ids += made.spans
+        await bus.call("commit", 0, step + 1, 7, ids)
+    tell("end", len(seen), seen)
+
+
+async def produce_slowly(bus: Bus, load: Load) -> None:
+    """One row a time, a moment after everything is idle."""
+    await bus.call("proved", ROLLOUT_READER, 0)
+    (row,) = load.samples(1)
+    stamp = row["policy_versions"].view(np.int64)
+    while "grants" in (answer := await bus.call("lease", 1, [], deadline_s=600)):
+        for grant in answer["grants"]:
+            await asyncio.sleep(0.001)
+            stamp[0] = time.monotonic_ns()
+            put_group(bus, load, grant, [row])
+
+
+def tell(what: str, rows: int, values: Sequence[float] = ()) -> None:
+    sys.stdout.buffer.write(orjson.dumps({"what": what, "rows": rows, "at": time.monotonic(), "values": list(values)}))
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
+
+
+def told(child: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """What a consumer tells, as it comes."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        yield orjson.loads(line)
+
+
+async def _end(what: str, options: dict[str, Any]) -> None:
+    fields = options["load"]
+    load = Load(**{**fields, "tokens": tuple(fields["tokens"]), "pixels": tuple(fields["pixels"])})
+    folder = Path(options["folder"])
+    coordinator = ActorRef(f"unix:{folder}/coordinator.sock", token=TOKEN, peer="coordinator")
+    segments = SegmentClient(folder / "handover.sock", TOKEN)
+    ranks = load.consumers if options["member"] == "actor-0" else 1
+    bus = Bus(Member(options["member"], 1, options["rank"], ranks, 0), coordinator, segments)
+    await bus.open()
+    if what != "produce":  # every page of a ring is mapped once in a process; not what is measured
+        for i in range(load.producers):
+            np.frombuffer(segments.segment(f"ring/rollout-{i}/0", load.ring_bytes).view(readonly=True), np.uint8)[::4096].sum()
+    ends = {"produce": produce, "consume": consume, "latency": latency, "produce_slowly": produce_slowly}
+    await ends[what](bus, load)
+    bus.close()
+    segments.close()
+    coordinator.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(_end(sys.argv[1], json.loads(sys.argv[2])))
