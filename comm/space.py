@@ -13,6 +13,7 @@ the order; so a `put` under a reservation never waits and never fails, and back-
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class RingSpace:
     head: int = 0
     tail: int = 0
     records: dict[int, list[int]] = field(default_factory=dict)  # position -> [end position, uses], in log order
+    order: deque[int] = field(default_factory=deque)  # the positions, where the oldest is at hand (a dict searches for it)
     reserved: dict[str, list[int]] = field(default_factory=dict)  # reservation -> bytes of each record still to come
     promised: dict[str, int] = field(default_factory=dict)  # reservation -> those bytes together
 
@@ -110,6 +112,7 @@ class Space:
         """A record became visible at `pos`: it uses up `num_entries` of its reservation and stays while it has uses."""
         ring = self.rings[name]
         ring.records[pos] = [pos + num_bytes, uses]
+        ring.order.append(pos)
         ring.head = max(ring.head, pos + num_bytes)
         entries = ring.reserved.get(reservation)
         if entries is not None:
@@ -129,11 +132,11 @@ class Space:
     def trim(self, name: str) -> int | None:
         """Advance the tail over records that nobody uses; the new tail, or None when it stays."""
         ring, tail = self.rings[name], None
-        for pos in list(ring.records):
-            end, uses = ring.records[pos]
+        while ring.order:
+            end, uses = ring.records[ring.order[0]]
             if uses > 0:
                 break
-            del ring.records[pos]
+            del ring.records[ring.order.popleft()]
             tail = end
         if tail is not None:
             ring.tail = tail
@@ -159,7 +162,9 @@ class Space:
         for name, fields in state.items():
             records = {pos: [end, uses] for pos, end, uses in fields["records"]}
             promised = {reservation: sum(entries) for reservation, entries in fields["reserved"].items()}
-            space._enter(name, RingSpace(**{**fields, "records": records, "promised": promised}))
+            space._enter(
+                name, RingSpace(**{**fields, "records": records, "order": deque(records), "promised": promised})
+            )
             for reservation in fields["reserved"]:
                 space._ring_of[reservation] = name
         return space
