@@ -27,16 +27,18 @@ import os
 import statistics
 import subprocess
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import uvloop
 
-from benchmarks.bus_world import MIB, Load, World, columns_of, multimodal, put_group, text, told, touch, world
+from benchmarks.bus_world import MIB, Load, World, multimodal, put_group, text, told, touch, world
 from rondo.comm.bus import Bus
 from rondo.comm.coordinator import ROLLOUT_READER
+from rondo.runtime.segments import Segment
 
 PEER = Path(__file__).parent / "peers" / "transferqueue.py"
 SMALL = (16, 24)  # tokens of the rows that are held
@@ -64,9 +66,9 @@ async def throughput(load: Load) -> Rate:
             made.start("produce", f"rollout-{i}")
         lines = told(readers[0])
         warm = await asyncio.to_thread(next, lines)
-        used = cpu_s(made.pids); per=[cpu_s([p]) for p in made.pids]
+        used = cpu_s(made.pids)
         end = await asyncio.to_thread(next, lines)
-        used = cpu_s(made.pids) - used; per=[cpu_s([p])-b for p,b in zip(made.pids,per)]; print([round(x/((load.num_steps - load.warm_steps) * load.groups_per_step * load.samples_per_group)*1e6,1) for x in per], "main coord readers producers")
+        used = cpu_s(made.pids) - used
         rows = (load.num_steps - load.warm_steps) * load.groups_per_step * load.samples_per_group
         return Rate(rows / (end["at"] - warm["at"]), used / rows * 1e6)
 
@@ -78,7 +80,10 @@ def limit(load: Load) -> Rate:
         np.concatenate([row[name].reshape(-1).view(np.uint8) for name, _ in load.columns for row in pool[i : i + size]])
         for i in range(0, load.pool, size)
     ]
-    target = np.ones(load.ring_bytes, np.uint8)
+    segment = Segment("limit", load.ring_bytes, os.memfd_create("limit"))
+    os.posix_fallocate(segment.fd, 0, load.ring_bytes)
+    target = np.frombuffer(segment.view(), np.uint8)
+    target[:] = 0
     count, at, started, used = 0, 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - started < 1.0:
         source = sources[count // size % len(sources)]
@@ -147,7 +152,8 @@ async def _put_step(rollout: Bus, load: Load, rows: list[dict[str, np.ndarray]])
 async def _cycles(
     made: World, rollout: Bus, actor: Bus, rows: list[dict[str, np.ndarray]], steps: list[int], target: int
 ) -> Held:
-    put, claim, status = [], [], []
+    put, claim, status, coordinator = [], [], [], made.ref()
+    await coordinator.call("stats", deadline_s=60)
     for _ in range(15):
         started = time.perf_counter()
         await _put_step(rollout, made.load, rows)
@@ -162,8 +168,183 @@ async def _cycles(
         claim.append(time.perf_counter() - started)
         steps[0], steps[1] = steps[0] + 1, steps[1] + 1
         started = time.perf_counter()
-        await made.ref().call("stats", deadline_s=60)
+        await coordinator.call("stats", deadline_s=60)
         status.append(time.perf_counter() - started)
-    status_text = Path(f"/proc/{made.coordinator.pid}/statm").read_text()
-    memory = int(status_text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    memory = psutil.Process(made.coordinator.pid).memory_info().rss
     return Held(target, statistics.median(put), statistics.median(claim), statistics.median(status), memory)
+
+
+async def put_while_waiting() -> float:
+    """Seconds of a put while a consumer waits for it, over those of a put that nobody waits for."""
+    load = text(8, samples_per_group=8, groups_per_step=400, num_steps=1 << 20)
+    async with world(load) as made:
+        rollout, actor = await made.bus("rollout-0"), await made.bus("actor-0")
+        await rollout.call("proved", ROLLOUT_READER, 0)
+        await actor.join("actor", 1 << 18)
+        rows, waiting = load.samples(load.samples_per_group), False
+        found: dict[bool, list[float]] = {True: [], False: []}
+        index = 0
+        for _ in range(200):
+            (grant,) = (await rollout.call("lease", 1, []))["grants"]
+            asking = None
+            if waiting:
+                asking = asyncio.create_task(actor.call("next_round", "actor", 0, index, 0, deadline_s=60))
+                await asyncio.sleep(0.002)  # it has arrived at the coordinator
+            started = time.perf_counter()
+            put_group(rollout, load, grant, rows)
+            found[waiting].append(time.perf_counter() - started)
+            if asking is None:
+                asking = asyncio.create_task(actor.call("next_round", "actor", 0, index, 0, deadline_s=60))
+            await asking
+            index, waiting = index + 1, not waiting
+        return statistics.median(found[True]) / statistics.median(found[False])
+
+
+async def replicas_cost_us(count: int) -> float:
+    """Processor time of the coordinator a prompt group, with this many replicas that ask, put and renew, one after another."""
+    load = Load("replicas", 8, 8, 1024, num_steps=64, tokens=SMALL, ring_bytes=MIB // 4, producers=count)
+    async with world(load) as made:
+        ref = made.ref()
+        segments = made.client()
+        replicas = [await made.bus(f"rollout-{i}", ref=ref, segments=segments) for i in range(count)]
+        for replica in replicas:
+            await replica.call("proved", ROLLOUT_READER, 0)
+        rows = load.samples(load.samples_per_group)
+        waiting = [asyncio.create_task(replica.call("lease", 1, [], deadline_s=600)) for replica in replicas]
+        used, done = cpu_s([made.coordinator.pid]), 0
+        while done < 2000:
+            for i, replica in enumerate(replicas):
+                for grant in (await waiting[i])["grants"]:
+                    put_group(replica, load, grant, rows)
+                    await replica.call("renew", [])
+                    done += 1
+                waiting[i] = asyncio.create_task(replica.call("lease", 1, [], deadline_s=600))
+        used = cpu_s([made.coordinator.pid]) - used
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return used / done * 1e6
+
+
+# ---- the peer, and the table ----------------------------------------------------------------------------------------
+
+
+def peer_rates(python: str | None, loads: dict[str, tuple[Load, int]]) -> dict[str, Rate]:
+    """TransferQueue on the same rows; empty where it is not installed. loads: name -> load, and how many puts."""
+    if python is None:
+        return {}
+    tasks = {}
+    for name, (load, puts) in loads.items():
+        rows = load.samples(load.pool)
+        tasks[name] = {"lengths": [len(row["tokens"]) for row in rows], "rows_per_put": load.rows_per_put, "puts": puts}
+        if load.pixels[1]:
+            tasks[name]["pixels"] = [len(row["pixel_values"]) for row in rows]
+    command = [python, str(PEER), json.dumps(tasks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode:
+        print(f"TransferQueue did not run: {done.stderr.strip().splitlines()[-1:]}")
+        return {}
+    return {name: Rate(**rate) for name, rate in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def middle(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def line(name: str, rates: list[Rate], bound: list[Rate] | None = None) -> None:
+    values = sorted(rate.rows_s for rate in rates)
+    cpu = middle([rate.cpu_us_per_row for rate in rates])
+    share = f"{middle([r.rows_s / b.rows_s for r, b in zip(rates, bound, strict=True)]):8.0%}" if bound else " " * 8
+    print(
+        f"  {name:34} {middle(values):11,.0f} ({values[0]:,.0f} to {values[-1]:,.0f}) {cpu:10.1f} {share}", flush=True
+    )
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    loads = {
+        "text": text(num_steps=110),
+        "mm": multimodal(),
+        "one": text(1, num_steps=34, warm_steps=4, tokens=(256, 256)),
+        "many": text(producers=4, consumers=4, num_steps=70),
+    }
+    rates: dict[str, list[Rate]] = {name: [] for name in (*loads, "limit text", "limit mm", "tq text", "tq mm")}
+    delays: list[tuple[float, float]] = []
+    held: list[tuple[Held, Held]] = []
+    puts: list[float] = []
+    for _ in range(arguments.repetitions):
+        for name, load in loads.items():
+            rates[name].append(await throughput(load))
+        rates["limit text"].append(limit(loads["text"]))
+        rates["limit mm"].append(limit(loads["mm"]))
+        peer = peer_rates(arguments.peers_python, {"text": (loads["text"], 32), "mm": (loads["mm"], 12)})
+        for name, rate in peer.items():
+            rates[f"tq {name}"].append(rate)
+        delays.append(await latencies_us())
+        held.append(await growth(1000, arguments.held))
+        puts.append(await put_while_waiting())
+    cost = {count: await replicas_cost_us(count) for count in arguments.replicas}
+
+    print(f"{'':36} {'rows/s (least to most)':>34} {'CPU us/row':>12} {'of limit':>8}")
+    line("text, 64 rows a put", rates["text"], rates["limit text"])
+    line("text, four producers and consumers", rates["many"], rates["limit text"])
+    line("text, limit: one memcpy", rates["limit text"])
+    line("multimodal, 4 rows a put", rates["mm"], rates["limit mm"])
+    line("multimodal, limit: one memcpy", rates["limit mm"])
+    line("3 kB rows, one a put", rates["one"])
+    for name in ("text", "mm"):
+        if rates[f"tq {name}"]:
+            line(f"TransferQueue, {name}", rates[f"tq {name}"])
+    p50, p99 = (middle(list(values)) for values in zip(*delays, strict=True))
+    few, many = zip(*held, strict=True)
+    ratio = middle([max(b.put_s / a.put_s, b.claim_s / a.claim_s) for a, b in held])
+    memory = middle([(b.memory_bytes - a.memory_bytes) / (b.rows - a.rows) for a, b in held])
+    status_ms = middle([b.status_s for b in many]) * 1e3
+    print(f"  one 3 kB row, put to readable: p50 {p50:.0f} us, p99 {p99:.0f} us")
+    print(
+        f"  a step of 512 rows, {few[0].rows:,} held: put {middle([a.put_s for a in few]) * 1e3:.2f} ms, claim to commit "
+        f"{middle([a.claim_s for a in few]) * 1e3:.2f} ms; {many[0].rows:,} held: "
+        f"{middle([b.put_s for b in many]) * 1e3:.2f} and {middle([b.claim_s for b in many]) * 1e3:.2f} ms; "
+        f"{memory:,.0f} bytes of the coordinator a row held; status {status_ms:.2f} ms"
+    )
+    print(f"  a put while a consumer waits, over one without: {middle(puts):.2f}")
+    print("  coordinator, us a prompt group: " + ", ".join(f"{count} replicas {us:.0f}" for count, us in cost.items()))
+
+    def versus(name: str) -> float | None:
+        pairs = zip(rates[name], rates[f"tq {name}"], strict=False)
+        return round(middle(found), 1) if (found := [ours.rows_s / theirs.rows_s for ours, theirs in pairs]) else None
+
+    def share(name: str) -> float:
+        return round(middle([r.rows_s / b.rows_s for r, b in zip(rates[name], rates[f"limit {name}"], strict=True)]), 3)
+
+    figures: dict[str, Any] = {
+        "text_rows_s": round(middle([rate.rows_s for rate in rates["text"]])),
+        "text_cpu_us_per_row": round(middle([rate.cpu_us_per_row for rate in rates["text"]]), 2),
+        "text_vs_transferqueue": versus("text"),
+        "text_of_limit": share("text"),
+        "mm_rows_s": round(middle([rate.rows_s for rate in rates["mm"]])),
+        "mm_of_limit": share("mm"),
+        "mm_vs_transferqueue": versus("mm"),
+        "row_p50_us": round(p50, 1),
+        "row_p99_us": round(p99, 1),
+        "stream_rows_s": round(middle([rate.rows_s for rate in rates["one"]])),
+        "many_rows_s": round(middle([rate.rows_s for rate in rates["many"]])),
+        "growth_100k": round(ratio, 3),
+        "status_100k_ms": round(status_ms, 3),
+        "put_while_waiting": round(middle(puts), 3),
+        "held_bytes_per_row": round(memory),
+        "coordinator_us_per_group": {str(count): round(us, 1) for count, us in cost.items()},
+    }
+    print(json.dumps(figures))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--held", type=int, default=100_000, help="rows that wait, against 1,000")
+    parser.add_argument("--replicas", type=int, nargs="*", default=[10, 100, 1000])
+    parser.add_argument("--peers-python", help="an interpreter that has TransferQueue")
+    uvloop.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

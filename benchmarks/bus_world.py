@@ -138,11 +138,13 @@ class World:
         self.opened.callback(made.close)
         return made
 
-    async def bus(self, member: str, ranks: int = 1, rank: int = 0, ref: ActorRef | None = None) -> Bus:
+    async def bus(
+        self, member: str, ranks: int = 1, ref: ActorRef | None = None, segments: SegmentClient | None = None
+    ) -> Bus:
         """A bus in this very process."""
         coordinator = ref or self.ref()
         await coordinator.call("member_started", member, 1, ranks, deadline_s=60, retry=True)
-        made = Bus(Member(member, 1, rank, ranks, 0), coordinator, self.client())
+        made = Bus(Member(member, 1, 0, ranks, 0), coordinator, segments or self.client())
         await made.open()
         self.opened.callback(made.close)
         return made
@@ -187,20 +189,23 @@ async def world(load: Load) -> AsyncIterator[World]:
             "RONDO_RT_DIR": name, "RONDO_RUN_DIR": name, "RONDO_ATTEMPT": "0", "RONDO_GROUP": "coordinator",
             "RONDO_INCARNATION": "1",
         }  # fmt: skip
-        coordinator = subprocess.Popen([sys.executable, "-m", "rondo.comm.serve"], env=env)
-        made = World(folder, load, coordinator)
+        made = World(folder, load, _spawn(env))
         try:
             await made.begin()
             yield made
         finally:
             for child in made.children:
-                child.wait(20) if os.environ.get("PROF") else child.kill()
+                child.kill()
                 child.wait()
             made.opened.close()
-            coordinator.terminate()
-            coordinator.wait()
+            made.coordinator.terminate()
+            made.coordinator.wait()
             await supervisor.close()
             segments.close()
+
+
+def _spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "rondo.comm.serve"], env=env)
 
 
 # ---- both ends ------------------------------------------------------------------------------------------------------
@@ -316,7 +321,9 @@ async def _end(what: str, options: dict[str, Any]) -> None:
     await bus.open()
     if what != "produce":  # every page of a ring is mapped once in a process; not what is measured
         for i in range(load.producers):
-            np.frombuffer(segments.segment(f"ring/rollout-{i}/0", load.ring_bytes).view(readonly=True), np.uint8)[::4096].sum()
+            np.frombuffer(segments.segment(f"ring/rollout-{i}/0", load.ring_bytes).view(readonly=True), np.uint8)[
+                ::4096
+            ].sum()
     ends = {"produce": produce, "consume": consume, "latency": latency, "produce_slowly": produce_slowly}
     await ends[what](bus, load)
     bus.close()

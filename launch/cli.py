@@ -156,6 +156,12 @@ def resume(options: argparse.Namespace) -> int:
     return go_on(run)
 
 
+def bench(options: argparse.Namespace) -> int:
+    from rondo.launch.bench import run
+
+    return run(options.name, options.rest)
+
+
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser, and the names of the verbs."""
     parser = _Parser(prog="rondo", description="Asynchronous reinforcement learning for language models.")
@@ -206,6 +212,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         if name == "stop":
             made.add_argument("--reason", default="rondo stop", help="for the logs")
             made.add_argument("--no-wait", action="store_true", help="return before the run has ended")
+    made = verb("bench", bench, "Measure this machine; `rondo bench` lists what with.")
+    made.add_argument("name", metavar="NAME", nargs="?", help="a module of benchmarks/")
+    made.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="options of that benchmark")
     return parser, list(verbs.choices)
 
 

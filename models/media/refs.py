@@ -32,4 +32,7 @@ class MediaRef:
             return f"{self.kind} of {len(self.source)} bytes"
         if isinstance(self.source, list):
             return f"{self.kind} of {len(self.source)} frames"
-        return f"{self.kind} {self.source[:80]}{'...' if len(self.source) > 80 else ''}"
+        if len(self.source) <= 80:
+            return f"{self.kind} {self.source}"
+        end = "" if self.source.startswith("data:") else self.source[-50:]  # a path's name says most
+        return f"{self.kind} {self.source[:30]}...{end}"
