@@ -1,6 +1,6 @@
 """Actor calls: the floor, ours idle and beside a busy compute thread, and Ray and Monarch when they are at hand.
 
-    python benchmarks/calls.py [--repetitions 3] [--peers-python PEERS_VENV/bin/python]
+    rondo bench calls [--repetitions 3] [--peers-python PEERS_VENV/bin/python]
 
 Each system has one actor with `inc(x)` in another process. Sequential: 2,000 calls one after another, p50 and p99 in
 microseconds. Pipelined: 500 calls at a time, calls per second. "floor" is a bare uvloop echo with orjson frames on a Unix

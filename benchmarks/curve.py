@@ -1,6 +1,6 @@
 """The course of a long run as a table and a picture: what docs/media.md shows of its 2,000 steps of video.
 
-    python -m benchmarks.curve runs/video_digits docs/video_digits
+    rondo bench curve runs/video_digits docs/video_digits
 
 Writes docs/video_digits.csv (a row every so many steps, means over them) and docs/video_digits.png.
 """

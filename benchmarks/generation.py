@@ -1,6 +1,6 @@
 """Tokens per CPU second: the embedded engine (fused forward, Hugging Face forward) beside transformers' `generate`.
 
-    python benchmarks/generation.py [--repetitions 5] [--sizes tiny small] [--dtype float32]
+    rondo bench generation [--repetitions 5] [--sizes tiny small] [--dtype float32]
 
 Both sides sample at temperature 1 from the same random Qwen3. "equal": as many requests as slots, all of one length.
 "ragged": three requests a slot, lengths uniform in [n/8, n]; `generate` runs static batches, each to its longest, and only

@@ -1,6 +1,6 @@
 """Host memory with many large images in flight, and what the media of a prompt group cost on the bus.
 
-    python -m benchmarks.media [--images 100] [--workers 2] [--image-max-tokens 1024]
+    rondo bench media [--images 100] [--workers 2] [--image-max-tokens 1024]
 
 Memory: so many prompts, each with its own JPEG of 12 megapixels, are handed to `MediaPool.prepare` at once, which is what a
 rollout replica calls. "handed on" lets go of every prompt when it is prepared, as after its put and its last sample; "kept"

@@ -1,7 +1,7 @@
 """Does every modality learn? Short runs of the digit examples on image, audio, video and both at once, warm-up included.
 
-    python -m benchmarks.omni                                    # generated digits, one seed each
-    python -m benchmarks.omni --digits PATH/TO/data --seeds 0 1  # real ones
+    rondo bench omni                                    # generated digits, one seed each
+    rondo bench omni --digits PATH/TO/data --seeds 0 1  # real ones
 
 Each run is the real command with its processes. Rewards are of sampled answers to 256 held-out questions whose pictures and
 sounds no training row has: before, under the warmed-up policy, and after. The gap is the largest of any step: mean absolute

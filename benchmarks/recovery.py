@@ -1,6 +1,6 @@
 """Recovery: SIGKILL of each role once in one run of the quick start; how soon it is seen and made good.
 
-    python -m benchmarks.recovery [--steps 60]
+    rondo bench recovery [--steps 60]
 
 For each role: seconds from the kill to the supervisor seeing it, and to the role being ready again (imports included); then what
 was lost and trained twice, from the journal. Prints a table, and one JSON line last.

@@ -1,6 +1,6 @@
 """The ring beside one bulk memcpy: rows a second, CPU a row, and the latency of one row between two processes.
 
-    python benchmarks/ring.py [--repetitions 5] [--seconds 0.5] [--ring-mib 256]
+    rondo bench ring [--repetitions 5] [--seconds 0.5] [--ring-mib 256]
 
 "memcpy" copies a batch that already lies in one piece into the same warm shared memory and does nothing else: it is the
 bound, not a rival. "put" is `RingWriter.put` of the same rows from separate arrays; "put + read" adds the coordinator's

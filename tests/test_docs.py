@@ -36,14 +36,16 @@ ELSEWHERE = {
     "rondo status": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
     "rondo stop": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
     "rondo resume runs/quickstart": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
-    "python -m benchmarks.recovery": "measured by hand: it times a machine",
-    "python -m benchmarks.calls": "measured by hand: it times a machine",
-    "python -m benchmarks.generation": "measured by hand: it times a machine",
-    "python -m benchmarks.ring": "measured by hand: it times a machine",
+    "rondo bench recovery": "measured by hand: it times a machine",
+    "rondo bench calls": "measured by hand: it times a machine",
+    "rondo bench generation": "measured by hand: it times a machine",
+    "rondo bench": "tests/launch: test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
+    "rondo bench ring": "measured by hand: it times a machine",
+    "rondo bench bus": "measured by hand: it times a machine",
     "rondo check examples/full_size/qwen3_4b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
     "--set model.path=FOLDER": "tests/launch: test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
-    "python -m benchmarks.omni": "the examples it runs are run here; it takes half an hour",
-    "python -m benchmarks.media": "measured by hand: it times a machine",
+    "rondo bench omni": "the examples it runs are run here; it takes half an hour",
+    "rondo bench media": "measured by hand: it times a machine",
 }
 
 
