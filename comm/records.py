@@ -22,7 +22,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -47,6 +47,7 @@ _JSON = orjson.OPT_SERIALIZE_NUMPY
 
 # Up to which mean length of a row, and up to which length of a record, gathering pays.
 _SHORT_ROW_BYTES = 64 * 1024
+_JOINED_BYTES = 64 * 1024
 _GATHER_BYTES = 8 * 1024 * 1024
 
 # Upper bounds of JSON text, in bytes. A shape of 4 dimensions below 10**10 has at most 46 with its comma.
@@ -60,7 +61,6 @@ _NATIVE = ("bool", *_INTEGERS, "float16", "float32", "float64")
 _STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 STORAGE = {name: np.dtype(name) for name in _NATIVE} | {name: np.dtype(raw) for name, raw in _STORED_AS.items()}
 """dtype of a column -> numpy dtype of its arrays (numpy knows no bfloat16: its bits travel as uint16)."""
-_ONLY = {name: {dtype} for name, dtype in STORAGE.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +127,20 @@ def plan(rows: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping
     extents: list[tuple[int, int]] = []
     offset = 0
     for column in columns:
-        arrays = column.arrays
-        if len(arrays) != num_rows or {array.dtype for array in arrays} != _ONLY.get(column.dtype):
+        arrays, dtype = column.arrays, STORAGE.get(column.dtype)
+        # Most arrays have the very dtype object; comparing others costs more.
+        if len(arrays) != num_rows or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype] or dtype is None:
             raise ValueError(_column_fault(column, num_rows))
         layouts.append((column.name, column.dtype, offset, [array.shape for array in arrays]))
         num_bytes = sum([array.nbytes for array in arrays])
         extents.append((offset, num_bytes))
         offset = align(offset + num_bytes)
-    encoded_meta = orjson.dumps(meta or {}, option=_JSON)
-    descriptor = orjson.dumps({"rows": rows, "columns": layouts, "meta": orjson.Fragment(encoded_meta)})
+    descriptor = orjson.dumps({"rows": rows, "columns": layouts, "meta": meta or {}}, option=_JSON)
     names = {layout[0] for layout in layouts}
-    if len(names) != len(layouts) or len(descriptor) > _descriptor_limit(num_rows, names, len(encoded_meta)):
+    if len(names) != len(layouts) or (
+        len(descriptor) > _descriptor_limit(num_rows, names, 0)
+        and len(descriptor) > _descriptor_limit(num_rows, names, len(orjson.dumps(meta or {}, option=_JSON)))
+    ):
         raise ValueError(_record_fault(columns, len(descriptor)))
     payload = align(HEADER_BYTES + len(descriptor))
     return Plan(descriptor, payload, extents, payload + offset)
@@ -166,11 +169,14 @@ def worst_case_bytes(num_rows: int, columns: Iterable[tuple[str, int, int]], met
 def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray, gathered: io.BytesIO) -> None:
     """Copy every column into its extent of `payload` (uint8).
 
-    Small rows are gathered in `gathered`, which the caller keeps, and moved with one copy: it stays in cache, and a
-    copy of megabytes goes around the cache, which together costs less than many short copies into cold memory. Long
-    rows and long records are copied straight in.
+    A short record is joined and moved as one piece. Small rows are gathered in `gathered`, which the caller keeps, and moved
+    with one copy: it stays in cache, and a copy of megabytes goes around the cache, which together costs less than many short
+    copies into cold memory. Long rows and long records are copied straight in.
     """
     size = len(payload)
+    if size <= _JOINED_BYTES:
+        payload.data[:] = b"".join(_pieces(record, columns, size))
+        return
     if size > _GATHER_BYTES or (columns and size > _SHORT_ROW_BYTES * len(columns) * len(columns[0].arrays)):
         for column, (start, _) in zip(columns, record.extents, strict=True):
             for array in column.arrays:
@@ -191,6 +197,18 @@ def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray, 
     if end:
         with gathered.getbuffer() as buffer:
             payload[:end] = np.frombuffer(buffer, np.uint8, end)
+
+
+def _pieces(record: Plan, columns: Sequence[Column], size: int) -> Iterator[memoryview | bytes]:
+    """Every array in its place, and zeros between the extents."""
+    at = 0
+    for column, (start, num_bytes) in zip(columns, record.extents, strict=True):
+        if start > at:
+            yield bytes(start - at)
+        for array in column.arrays:
+            yield array.data if array.flags.c_contiguous else np.ascontiguousarray(array).data
+        at = start + num_bytes
+    yield bytes(size - at)
 
 
 def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = b"") -> None:
