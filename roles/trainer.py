@@ -117,12 +117,12 @@ class Trainer:
         ends = np.cumsum([len(row.mask) for row in rows])[:-1]
         for row, mine in zip(rows, np.split(log_probs, ends), strict=True):
             modalities = row.media.modalities if row.media is not None else ()
-            kept, fresh = row.mask > 0, row.policy_versions == step
-            self._gap.add(mine, row.rollout_log_probs, kept & fresh, modalities)
-            if row.scored is not None:
-                version, scored = row.scored
-                older = kept & ~fresh & (row.policy_versions == version)
-                self._gap.add(scored, row.rollout_log_probs, older, modalities)
+            began = int(row.policy_versions[0])
+            comparable = (row.mask > 0) & (row.policy_versions == began)
+            if began == step:
+                self._gap.add(mine, row.rollout_log_probs, comparable, modalities)
+            elif row.scored is not None and row.scored[0] == began:
+                self._gap.add(row.scored[1], row.rollout_log_probs, comparable, modalities)
 
     def _log_probs(self, packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         config = self.config
