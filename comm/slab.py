@@ -7,7 +7,7 @@ the coordinator's (`versions.py`), which lets nobody write a slot that anybody r
     checksum, ...
 
 Invariant: a slot is complete only while its state word says so; the word is cleared before the first byte changes and
-set after the last. The checksum covers the manifest, which holds names, dtypes, shapes, offsets and one CRC-32 a
+set after the last. The checksum covers the manifest, which holds names, dtypes, shapes, offsets and one sum a
 bucket: two slots have the same checksum when they hold the same tensors in the same order.
 
     writer = slab.write(0, attempt=0, version=4)
@@ -57,22 +57,35 @@ class WeightSlab:
         self._view = segment.view(readonly=readonly)
         self._words = Words(self._view, 0, num_slots * _NUM_WORDS)
 
-    def write(self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES) -> SlotWriter:
-        """Begin to overwrite `slot`, which nobody may hold; from here until `finish` it is readable for nobody."""
+    def write(
+        self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES, deferred: bool = False
+    ) -> SlotWriter:
+        """Begin to overwrite `slot`, which nobody may hold; from here until `finish` it is readable for nobody.
+
+        Buckets are summed as they come, or where `deferred`, when another thread calls `sum_copied`.
+        """
         words = _SlotWords(self._words, self._index(slot))
         words.store(_STATE, _WRITING)
         words.store(_ATTEMPT, attempt)
         words.store(_VERSION, version)
-        return SlotWriter(
-            words, Packer(self._block(slot), checksums=True, bucket_bytes=bucket_bytes), self._block(slot)
-        )
+        packer = Packer(self._block(slot), checksums=True, deferred=deferred, bucket_bytes=bucket_bytes)
+        return SlotWriter(words, packer, self._block(slot))
 
-    def read(self, slot: int, *, attempt: int, version: int, checksum: int) -> dict[str, torch.Tensor]:
+    def read(
+        self, slot: int, *, attempt: int, version: int, checksum: int, num_threads: int = 1
+    ) -> dict[str, torch.Tensor]:
         """The version in `slot` as views, after verifying all of it; name -> tensor in the order of writing.
 
         The caller holds the slot for as long as it uses the tensors. Raises CorruptData for a slot that is not
         complete, holds another version or attempt, or has a single wrong bit.
         """
+        block, encoded = self.contents(slot, attempt=attempt, version=version, checksum=checksum)
+        manifest = manifest_of(encoded, 0, encoded.nbytes)
+        verify(block, manifest, num_threads=num_threads)
+        return unpack(block, manifest)
+
+    def contents(self, slot: int, *, attempt: int, version: int, checksum: int) -> tuple[memoryview, memoryview]:
+        """The slot's bytes, and among them its manifest, which is verified where the tensors are not (as `read`)."""
         words = _SlotWords(self._words, self._index(slot))
         state = words.load(_STATE)
         if state != _COMPLETE:
@@ -93,14 +106,12 @@ class WeightSlab:
             raise CorruptData(
                 f"the manifest of weight slot {slot} must lie inside it, got bytes {at} to {at + num_bytes}."
             )
-        found_checksum = _checksum(block[at : at + num_bytes])
+        found_checksum = manifest_checksum(block[at : at + num_bytes])
         if found_checksum != checksum:
             raise CorruptData(
                 f"the manifest of weight slot {slot} must have checksum {checksum}, got {found_checksum}."
             )
-        manifest = manifest_of(block, at, num_bytes)
-        verify(block, manifest)
-        return unpack(block, manifest)
+        return block, block[at : at + num_bytes]
 
     def close(self) -> None:
         """Let go of the segment, so that it can be closed. Tensors still held keep their memory mapped."""
@@ -122,7 +133,7 @@ class SlotWriter:
     def __init__(self, words: _SlotWords, packer: Packer, block: memoryview) -> None:
         self._words = words
         self._packer: Packer | None = packer
-        self._block = block
+        self.block = block
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor in under its Hugging Face disk name (any dtype, device and strides).
@@ -131,10 +142,21 @@ class SlotWriter:
         """
         self._open().add(name, tensor)
 
-    def finish(self) -> int:
-        """Complete the slot. Returns the version's checksum (64 bits), which a reader must name."""
-        at, num_bytes = self._open().finish()
-        checksum = _checksum(self._block[at : at + num_bytes])
+    def sum_copied(self) -> None:
+        """Sum the whole buckets that are there by now; one thread at a time, which need not be the one that adds."""
+        self._open().sum_copied()
+
+    def place(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
+        """As `add`, but the caller copies: the bytes of `tensor` belong to `block` from the first to the second."""
+        return self._open().place(name, tensor)
+
+    def finish(self, checksums: list[int] | None = None) -> int:
+        """Complete the slot. Returns the version's checksum (64 bits), which a reader must name.
+
+        `checksums` of all buckets, from whoever has summed them while it copied.
+        """
+        at, num_bytes = self._open().finish(checksums=checksums)
+        checksum = manifest_checksum(self.block[at : at + num_bytes])
         for index, value in ((_MANIFEST_AT, at), (_MANIFEST_BYTES, num_bytes), (_CHECKSUM, checksum)):
             self._words.store(index, value)
         self._words.store(_STATE, _COMPLETE)
@@ -161,7 +183,8 @@ class _SlotWords:
         self._words.store(self._first + index, value)
 
 
-def _checksum(manifest: memoryview) -> int:
+def manifest_checksum(manifest: memoryview | bytes) -> int:
+    """What names a version's content: 64 bits of BLAKE2b over its manifest, which holds the sums of all buckets."""
     return int.from_bytes(hashlib.blake2b(manifest, digest_size=8).digest(), "little")
 
 

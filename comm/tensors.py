@@ -18,7 +18,6 @@ checksums.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -28,6 +27,7 @@ import orjson
 import torch
 
 from rondo.comm.records import ALIGN_BYTES, STORAGE, align
+from rondo.comm.weights.sums import bucket_sum, in_threads
 from rondo.runtime.errors import CorruptData, OutOfSpace
 
 BUCKET_BYTES = 16 * 1024 * 1024
@@ -74,21 +74,35 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Packer:
-    """Copies tensors into `block` one behind the other. With `checksums`, bytes are summed bucket by bucket as they
-    come."""
+    """Copies tensors into `block` one behind the other. With `checksums`, bytes are summed bucket by bucket: as they
+    come, or where `deferred`, when another thread calls `sum_copied`."""
 
-    def __init__(self, block: memoryview, *, checksums: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, block: memoryview, *, checksums: bool = False, deferred: bool = False, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self._block = block
         self._bytes = np.frombuffer(block, np.uint8)
         self._end = 0
+        self._copied = 0
         self._summed = 0
         self._tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
         self._checksums: list[int] | None = [] if checksums else None
         self._bucket_bytes = bucket_bytes
+        self._deferred = deferred
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` (any dtype, device and strides). Raises OutOfSpace when it does not fit, ValueError for a name
         twice."""
+        start, end = self.place(name, tensor)
+        if end > start:
+            into = torch.from_numpy(self._bytes[start:end]).view(tensor.dtype).view(tensor.shape)
+            into.copy_(tensor.detach())
+        self._copied = end
+        if not self._deferred:
+            self.sum_copied()
+
+    def place(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
+        """Where the bytes of `tensor` begin and end; whoever asks copies them. Raises as `add`."""
         if name in self._tensors:
             raise ValueError(f"tensors of one block must have different names, got {name} twice.")
         start, end = align(self._end), align(self._end) + tensor.numel() * tensor.element_size()
@@ -97,16 +111,19 @@ class Packer:
                 f"tensor {name} must end within {len(self._bytes)} bytes, got {end}. Make the segment larger."
             )
         self._bytes[self._end : start] = 0
-        if end > start:
-            into = torch.from_numpy(self._bytes[start:end]).view(tensor.dtype).view(tensor.shape)
-            into.copy_(tensor.detach())
         self._tensors[name] = (dtype_name(tensor.dtype), tuple(tensor.shape), start)
         self._end = end
-        self._sum(whole_buckets=True)
+        return start, end
 
-    def finish(self, extra: dict[str, Any] | None = None) -> tuple[int, int]:
-        """Write the manifest behind the tensors; returns its offset and its bytes. `extra` must be JSON-able."""
-        self._sum(whole_buckets=False)
+    def finish(self, extra: dict[str, Any] | None = None, *, checksums: list[int] | None = None) -> tuple[int, int]:
+        """Write the manifest behind the tensors; returns its offset and its bytes. `extra` must be JSON-able.
+
+        `checksums` of all buckets, from whoever has summed them while it copied.
+        """
+        if checksums is None:
+            self._sum(self._end)
+        else:
+            self._checksums = checksums
         manifest = {
             "tensors": self._tensors,
             "num_bytes": self._end,
@@ -123,13 +140,17 @@ class Packer:
         self._block[start : start + len(encoded)] = encoded
         return start, len(encoded)
 
-    def _sum(self, whole_buckets: bool) -> None:
+    def sum_copied(self) -> None:
+        """Sum the whole buckets that are there by now; one thread at a time, which need not be the one that adds."""
+        self._sum(self._copied // self._bucket_bytes * self._bucket_bytes)
+
+    def _sum(self, end: int) -> None:
         if self._checksums is None:
             return
-        while self._end - self._summed >= (self._bucket_bytes if whole_buckets else 1):
-            end = min(self._summed + self._bucket_bytes, self._end)
-            self._checksums.append(zlib.crc32(self._block[self._summed : end]))
-            self._summed = end
+        while self._summed < end:
+            until = min(self._summed + self._bucket_bytes, end)
+            self._checksums.append(bucket_sum(self._block[self._summed : until]))
+            self._summed = until
 
 
 def manifest_of(block: memoryview, at: int, num_bytes: int) -> dict[str, Any]:
@@ -143,14 +164,14 @@ def manifest_of(block: memoryview, at: int, num_bytes: int) -> dict[str, Any]:
     return manifest
 
 
-def verify(block: memoryview, manifest: dict[str, Any]) -> None:
+def verify(block: memoryview, manifest: dict[str, Any], *, num_threads: int = 1) -> None:
     """Compare every bucket with its checksum. Raises CorruptData at the first that differs, naming its tensors."""
     size, end = manifest["bucket_bytes"], manifest["num_bytes"]
     starts = range(0, end, size)
     if len(starts) != len(manifest["checksums"]):
         raise CorruptData(f"{end} bytes must have {len(starts)} checksums, got {len(manifest['checksums'])}.")
-    for start, wanted in zip(starts, manifest["checksums"], strict=True):
-        found = zlib.crc32(block[start : min(start + size, end)])
+    sums = in_threads(bucket_sum, ((block[start : min(start + size, end)],) for start in starts), num_threads)
+    for start, wanted, found in zip(starts, manifest["checksums"], sums, strict=True):
         if found != wanted:
             names = ", ".join(_names_between(manifest, start, start + size))
             raise CorruptData(

@@ -14,6 +14,7 @@ of the uncommitted step again. Owns no computation (`trainer.py`) and no decisio
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -21,8 +22,9 @@ import orjson
 
 from rondo.comm.bus import POLL_S, Round
 from rondo.comm.slab import WeightSlab, slab_bytes
-from rondo.comm.spans import Span
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
+from rondo.comm.spans import Span
+from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
@@ -32,9 +34,10 @@ from rondo.roles.warm_up import run_warm_up
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import RondoError
-from rondo.runtime.waits import totals
+from rondo.runtime.waits import totals, wait_for
 
 SAVE_LIMIT_S = 1800.0
+PUBLISH_LIMIT_S = 600.0
 _WARM_UP_RECORD = 20
 """Steps of the warm-up from one record of it to the next."""
 
@@ -56,15 +59,25 @@ class ActorRole:
             )
             self._open_memory()
             version = await self._restore()
-        await self._publish(version)
-        await ctx.ready()
+        try:
+            async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
+                self._tasks = tasks
+                await self._publish(version)
+                await ctx.ready()
+                await self._train_and_save(version)
+        finally:
+            if self._publisher is not None:
+                self._publisher.close()
+
+    async def _train_and_save(self, version: int) -> None:
+        config, job = self._job.config, self._job
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             metrics = await self._train(step)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
                 done = (await job.bus.call("committed"))["done"]
                 # Said at several moments; true on one rank is true. All ranks must save the same.
-                (num_done,) = await ctx.compute(self._trainer.sum_over_ranks, [float(done)])
+                (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
                 await self._save(step, final=num_done > 0)
                 return
             every = config.train.save_every
@@ -167,10 +180,11 @@ class ActorRole:
         weights = [tensor for _, tensor in self._trainer.weights()]
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
         num_slots = config.bus.weight_slots
-        self._slab: WeightSlab | None = None
+        self._publisher: Publisher | None = None
+        self._publishing: asyncio.Task[None] | None = None
         if ctx.rank == 0:
             segment = ctx.segments.segment(SLAB, slab_bytes(total, len(weights), num_slots))
-            self._slab = WeightSlab(segment, num_slots)
+            self._publisher = Publisher(WeightSlab(segment, num_slots), bucket_bytes=config.bus.weight_bucket_bytes)
 
     async def _restore(self) -> int:
         """The committed version, in this process; version 0 is made (and warmed up) where there is none."""
@@ -220,24 +234,28 @@ class ActorRole:
         return await self._ctx.compute(self._trainer.checksum)
 
     async def _publish(self, version: int) -> None:
-        """Step 5. Every rank takes part in gathering; rank 0 writes the slab."""
+        """Step 5. Every rank takes part in gathering; rank 0 copies into the slab. Sums and sends run beside the next step."""
         slot = -1
         if self._ctx.rank == 0:
+            if self._publishing is not None:  # its slot counts as free until it is told complete
+                await self._publishing
             slot = (await self._job.bus.call("begin_publish", version, deadline_s=POLL_S))["slot"]
-        checksum = await self._ctx.compute(self._write_slab, slot, version)
-        if self._ctx.rank == 0:
-            await self._job.bus.call("end_publish", slot, version, checksum)
+        copied = await self._ctx.compute(self._copy_weights, slot, version)
+        if copied is not None:
+            self._publishing = self._tasks.create_task(self._end_publish(copied), name="publication")
 
-    def _write_slab(self, slot: int, version: int) -> int:
-        if self._slab is None:
+    def _copy_weights(self, slot: int, version: int) -> Copied | None:
+        if self._publisher is None:
             for _ in self._trainer.weights():
                 pass  # this rank's part of the gathering
-            return 0
-        bucket_bytes = self._job.config.bus.weight_bucket_bytes
-        writer = self._slab.write(slot, attempt=self._ctx.attempt, version=version, bucket_bytes=bucket_bytes)
-        for name, tensor in self._trainer.weights():
-            writer.add(name, tensor)
-        return writer.finish()
+            return None
+        return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=self._trainer.weights())
+
+    async def _end_publish(self, copied: Copied) -> None:
+        summed, sent = asyncio.wrap_future(copied.checksum), asyncio.wrap_future(copied.sent)
+        checksum = await wait_for(summed, name="sums", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
+        await self._job.bus.call("end_publish", copied.slot, copied.version, checksum)
+        await wait_for(sent, name="publication", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
 
     async def _save(self, version: int, *, final: bool) -> None:
         """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rondo.comm.spans import Span
+from rondo.comm.weights.sums import bucket_sum
 from rondo.models import checkpoint, parallel
 from rondo.models.load import load_model, load_tokenizer
 from rondo.models.logprobs import response_log_probs
@@ -217,11 +218,12 @@ class Trainer:
         load_training_state(self.model, self.optimizer, tensors, state)
 
     def checksum(self) -> int:
-        """CRC-32 over this rank's weights, which tells equal versions of equal layouts apart from others; no collective."""
+        """32 bits over this rank's weights, which tell equal versions of equal layouts apart from others; no collective."""
         crc = 0
         for parameter in self.model.parameters():
             shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            crc = zlib.crc32(shard.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), crc)
+            part = bucket_sum(shard.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            crc = zlib.crc32(part.to_bytes(4, "little"), crc)
         return crc
 
     def barrier(self) -> None:

@@ -1,0 +1,90 @@
+"""Copying a version into a slot on several threads, each bucket summed while it is in the cache.
+
+Owns which thread copies what. Does not own the slot (`slab.py`) nor when the version counts (`publisher.py`).
+
+    tensors    |  a   |      b            | c | d | ...
+    buckets    |   0    |    1    |    2    |  ...            a bucket is one piece of work: copy half a megabyte, sum it,
+    threads        x         y         x                      copy the next; the calling thread works too
+
+Invariant: when `copy_and_sum` returns, every byte is copied and every bucket is summed; when it raises, no thread works any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+import torch
+
+from rondo.comm.slab import SlotWriter
+from rondo.comm.weights.sums import bucket_sum
+
+_Part = tuple[int, np.ndarray]
+"""Where in the block the bytes go, and the bytes."""
+
+
+def copy_and_sum(
+    writer: SlotWriter, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, num_threads: int
+) -> list[int]:
+    """Copy `tensors` (any dtype, device and strides) into `writer`'s block; the sums of all its buckets, for `finish`.
+
+    Raises what `tensors` and `SlotWriter.add` raise.
+    """
+    block = np.frombuffer(writer.block, np.uint8)
+    sums: dict[int, Future[int] | int] = {}
+    parts: deque[_Part] = deque()
+    end = start = 0
+    with ThreadPoolExecutor(num_threads - 1, "weights") as pool:
+        helping: list[Future[int]] = []
+
+        def bucket_done(until: int) -> None:
+            nonlocal start
+            work = _take(parts, until)
+            helping[:] = [future for future in helping if not future.done()]
+            if len(helping) < 2 * (num_threads - 1):  # one waits for each, so that none stands idle
+                sums[start] = future = pool.submit(_copy_bucket, block[start:until], start, work)
+                helping.append(future)
+            else:
+                sums[start] = _copy_bucket(block[start:until], start, work)
+            start = until
+
+        for name, tensor in tensors:
+            begins, ends = writer.place(name, tensor)
+            parts.append((end, np.zeros(begins - end, np.uint8)))
+            parts.append((begins, _bytes_of(tensor)))
+            end = ends
+            while end - start >= bucket_bytes:
+                bucket_done(start + bucket_bytes)
+        if end > start:
+            bucket_done(end)
+        wait([future for future in sums.values() if isinstance(future, Future)])
+    return [found.result() if isinstance(found, Future) else found for _, found in sorted(sums.items())]
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return np.asarray(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _take(parts: deque[_Part], until: int) -> list[_Part]:
+    """The parts below `until`, off the left; one that goes beyond is cut."""
+    taken = []
+    while parts and parts[0][0] < until:
+        at, data = parts.popleft()
+        room = until - at
+        taken.append((at, data[:room]))
+        if data.size > room:
+            parts.appendleft((until, data[room:]))
+            break
+    return taken
+
+
+def _copy_bucket(bucket: np.ndarray, first: int, parts: list[_Part]) -> int:
+    left = deque(parts)
+
+    def fill(start: int, end: int) -> None:
+        for at, data in _take(left, first + end):
+            np.copyto(bucket[at - first : at - first + data.size], data)
+
+    return bucket_sum(bucket, fill)

@@ -1,0 +1,175 @@
+"""Publishing beside the next training step: weights are copied on the trainer's thread, all that follows runs on another.
+
+Owns the split of one publication over two threads, and that no failure of either is lost. Does not own the slab's slots (the
+coordinator lends one), nor gathering (an iterator of named tensors, collective where sharded), nor telling anybody.
+
+    trainer's thread    gather, copy | next step's rounds ........................ | optimizer changes weights
+    publisher's thread       sum, sum, sum, complete | send: delta, broadcast, disk |
+                                                     ^ copied.checksum              ^ copied.sent
+
+Invariant: when `copy` returns, every byte of the version lies in the slot, so the optimizer may change the weights; the slot
+counts only when every bucket is summed. At most one publication is under way: `copy` waits for the one before, and fails
+with its error if nobody has seen that yet.
+
+    publisher = Publisher(slab, [to_other_nodes])
+    copied = publisher.copy(slot, attempt=0, version=5, tensors=trainer.weights())      # on the trainer's thread
+    checksum = await asyncio.wrap_future(copied.checksum)                               # then end_publish
+    await asyncio.wrap_future(copied.sent)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from rondo.comm.slab import SlotWriter, WeightSlab
+from rondo.comm.tensors import BUCKET_BYTES
+from rondo.comm.weights.copying import copy_and_sum
+from rondo.comm.weights.held import Published, VersionId
+from rondo.runtime.errors import Closed, RondoError
+from rondo.runtime.waits import blocking
+
+Send = Callable[[Published, Published | None], None]
+"""Sends a complete version on; the second is the version before, where its slot still holds it. On the publisher's thread."""
+
+
+class _Abandoned(RondoError):
+    """The copying failed, so this version never comes; whoever copies has the error itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A version on its way. `checksum`: the slot is complete (64 bits); `sent`: every `Send` has returned."""
+
+    slot: int
+    version: int
+    checksum: Future[int]
+    sent: Future[None]
+
+
+class Publisher:
+    """Copies versions into `slab` one after the other. `sends` run in order, after the slot is complete.
+
+    `num_threads` 1: the calling thread copies, the publisher's sums. More: that many threads, the calling one among them,
+    copy and sum a bucket at a time; this takes less in all, and less of the trainer, where so many cores are free.
+    One thread calls `copy`; `close` waits for what is under way.
+    """
+
+    def __init__(
+        self,
+        slab: WeightSlab,
+        sends: Sequence[Send] = (),
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        num_threads: int = 1,
+    ) -> None:
+        self._slab = slab
+        self._sends = tuple(sends)
+        self._bucket_bytes = bucket_bytes
+        self._num_threads = num_threads
+        self._thread = ThreadPoolExecutor(1, "publisher")
+        self._last: Copied | None = None
+        self._before: tuple[int, Published] | None = None
+        self._closed = False
+
+    def copy(
+        self,
+        slot: int,
+        *,
+        attempt: int,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        deadline_s: float = 600.0,
+    ) -> Copied:
+        """Copy `tensors` into `slot`, which the coordinator lent, and return; their sums and sends go on.
+
+        Waits up to `deadline_s` for the publication before, and raises its error. Raises what `tensors` and the slab raise;
+        the slot stays half-written then, and is served to nobody.
+        """
+        if self._closed:
+            raise Closed("a publisher must be open, got a version after close. Make another one")
+        self.wait(deadline_s)
+        if self._before is not None and self._before[0] == slot:
+            self._before = None  # its bytes are about to change
+        writer = self._slab.write(
+            slot, attempt=attempt, version=version, bucket_bytes=self._bucket_bytes, deferred=True
+        )
+        if self._num_threads > 1:
+            sums = copy_and_sum(writer, tensors, self._bucket_bytes, self._num_threads)
+            checksum = self._thread.submit(writer.finish, sums)
+        else:
+            checksum = self._copy(writer, tensors)
+        sent = self._thread.submit(self._send, slot, attempt, version, checksum)
+        self._last = Copied(slot, version, checksum, sent)
+        return self._last
+
+    def _copy(self, writer: SlotWriter, tensors: Iterable[tuple[str, torch.Tensor]]) -> Future[int]:
+        feed = _Feed()
+        checksum = self._thread.submit(_complete, writer, feed)
+        try:
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+                feed.more()
+            feed.end(whole=True)
+        finally:
+            feed.end(whole=False)  # nothing happens after a good end
+        return checksum
+
+    def wait(self, deadline_s: float = 600.0) -> None:
+        """Until nothing is under way. Raises the error of what was, once."""
+        last, self._last = self._last, None
+        if last is not None:
+            with blocking("publication", peer="publisher", deadline_s=deadline_s):
+                last.sent.result(deadline_s)
+
+    def close(self) -> None:
+        """Finish what is under way, end the thread, and let go of the slab."""
+        self._closed = True
+        self._thread.shutdown(wait=True)
+        self._before = None
+
+    def _send(self, slot: int, attempt: int, version: int, checksum: Future[int]) -> None:
+        id = VersionId(attempt, version, checksum.result(0))  # done: this thread has computed it
+        if not self._sends:
+            return
+        published = Published.in_slab(self._slab, slot, id)
+        before = self._before[1] if self._before is not None else None
+        for send in self._sends:
+            send(published, before)
+        self._before = slot, published
+
+
+class _Feed:
+    """Says to the summing thread that more was copied, or that it was the last."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Event()
+        self._ended: bool | None = None
+
+    def more(self) -> None:
+        self._changed.set()
+
+    def end(self, *, whole: bool) -> None:
+        if self._ended is None:
+            self._ended = whole
+        self._changed.set()
+
+    def wait(self) -> bool:
+        """Until more was copied. True when it was the last. Raises _Abandoned when no more will come."""
+        with blocking("weights copied", peer="trainer", deadline_s=None):  # `copy` ends it however it ends itself
+            self._changed.wait()
+        self._changed.clear()
+        ended = self._ended
+        if ended is False:
+            raise _Abandoned("a version must be copied to its end, got an error while it was copied.")
+        return ended is True
+
+
+def _complete(writer: SlotWriter, feed: _Feed) -> int:
+    while not feed.wait():
+        writer.sum_copied()
+    return writer.finish()
