@@ -2,8 +2,10 @@
 
 memory         words, records, ring, slab (weights), snapshot (of an actor), tensors
 decisions      index (a pure fold), with group, rounds (and balance), space and versions; journal; coordinator is their
-               shell, rings what it holds, answers what it tells, serve its process
-for roles      bus
+               shell, rings what it holds, answers what it tells, wakes who is asked again, serve its process
+for roles      bus; partitions: named sets of rows beside the training stream
+versions       weights: deltas, broadcasts and files behind one proof, publishing beside the next step
+other places   links: rings mirrored on other nodes; groups: process groups across separately started jobs
 afterwards     audit
 """
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rondo.comm.partitions.client import Partition
 from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
 from rondo.comm.spans import Span, rows_of
@@ -117,6 +118,7 @@ class Bus:
         self._segments = segments
         self._open = ExitStack()
         self._views: dict[str, tuple[RingView, Segment]] = {}
+        self._partitions: dict[str, Partition] = {}
 
     async def open(self) -> None:
         """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head."""
@@ -125,6 +127,8 @@ class Bus:
 
     def close(self) -> None:
         """Let go of every ring; memory and records stay."""
+        for partition in self._partitions.values():
+            partition.close()
         for ring in list(self._views):
             self._forget(ring)
         self._open.close()
@@ -133,6 +137,12 @@ class Bus:
         """An idempotent request as this member, repeated over coordinator restarts until the deadline."""
         who = (self.member.group, self.member.incarnation)
         return await self._coordinator.call(method, *who, *args, deadline_s=deadline_s, retry=True, **kwargs)
+
+    def partition(self, name: str, **settings: Any) -> Partition:
+        """The named set of rows `name`, beside the training stream. Its first use makes it, with these `partitions.spec.Spec`."""
+        if name not in self._partitions:
+            self._partitions[name] = Partition(name, settings, self.member, self.call, self._segments)
+        return self._partitions[name]
 
     # ---- producing --------------------------------------------------------------------------------------------------
 
@@ -226,7 +236,9 @@ class Bus:
                 for sample in range(first, first + count)
             ]
         )
-        return Round(fields["key"], fields["index"], fields["step"], fields["last"], rows, spans, fields["ring"], records)
+        return Round(
+            fields["key"], fields["index"], fields["step"], fields["last"], rows, spans, fields["ring"], records
+        )
 
     def view(self, ring: str) -> RingView:
         if ring not in self._views:

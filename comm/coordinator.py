@@ -26,6 +26,8 @@ from rondo.comm import wakes
 from rondo.comm.answers import lease_of, round_of
 from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event, Journal
+from rondo.comm.partitions.endpoints import PartitionEndpoints
+from rondo.comm.partitions.service import PartitionService
 from rondo.comm.records import worst_case_bytes
 from rondo.comm.rings import Rings
 from rondo.comm.rounds import Stream
@@ -66,7 +68,7 @@ class CoordinatorConfig:
         return cls(**{**fields, "rules": Rules(**rules)})
 
 
-class Coordinator(Actor):
+class Coordinator(PartitionEndpoints, Actor):
     """Endpoints of the bus. `start()` opens what the journal says exists; `tick()` looks at deadlines."""
 
     def __init__(
@@ -83,6 +85,9 @@ class Coordinator(Actor):
         self.index = index
         self._journal = journal
         self._rings = Rings(segments, lambda events: self._emit(*events))
+        self.partitions = PartitionService(
+            lambda: self.index.partitions, self._journal_and_apply, self._lives, lambda: self.index.step, segments
+        )
         self._supervisor = supervisor
         self._clock = clock
         self._wakes = Wakes()
@@ -100,6 +105,7 @@ class Coordinator(Actor):
         for name, space in known.items():
             self._rings.open(name, known=space)
         self._emit(*self._rings.read(known))
+        self.partitions.start()
         roster = await self._supervisor.call("roster", deadline_s=30, retry=True)
         for member, incarnation in roster["dead"]:
             if self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]:
@@ -107,6 +113,7 @@ class Coordinator(Actor):
         for member, life in roster["groups"].items():
             if life["alive"] and self.index.members.get(member, [None])[0] != life["incarnation"]:
                 self._emit(self._birth(member, life["incarnation"]))
+        self.partitions.member_died()
         now = self._clock()
         self._renewed = {group.id: now for group in self.index.groups.values() if group.state == "running"}
         self._granted = dict(self._renewed)
@@ -114,6 +121,7 @@ class Coordinator(Actor):
     def close(self) -> None:
         """Stop listening to doorbells; memory stays where it is."""
         self._rings.close()
+        self.partitions.close()
 
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
@@ -156,7 +164,12 @@ class Coordinator(Actor):
         """Every process of this incarnation is gone: its puts are read once more, then its leases move on."""
         if self.index.members.get(group, [None, 0, 0])[::2] == [incarnation, 1]:
             self._poll(group)
+            self.partitions.read_member(group)
             self._emit(self._death(group, incarnation))
+            self.partitions.member_died()
+
+    def _lives(self, member: str) -> bool:
+        return self.index.members.get(member, [0, 0, 0])[2] == 1
 
     def _birth(self, member: str, incarnation: int) -> Event:
         ranks = self.config.ranks[member]
@@ -220,6 +233,7 @@ class Coordinator(Actor):
 
         What was granted and is not held was in an answer that got lost: it is granted again, the same.
         """
+
         def work() -> dict[str, Any] | None:
             return self._work(member, incarnation, max_groups, held)
 
@@ -425,7 +439,9 @@ class Coordinator(Actor):
             raise Refused(f"commit must come from attempt {self.index.attempt}, got {attempt}. This process is late.")
         if version != self.index.version:
             self._check_commit(version, spans)
-            self._emit({"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "spans": spans})
+            self._emit(
+                {"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "spans": spans}
+            )
             self._report("committed", self.status())
             unbalanced = self.index.imbalance(scan=False)
             if unbalanced:

@@ -23,6 +23,7 @@ from typing import Any
 
 from rondo.comm.group import LIVE, SETTLED, Group
 from rondo.comm.journal import Event
+from rondo.comm.partitions.fold import Partitions
 from rondo.comm.records import GROUP_BLOB
 from rondo.comm.rounds import Rounds, Stream
 from rondo.comm.space import Space
@@ -73,6 +74,7 @@ class Index:
         self.space = Space()
         self.versions = Versions(rules.num_slots)
         self.rounds = Rounds(rules.streams, rules.samples_per_group)
+        self.partitions = Partitions()
         self._freed: list[tuple[str, int]] = []
         # Found again from the groups: what is asked for often, without a scan.
         self._alive: dict[int, int] = {}  # step -> its groups that are not settled
@@ -99,6 +101,7 @@ class Index:
         self.members.clear()
         self.space, self.versions = Space(), Versions(self.rules.num_slots)
         self.rounds = Rounds(self.rules.streams, self.rules.samples_per_group)
+        self.partitions.forget_all()
         for group in self._outstanding():
             self._hold(group, None)
             self._move(group, "waiting")
@@ -130,6 +133,7 @@ class Index:
                 for reservation in list(ring.reserved):
                     self.space.release(reservation)
         self.versions.forget(name)
+        self.partitions.on_dead(name)
         if event.get("publisher"):
             self.versions.abort_writes()
         for unpinned in self.rounds.forget(name):
@@ -137,6 +141,9 @@ class Index:
                 self._free_if_done(self.groups[unpinned])
         for group in self._outstanding():
             self._offer(group)
+
+    def _on_part(self, event: Event) -> None:
+        self.partitions.apply(event)
 
     def _on_join(self, event: Event) -> None:
         self.rounds.join(event["stream"], event["member"], event["ranks"], event["tokens"])
@@ -471,6 +478,7 @@ class Index:
             "space": self.space.dump(),
             "versions": self.versions.dump(),
             "rounds": self.rounds.dump(),
+            "partitions": self.partitions.dump(),
         }
 
     @classmethod
@@ -486,4 +494,5 @@ class Index:
         index.space = Space.load(state["space"])
         index.versions = Versions.load(state["versions"])
         index.rounds = Rounds.load(rules.streams, rules.samples_per_group, state["rounds"])
+        index.partitions = Partitions.load(state["partitions"])
         return index

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rondo.comm.journal import Event
+from rondo.comm.partitions.fold import put_event
+from rondo.comm.partitions.memory import Memories
+from rondo.comm.partitions.shelf import Ring
 from rondo.comm.records import Descriptor
 from rondo.comm.ring import RecordRef, RingTail
 from rondo.comm.space import RingSpace
@@ -34,7 +37,7 @@ class _Ring:
 class Rings:
     """Lives on a running event loop. `seen` gets the put events of a ring whose doorbell was rung."""
 
-    def __init__(self, segments: SegmentClient, seen: Callable[[list[Event]], None]) -> None:
+    def __init__(self, segments: SegmentClient | Memories, seen: Callable[[list[Event]], None]) -> None:
         self._segments = segments
         self._seen = seen
         self._rings: dict[str, _Ring] = {}
@@ -42,7 +45,7 @@ class Rings:
     def __contains__(self, name: str) -> bool:
         return name in self._rings
 
-    def open(self, name: str, num_bytes: int = 0, known: RingSpace | None = None) -> int:
+    def open(self, name: str, num_bytes: int = 0, known: RingSpace | Ring | None = None) -> int:
         """Listen to a ring; its capacity in bytes. `known`: how far it was read and released before this process."""
         segment = self._segments.segment(name, num_bytes)
         tail = RingTail(segment, name, cursor=known.head if known else None)
@@ -91,6 +94,10 @@ class Rings:
 
 def _put_event(ring: str, ref: RecordRef, descriptor: Descriptor) -> Event:
     meta = descriptor.meta
+    if "part" in meta:
+        return put_event(
+            ring, ref.pos, ref.seq, ref.num_bytes, [c.name for c in descriptor.columns], len(descriptor.rows), meta
+        )
     event = {
         "event": "put", "ring": ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
         "spans": spans_of(descriptor.rows),

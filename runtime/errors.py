@@ -48,6 +48,25 @@ class PeerGone(RondoError, ConnectionError):
     """The other side is not there, or left before it answered. The call may have run: repeat it only if idempotent."""
 
 
+class GroupBroken(PeerGone):
+    """Epoch `epoch` of process group `group` is over for this member: `operation` did not come to its end.
+
+    `missing` are members known to be dead or silent ("rollout-0/1"), empty when nobody can tell. What the operation wrote into
+    its tensors is of no use; the next epoch is formed anew.
+    """
+
+    def __init__(self, group: str, epoch: int, operation: str, why: str, missing: tuple[str, ...] = ()) -> None:
+        who = f"; missing: {', '.join(missing)}" if missing else ""
+        super().__init__(
+            f"group {group!r} must be whole in epoch {epoch} for {operation}, got {why}{who}. Join the next epoch"
+        )
+        self.group = group
+        self.epoch = epoch
+        self.operation = operation
+        self.why = why
+        self.missing = missing
+
+
 class ProtocolError(RondoError, ConnectionError):
     """The other side broke the wire protocol, or speaks another version of it."""
 

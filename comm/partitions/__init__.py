@@ -1,0 +1,29 @@
+"""Named sets of rows that any role can create, write and read, beside the training stream.
+
+words          runs (ranges of row ids), nested (values to columns and back), spec (what is fixed for a partition)
+decisions      fold (all partitions, a part of the index's fold), table (one), entry (one record's rows), task (what one
+               consumer has read), shelf (the memory under them); samplers, differencing and own: which rows come next
+coordinator    service (rings, waits, claims), endpoints (its face), places (what readers are told), stats (counters in shared
+               memory), memory (segments, or files beyond the capacity)
+for roles      client, stream, batch; sync (threads), loader (torch), checkpoint (disk)
+"""
+
+from __future__ import annotations
+
+from rondo.runtime.face import lazy
+
+_FACE = {
+    "Partition": "rondo.comm.partitions.client",
+    "SyncPartition": "rondo.comm.partitions.sync",
+    "Batch": "rondo.comm.partitions.batch",
+    "StreamingLoader": "rondo.comm.partitions.loader",
+    "Sequential": "rondo.comm.partitions.spec",
+    "Groups": "rondo.comm.partitions.spec",
+    "Balanced": "rondo.comm.partitions.spec",
+    "TokenBudget": "rondo.comm.partitions.spec",
+    "VersionWindow": "rondo.comm.partitions.spec",
+    "Ordered": "rondo.comm.partitions.spec",
+    "Own": "rondo.comm.partitions.spec",
+}
+__all__ = list(_FACE)
+__getattr__ = lazy(__name__, _FACE)

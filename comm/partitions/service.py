@@ -1,0 +1,430 @@
+"""Partitions at the coordinator: their rings, who waits for what, and the claims that are planned.
+
+Owns the shell around the fold of partitions: doorbells and calls come in, events go through the coordinator's journal into the
+fold, and only then tails move, counters are shown and waiters wake. Decides nothing that the fold does not record. The
+endpoints that call it are in `endpoints.py`.
+
+    doorbell or call -> events -> journal -> fold -> tails, counters, the waiters whom it can help
+
+Invariants: a waiter is woken only by what can help it, so a put costs the same whether somebody waits for something else or
+not; what a call sees includes every put that had returned before it (rings are looked at again where it matters).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rondo.comm.journal import Event
+from rondo.comm.partitions.fold import Partitions
+from rondo.comm.partitions.memory import FILE, Memories
+from rondo.comm.partitions.runs import ROW_MASK
+from rondo.comm.partitions.samplers import Ask, Chooser, chooser
+from rondo.comm.partitions.spec import Spec
+from rondo.comm.partitions.stats import MAX_NAME_BYTES, MAX_TASKS, STATS_BYTES, StatsWriter, stats_name
+from rondo.comm.partitions.table import Table
+from rondo.comm.partitions.task import WAITING, Task
+from rondo.comm.ring import fits, ring_bytes
+from rondo.comm.rings import Rings
+from rondo.runtime.errors import Closed, ConfigError, Refused, SamplerFailed
+from rondo.runtime.segments import SegmentClient
+
+_BURY_RECORDS = 1000  # how many records of a dropped partition are let go in one turn of the loop
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who asks for a batch: `peer` of `peers` on data-parallel rank `rank` of `ranks`, in one scope of a task."""
+
+    task: str
+    scope: str
+    member: str
+    rank: int
+    ranks: int
+    peer: int
+    peers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """How a batch shall be: at most `batch` rows a rank; `until` "now" ends with what is ready, "end" with the partition."""
+
+    index: int
+    batch: int
+    until: str
+    partial: bool
+    version: int | None  # None: the newest committed policy version
+
+
+@dataclass(slots=True)
+class _Waiter:
+    task: Task | None  # helped by rows that became ready for it; None: by every change of the partition
+    enough: int  # how many of them there must be, at least
+    future: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class PartitionService:
+    def __init__(
+        self,
+        partitions: Callable[[], Partitions],
+        emit: Callable[[list[Event]], object],
+        alive: Callable[[str], bool],
+        version: Callable[[], int],
+        segments: SegmentClient,
+    ) -> None:
+        """`emit` journals events and applies them; `alive` says whether a member's newest incarnation lives, `version` which
+        policy version is the newest committed one."""
+        self._partitions = partitions
+        self._journal_and_apply = emit
+        self._alive = alive
+        self._version = version
+        self._memories = Memories(segments)
+        self._rings = Rings(self._memories, self._seen)
+        self._stats: dict[int, StatsWriter] = {}
+        self._waiters: dict[int, list[_Waiter]] = {}
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open what the fold knows and read what came while no coordinator ran."""
+        for table in self._partitions().dropped:  # perhaps by one that died before it had given their memory back
+            for name in (*table.shelf.rings, stats_name(table.id)):
+                self._memories.drop(name)
+        self._partitions().dropped.clear()
+        for table in self._partitions().tables.values():
+            for name, ring in table.shelf.rings.items():
+                self._rings.open(name, known=ring)
+            self._show(table)
+            self.read(table)
+
+    def close(self) -> None:
+        """Stop listening; memory stays where it is."""
+        self._rings.close()
+        for writer in self._stats.values():
+            writer.close()
+
+    def read_member(self, member: str) -> None:
+        """See what this member has put up to now: it is about to be declared dead."""
+        for table in self._partitions().tables.values():
+            self._emit(table, self._rings.read(table.shelf.of(member)))
+
+    def member_died(self) -> None:
+        """The fold has taken a dead member's claims back: whoever waits may get them, and its empty rings are let go."""
+        for table in list(self._partitions().tables.values()):
+            self._after(table, urgent=True, reap=True)
+
+    # ---- partitions -------------------------------------------------------------------------------------------------
+
+    def open(self, name: str, spec: dict[str, Any] | None) -> Table:
+        """The partition of this name; made now if it is new."""
+        partitions = self._partitions()
+        id = partitions.names.get(name)
+        if id is None:
+            if not name:
+                raise ConfigError("a partition must have a name, got ''.")
+            wanted = Spec(**_tuples(spec or {}))
+            id = partitions.next_id
+            self._journal_and_apply([
+                {"event": "part", "do": "new", "part": id, "name": name, "spec": wanted.dump()}
+            ])  # fmt: skip
+            self._show(partitions.tables[id])
+            return partitions.tables[id]
+        table = partitions.tables[id]
+        if spec:
+            differing = [
+                f"{key} {table.spec.dump()[key]}" for key, value in spec.items() if table.spec.dump()[key] != value
+            ]
+            if differing:
+                raise Refused(
+                    f"partition {name} must keep the settings that it was made with ({', '.join(differing)}), got {spec}. "
+                    "Name it without settings, or drop it first."
+                )
+        return table
+
+    def table(self, part: int) -> Table:
+        """Raises Closed for a partition that was dropped."""
+        table = self._partitions().tables.get(part)
+        if table is None:
+            raise Closed(f"partition {part} must be there, got one that was dropped. Ask the bus for it again.")
+        return table
+
+    def drop(self, part: int) -> None:
+        """Gone at once for everybody; its rings return to the system, its rows are let go bit by bit."""
+        if part not in self._partitions().tables:
+            return
+        self._journal_and_apply([{"event": "part", "do": "drop", "part": part}])
+        for table in self._partitions().dropped:
+            self._stats.pop(table.id).close(dropped=True)
+            for waiter in self._waiters.pop(table.id, []):
+                _wake(waiter)
+            for ring in table.shelf.rings:
+                self._rings.drop(ring)
+            self._memories.drop(stats_name(table.id))
+            self._bury(table)
+        self._partitions().dropped.clear()
+
+    def _bury(self, table: Table) -> None:
+        """Python objects of 100,000 rows take tens of milliseconds to go: a thousand records a turn do not stop the loop."""
+        for _ in range(min(_BURY_RECORDS, len(table.entries))):
+            num, _entry = table.entries.popitem()
+            for task in table.tasks.values():
+                task.states.pop(num, None)
+        if table.entries:
+            asyncio.get_running_loop().call_soon(self._bury, table)
+
+    # ---- rings ------------------------------------------------------------------------------------------------------
+
+    def rings(self, table: Table, member: str, rank: int) -> list[list[Any]]:
+        """[name, bytes] of one producer's rings, oldest first."""
+        return [[name, table.shelf.rings[name].capacity] for name in table.shelf.of(member, rank)]
+
+    async def room(self, part: int, member: str, rank: int, num_bytes: int) -> list[list[Any]]:
+        """One producer's rings, one of which takes a record of so many bytes now. Waits for room.
+
+        The producer is inside this call, so it writes in none of its rings meanwhile.
+        """
+        most = max(self.table(part).spec.capacity_bytes, self.table(part).spec.ring_bytes)
+        if ring_bytes(num_bytes) > most:
+            raise ConfigError(
+                f"a put into partition {self.table(part).name} must fit its capacity of {most} bytes, got {num_bytes}. "
+                "Put fewer rows at a time, or make the partition larger."
+            )
+        await self._until(part, lambda: self._make_room(self.table(part), member, rank, num_bytes))
+        return self.rings(self.table(part), member, rank)
+
+    def _make_room(self, table: Table, member: str, rank: int, num_bytes: int) -> bool | None:
+        shelf = table.shelf
+        own = shelf.of(member, rank)
+        self._emit(table, self._rings.read(own))
+        if any(fits(r.capacity, r.head, r.tail, (), num_bytes) for r in (shelf.rings[name] for name in own)):
+            return True
+        size = max(table.spec.ring_bytes, ring_bytes(num_bytes))
+        for name in own:  # too small, and empty: they make place for one that is large enough
+            if shelf.ring_bytes + size > table.spec.capacity_bytes and not shelf.rings[name].order:
+                self._drop_ring(table, name)
+        if shelf.ring_bytes + size <= table.spec.capacity_bytes or not shelf.of(member, rank):
+            self._make_ring(table, f"part/{table.id}/{shelf.next_ring}", size, member, rank)
+        elif table.spec.spill_dir:
+            path = Path(table.spec.spill_dir) / f"part-{table.id}-{shelf.next_ring}-{os.urandom(8).hex()}"
+            self._make_ring(table, f"{FILE}{path}", size, member, rank)
+        else:
+            return None
+        return True
+
+    def _make_ring(self, table: Table, name: str, size: int, member: str, rank: int) -> None:
+        capacity = self._rings.open(name, size)
+        event = {"event": "part", "do": "ring", "part": table.id, "ring": name, "bytes": capacity, "member": member}
+        self._journal_and_apply([event | {"rank": rank, "spilled": name.startswith(FILE)}])
+
+    def _drop_ring(self, table: Table, name: str) -> None:
+        self._journal_and_apply([{"event": "part", "do": "unring", "part": table.id, "ring": name}])
+        self._rings.drop(name)
+
+    def read(self, table: Table) -> None:
+        """See every put into this partition up to now."""
+        self._emit(table, self._rings.read(list(table.shelf.rings)))
+
+    # ---- claims -----------------------------------------------------------------------------------------------------
+
+    def open_task(self, table: Table, name: str, columns: list[str], sampler: dict[str, Any]) -> Task:
+        """The task of this name; whoever names it first fixes its columns and its sampler."""
+        task = table.tasks.get(name)
+        if task is None:
+            if not 0 < len(name.encode()) <= MAX_NAME_BYTES or len(table.tasks) >= MAX_TASKS:
+                raise ConfigError(
+                    f"a task must have a name of 1 to {MAX_NAME_BYTES} bytes and be one of at most {MAX_TASKS}, "
+                    f"got {name!r} beside {len(table.tasks)}. Use `reset` for another pass."
+                )
+            event = {"event": "part", "do": "task", "part": table.id, "task": name, "columns": columns}
+            self._emit(table, [event | {"sampler": sampler}])
+            return table.tasks[name]
+        if task.columns != columns or task.sampler != sampler:
+            raise Refused(
+                f"task {name} of partition {table.name} must keep its columns {task.columns} and its sampler {task.sampler}, "
+                f"got {columns} and {sampler}. Use another task name."
+            )
+        return task
+
+    def next_index(self, task: Task, reader: Reader) -> list[int]:
+        """The first batch that this reader has not acknowledged, and the pass that it belongs to."""
+        scope = task.scopes.get(reader.scope)
+        open_ones = [
+            k
+            for (name, k), claim in task.claims.items()
+            if name == reader.scope and reader.rank < len(claim.rows) and reader.peer not in claim.acked[reader.rank]
+        ]
+        if scope is None:
+            return [0, task.num_passes]
+        index = min(open_ones, default=scope.next)
+        return [index, scope.first_pass + sum(stop < index for stop in scope.stops)]
+
+    async def claim(self, part: int, reader: Reader, want: Want) -> list[list[int]] | None:
+        """Rows of batch `want.index` for the reader, as runs; None: the stream ends here, for every rank. Waits."""
+        return (
+            await self._until(
+                part, lambda: self._claim(self.table(part), reader, want), lambda: self._enough(part, reader, want)
+            )
+        )[0]
+
+    def _enough(self, part: int, reader: Reader, want: Want) -> tuple[Task, int]:
+        task = self.table(part).tasks[reader.task]
+        plain = task.sampler["kind"] in ("sequential", "balanced")
+        return task, want.batch * reader.ranks if plain and not want.partial else 1
+
+    def _claim(self, table: Table, reader: Reader, want: Want) -> tuple[list[list[int]] | None] | None:
+        task = table.tasks[reader.task]
+        found = self._planned(task, reader, want.index)
+        if found is None and not self._plan(table, task, reader, want):
+            self.read(table)
+            if not self._plan(table, task, reader, want):
+                return None
+        return found or self._planned(task, reader, want.index)
+
+    def _planned(self, task: Task, reader: Reader, index: int) -> tuple[list[list[int]] | None] | None:
+        claim, scope = task.claims.get((reader.scope, index)), task.scopes.get(reader.scope)
+        if claim is not None:
+            if reader.ranks != len(claim.rows):
+                raise Refused(f"every reader of a scope must name {len(claim.rows)} ranks, got {reader.ranks}.")
+            return (claim.rows[reader.rank],)
+        if scope is not None and index in scope.stops:
+            return (None,)
+        expected = scope.next if scope is not None else 0
+        if index != expected:
+            raise Refused(
+                f"batch {index} of task {task.name} must be open or the next one ({expected}), got one that is "
+                "acknowledged or too early. Begin the stream anew."
+            )
+        return None
+
+    def _plan(self, table: Table, task: Task, reader: Reader, want: Want) -> bool:
+        """Plan the scope's next batch for all its ranks; False when there is not enough yet."""
+        over = table.ended and not task.counts[WAITING]
+        version = self._version() if want.version is None else want.version
+        ask = Ask(reader.ranks, want.batch, want.partial or over or want.until == "now", over, version)
+        picked = None
+        if task.num_ready:
+            try:
+                if task.chooser is None:
+                    task.chooser = chooser(table, task)
+                assert isinstance(task.chooser, Chooser)
+                picked = task.chooser.pick(ask)
+            except SamplerFailed:
+                task.chooser = None  # made anew when somebody asks again
+                raise
+        event = {
+            "event": "part", "part": table.id, "task": task.name, "scope": reader.scope, "k": want.index,
+            "member": reader.member,
+        }  # fmt: skip
+        if picked is not None:
+            assert isinstance(task.chooser, Chooser)
+            event |= {"do": "claim", "rows": picked, "peers": reader.peers}
+            if task.chooser.mark != task.mark:
+                event["mark"] = task.chooser.mark
+        elif want.until == "now" or (over and not task.may_come_back(reader.scope)):
+            event["do"] = "stop"
+        else:
+            return False
+        self._emit(table, [event])
+        return True
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def resolve(self, table: Table, rows: Iterable[int | str]) -> tuple[list[int], list[int | str]]:
+        """Ids of keys and ids, and those that are not there. Puts that have returned are seen."""
+        named = list(rows)
+        found = [_find(table, row) for row in named]
+        if -1 in found:
+            self.read(table)
+            found = [_find(table, row) for row in named]
+        missing = [row for row, id in zip(named, found, strict=True) if id < 0]
+        return [id for id in found if id >= 0], missing
+
+    async def existing(self, part: int, rows: list[int | str], columns: list[str] | None, *, wait: bool) -> list[int]:
+        """Ids of these rows, once all are there and have the columns. Raises KeyError at once without `wait`."""
+
+        def answer() -> list[int] | None:
+            table = self.table(part)
+            ids, missing = self.resolve(table, rows)
+            if missing and not wait:
+                raise KeyError(f"rows of partition {table.name} must be there, got {missing[:8]!r}.")
+            if missing or (wait and columns and not self._have(table, ids, columns)):
+                return None
+            return ids
+
+        return await self._until(part, answer)
+
+    def _have(self, table: Table, ids: list[int], columns: list[str]) -> bool:
+        return all(table.entry(id).place(name, id & ROW_MASK) >= 0 for id in ids for name in columns)
+
+    def change(self, table: Table, do: str, **fields: Any) -> None:
+        """One event of a caller: clear, tag, ack, reset, end."""
+        self._emit(table, [{"event": "part", "do": do, "part": table.id, **fields}], urgent=True)
+
+    # ---- events and waiting -----------------------------------------------------------------------------------------
+
+    def _seen(self, events: list[Event]) -> None:
+        """Records of one ring: all of one partition."""
+        table = self._partitions().tables.get(events[0]["part"])
+        if table is not None:
+            self._emit(table, events)
+
+    def _emit(self, table: Table, events: list[Event], *, urgent: bool = False) -> None:
+        if events:
+            self._journal_and_apply(events)
+            self._after(table, urgent=urgent)
+
+    def _after(self, table: Table, *, urgent: bool = False, reap: bool = False) -> None:
+        """What events leave to do. `urgent`: more than new rows; `reap`: a producer may have died."""
+        freed, table.shelf.freed = table.shelf.freed, []
+        for name, tail in freed:
+            self._rings.release(name, tail)
+        for name, ring in list(table.shelf.rings.items()) if reap or freed else ():
+            if not ring.order and not self._alive(ring.member):
+                self._drop_ring(table, name)
+        self._stats[table.id].write(table)
+        urgent = urgent or bool(freed)
+        for waiter in self._waiters.get(table.id, ()):
+            task = waiter.task
+            if urgent or task is None or (task.news and task.num_ready >= waiter.enough):
+                _wake(waiter)
+        for task in table.tasks.values():
+            task.news = False
+
+    def _show(self, table: Table) -> None:
+        writer = self._stats[table.id] = StatsWriter(self._memories.segment(stats_name(table.id), STATS_BYTES))
+        writer.write(table)
+
+    async def _until(
+        self, part: int, answer: Callable[[], Any], enough: Callable[[], tuple[Task, int]] | None = None
+    ) -> Any:
+        """Ask again after every change that may help, until there is an answer; the caller's deadline cancels this."""
+        while True:
+            result = answer()
+            if result is not None:
+                return result
+            waiter = _Waiter(*enough()) if enough else _Waiter(None, 0)
+            waiting = self._waiters.setdefault(part, [])
+            waiting.append(waiter)
+            try:
+                await waiter.future
+            finally:
+                waiting.remove(waiter)
+
+
+def _wake(waiter: _Waiter) -> None:
+    if not waiter.future.done():
+        waiter.future.set_result(None)
+
+
+def _find(table: Table, row: int | str) -> int:
+    if isinstance(row, str):
+        return table.keys.get(row, -1)
+    return row if table.live(row) else -1
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
