@@ -12,7 +12,7 @@ demo: $(READY)  ## train the quick start; KILL=rollout (or another role, or coor
 	$(BIN)/rondo train examples/quickstart.py $(if $(KILL),--kill $(KILL)@75) $(OPTIONS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPTIONS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(OPTIONS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ decisions      index (a pure fold), with group, rounds (and balance), space and 
 for roles      bus; partitions: named sets of rows beside the training stream
 versions       weights: deltas, broadcasts and files behind one proof, publishing beside the next step
 other places   links: rings mirrored on other nodes; groups: process groups across separately started jobs
+               (epochs, meeting, communicators, carriers, nccl_extras)
 afterwards     audit
 """
 
@@ -16,8 +17,10 @@ from rondo.runtime.face import lazy
 _FACE = {
     "Bus": "rondo.comm.bus",
     "Column": "rondo.comm.records",
+    "GroupSpec": "rondo.comm.epochs",
     "Index": "rondo.comm.index",
     "Journal": "rondo.comm.journal",
+    "ProcessGroups": "rondo.comm.groups",
     "RingWriter": "rondo.comm.ring",
     "RingView": "rondo.comm.ring",
     "WeightSlab": "rondo.comm.slab",

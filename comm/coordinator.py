@@ -26,6 +26,7 @@ from rondo.comm import wakes
 from rondo.comm.answers import lease_of, round_of
 from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event, Journal
+from rondo.comm.meeting import Meeting
 from rondo.comm.partitions.endpoints import PartitionEndpoints
 from rondo.comm.partitions.service import PartitionService
 from rondo.comm.records import worst_case_bytes
@@ -88,6 +89,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self.partitions = PartitionService(
             lambda: self.index.partitions, self._journal_and_apply, self._lives, lambda: self.index.step, segments
         )
+        self.meeting = Meeting()  # not journalled: members tell a new one which epochs there are
         self._supervisor = supervisor
         self._clock = clock
         self._wakes = Wakes()
@@ -167,6 +169,19 @@ class Coordinator(PartitionEndpoints, Actor):
             self.partitions.read_member(group)
             self._emit(self._death(group, incarnation))
             self.partitions.member_died()
+            self.meeting.member_dead(group, incarnation)
+
+    @endpoint
+    async def meet_group(
+        self, spec: dict[str, Any], member: str, incarnation: int, after: int, patience_s: float
+    ) -> dict[str, Any]:
+        """The next epoch of a process group across role groups (`meeting.py`)."""
+        return await self.meeting.meet_group(spec, member, incarnation, after, patience_s)
+
+    @endpoint
+    async def watch_group(self, spec: dict[str, Any], number: int, lives: list[list[Any]]) -> dict[str, Any]:
+        """Waits until an epoch of a process group is over."""
+        return await self.meeting.watch_group(spec, number, lives)
 
     def _lives(self, member: str) -> bool:
         return self.index.members.get(member, [0, 0, 0])[2] == 1

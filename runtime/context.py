@@ -85,6 +85,7 @@ class WorkerContext:
         self.world_size, self.local_rank = process.world_size, process.local_rank
         self.run_dir, self.rt_dir, self.token, self.segments = me.run_dir, me.rt_dir, me.token, me.segments
         self.stopping, self.supervisor, self.coordinator = process.stopping, process.supervisor, process.coordinator
+        self.store = me.store  # (host, port) of the run's TCPStore, where process groups find each other
         self._process = process
         process.not_ready.add(self)
 

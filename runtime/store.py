@@ -8,6 +8,7 @@ authentication: whoever reaches the socket can write, which is why it listens on
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import os
 import signal
@@ -34,6 +35,8 @@ async def run(fd: int) -> None:
     with me.heartbeat.section("load", _IMPORT_LIMIT_S):
         from torch.distributed import TCPStore
 
+        # The server looks up the name of whoever connects, on its one thread: for seconds where no name server answers.
+        getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: 0)(b"hosts", b"files")
         host, port = me.store
         # Clients that came before this moment wait in the socket's backlog.
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)

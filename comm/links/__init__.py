@@ -1,0 +1,25 @@
+"""Links: one ring of this node, mirrored on another node, record by record.
+
+frames         what crosses: the hello, frame headers, checksums
+origin         the sender's side of memory: what of the ring comes next (reads only)
+mirror         the receiver's side of memory: what arrived, what is visible, how much room there is (writes only)
+record_stream  one socket that carries chunks of records, either way, without copies
+sender         LinkSender: several such sockets to one receiver, made again when they are lost
+receiver       LinkReceiver: one listener a node, for all its mirrors
+config         what a link can be told, and what it tells
+"""
+
+from __future__ import annotations
+
+from rondo.runtime.face import lazy
+
+_FACE = {
+    "LinkConfig": "rondo.comm.links.config",
+    "LinkReceiver": "rondo.comm.links.receiver",
+    "LinkSender": "rondo.comm.links.sender",
+    "LinkStats": "rondo.comm.links.config",
+    "Mirror": "rondo.comm.links.mirror",
+    "MirrorStats": "rondo.comm.links.mirror",
+}
+__all__ = list(_FACE)
+__getattr__ = lazy(__name__, _FACE)
