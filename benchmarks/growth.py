@@ -1,7 +1,7 @@
 """What a partition's acts cost as more rows are held: put, claim, get, acknowledge and clear with 1,000 and with 100,000 rows,
 in turn, in one run; what the status costs; what a put costs while a reader waits.
 
-    python -m benchmarks.growth [--few 1000] [--many 100000] [--cycles 300] [--rows-a-put 64]
+    rondo bench growth [--few 1000] [--many 100000] [--cycles 300] [--rows-a-put 64]
 
 The coordinator is a process of its own with its journal on; rows are three jagged columns of about 0.8 kB, all of them unread by
 one task and ready for another, which takes the oldest while new ones are put, so that as many stay held. A put is timed until

@@ -1,6 +1,6 @@
 """Weights from a trainer to an engine: over shared memory against one memcpy, the pause of a flip, the bytes of a delta.
 
-    python -m benchmarks.weights [--repetitions 5] [--gib 1]
+    rondo bench weights [--repetitions 5] [--gib 1]
 
 "shared memory": this process publishes, another one verifies every bucket and has views of all tensors: from the first tensor
 handed to the publisher to the other's word that it is done. Beside it, in the same repetition, one memcpy of as many bytes in

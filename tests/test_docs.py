@@ -41,7 +41,10 @@ ELSEWHERE = {
     "rondo bench generation": "measured by hand: it times a machine",
     "rondo bench": "tests/launch: test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
     "rondo bench ring": "measured by hand: it times a machine",
-    "rondo bench bus": "measured by hand: it times a machine",
+    "rondo bench bus --peers-python PEERS_VENV/bin/python": "measured by hand: it times a machine",
+    "rondo bench growth": "measured by hand: it times a machine",
+    "rondo bench weights": "measured by hand: it times a machine",
+    "rondo bench link": "measured by hand: it times a machine",
     "rondo check examples/full_size/qwen3_4b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
     "--set model.path=FOLDER": "tests/launch: test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
     "rondo bench omni": "the examples it runs are run here; it takes half an hour",
