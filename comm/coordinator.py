@@ -311,6 +311,7 @@ class Coordinator(PartitionEndpoints, Actor):
         if not oldest:
             return None
         overflow = f"overflow/{member}/{self.index.attempt}.{self.index.num_overflow}"
+        self._rings.discard(overflow)  # one that a coordinator made and died before it could journal has another size
         self._make_ring(overflow, sum(entries) + (1 << 16), member, overflow=True)  # empty and used once: nothing wraps
         return overflow
 

@@ -69,6 +69,11 @@ class Rings:
         self._shut(name)
         self._segments.drop(name)
 
+    def discard(self, name: str) -> None:
+        """Forget the memory of a name that no ring has."""
+        if name not in self._rings:
+            self._segments.drop(name)
+
     def close(self) -> None:
         """Stop listening; memory stays where it is."""
         for name in list(self._rings):

@@ -163,6 +163,21 @@ async def test_an_overflow_ring_is_taken_away_when_it_is_empty():
         assert run.coordinator.index.version == 1
 
 
+async def test_memory_that_a_killed_coordinator_made_for_an_overflow_ring_is_not_taken_for_a_new_one():
+    async with served(max_staleness=0) as run:
+        rollout, *_ = await everyone(run)
+        run.client().segment("overflow/rollout-0/0.0", 8192)  # made, and killed before the journal had it
+        run.coordinator.index.space.reserve(
+            "other", "ring/rollout-0/0", [run.coordinator.index.space.rings["ring/rollout-0/0"].capacity]
+        )
+        (grant, *_) = (await rollout.call("lease", 1, []))["grants"]
+        assert grant["ring"] == "overflow/rollout-0/0.0"
+        assert run.coordinator.index.space.rings[grant["ring"]].capacity > 8192
+        put_group(rollout, grant, [0, 1])
+        await rollout.call("renew", [])
+        assert run.coordinator.index.counts["ready"] == 1
+
+
 async def test_weights_are_held_until_proved_and_a_dead_holder_lets_go():
     async with served(max_staleness=0) as run:
         rollout, *_, actor = await everyone(run)

@@ -1,0 +1,155 @@
+"""The bus with real processes under a nemesis: nothing lost, nothing twice, and the run goes on.
+
+RONDO_CHAOS_S: how long processes are killed and stopped (60 s; longer by hand). RONDO_CHAOS_SEED chooses the acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rondo.comm.audit import audit
+from rondo.comm.journal import files, read
+from rondo.comm.spans import rows_of
+from rondo.runtime.actor import ActorRef, serve
+from rondo.runtime.segments import SegmentServer
+from rondo.runtime.waits import wait_for
+from tests.chaos.total_queue import Verdict, judge
+from tests.chaos.worker import TOKEN, N, P
+from tests.comm.inprocess import MEMBERS
+from tests.comm.memory import ROOT
+from tests.comm.served import Roster
+
+CHAOS_S = float(os.environ.get("RONDO_CHAOS_S", "60"))
+SEED = int(os.environ.get("RONDO_CHAOS_SEED", "1"))
+NAMES = ("coordinator", *MEMBERS)
+
+
+class Nemesis:
+    """The supervisor's part of a run, and the acts against it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.roster = folder, Roster()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.lives: Counter[str] = Counter()
+        self.ref = ActorRef(f"unix:{folder}/coordinator.sock", token=TOKEN, peer="coordinator")
+
+    def start(self, name: str) -> None:
+        self.lives[name] += 1
+        if name != "coordinator":
+            self.roster.alive[name] = self.lives[name]
+        call = f"from tests.chaos.worker import main; main({str(self.folder)!r}, {name!r}, {self.lives[name]}, {SEED})"
+        environment = {**os.environ, "RONDO_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, env=environment, stderr=log)
+
+    async def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        await asyncio.to_thread(self.processes[name].wait)
+        if name != "coordinator":
+            del self.roster.alive[name]
+            self.roster.dead.append([name, self.lives[name]])
+            await self.ref.call("member_dead", name, self.lives[name], retry=True)
+        self.start(name)
+
+    async def stop_for(self, name: str, seconds: float) -> None:
+        self.processes[name].send_signal(signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        self.processes[name].send_signal(signal.SIGCONT)
+
+    def check(self) -> None:
+        for name, process in self.processes.items():
+            log = (self.folder / f"{name}.log").read_text()
+            assert process.poll() is None, f"{name} ended by itself:\n{log[-4000:]}"
+
+    async def committed(self, version: int) -> None:
+        """Until this version is committed, however the coordinator fares."""
+        while (found := (await self.ref.call("stats", retry=True))["version"]) is None or found < version:
+            self.check()
+            await asyncio.sleep(0.05)
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        self.ref.close()
+
+
+def facts(
+    folder: Path,
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]], dict[int, int], int]:
+    told: dict[str, list[tuple[int, int]]] = {"attempt": [], "ack": []}
+    for line in (folder / "puts").read_text().splitlines():
+        kind, rows = json.loads(line)
+        told[kind] += [(group, sample) for group, sample in rows]
+    step_of: dict[int, int] = {}
+    taken: list[tuple[int, int]] = []
+    version = 0
+    for event in (event for path in files(folder / "journal") for event in read(path)):
+        if event["event"] == "admit":
+            step_of[event["group"]] = event["step"]
+        elif event["event"] == "commit":
+            taken += [(group, sample) for group, sample in rows_of(event["spans"])]
+            version = event["version"]
+    return told["attempt"], told["ack"], taken, step_of, version
+
+
+async def chaos(folder: Path, seconds: float) -> tuple[Verdict, Any, int, Counter[str]]:
+    chance = random.Random(SEED)
+    segments = SegmentServer(folder / "handover.sock", TOKEN, lambda _: None)
+    segments.start()
+    nemesis = Nemesis(folder)
+    supervisor = await serve(nemesis.roster, f"unix:{folder}/supervisor.sock", token=TOKEN, name="supervisor")
+    acts: Counter[str] = Counter()
+    try:
+        for name in NAMES:
+            nemesis.start(name)
+        await wait_for(nemesis.committed(1), name="first commit", peer="bus", deadline_s=60)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            await asyncio.sleep(chance.uniform(0.05, 0.4))
+            nemesis.check()
+            victim = chance.choice(NAMES)
+            if chance.random() < 0.6:
+                await wait_for(nemesis.kill(victim), name="kill", peer=victim, deadline_s=60)
+                acts["kill"] += 1
+            else:
+                await nemesis.stop_for(victim, chance.uniform(0.05, 2.5 if seconds > 30 else 0.8))
+                acts["stop"] += 1
+        stats = await nemesis.ref.call("stats", retry=True)
+        after = (stats["version"] or 0) + 5
+        await wait_for(nemesis.committed(after), name="steps after the chaos", peer="bus", deadline_s=60)
+    finally:
+        nemesis.end()
+        await supervisor.close()
+        segments.close()
+    found = facts(folder)
+    return judge(*found), audit(folder / "journal", N, P, max_infra_failures=10**6), found[-1], acts
+
+
+async def test_no_sample_is_lost_or_trained_twice_whoever_is_killed_or_stopped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="rondo-") as name:
+        verdict, found, version, acts = await chaos(Path(name), CHAOS_S)
+    with capsys.disabled():
+        print(
+            f" [{dict(acts)}; {version} steps, {verdict.num_attempted} attempted, {verdict.num_acknowledged} acknowledged, "
+            f"{verdict.num_read} read, {len(verdict.recovered)} recovered]",
+            end="",
+        )
+    assert verdict.good, verdict
+    assert verdict.num_read == version * P * N
+    assert (found.num_lost, found.num_trained_twice, found.num_unexpected) == (0, 0, 0)

@@ -1,0 +1,125 @@
+"""A process of the chaos run: `python -m`-less entry `main(folder, name, incarnation, seed)`, killed at any moment.
+
+Coordinator, rollout replicas, forward roles and the trainer, on the real bus. Producers append what they attempt and what was
+acknowledged to files by one `write(2)` a line, so that a killed process has told all that it knew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+
+from rondo.comm.bus import Bus, Member
+from rondo.comm.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.journal import Journal
+from rondo.comm.ring import ring_bytes
+from rondo.comm.serve import open_index
+from rondo.runtime.actor import ActorRef, serve
+from rondo.runtime.guard import die_with_parent
+from rondo.runtime.segments import SegmentClient
+from tests.comm.driver import rules
+from tests.comm.inprocess import MEMBERS, ROW_BYTES, payload, put, put_scores
+
+TOKEN = "t0ken"
+P, N = 4, 2
+
+
+def config() -> CoordinatorConfig:
+    return CoordinatorConfig(
+        rules=rules(
+            row_bytes=ROW_BYTES, num_steps=10**6, groups_per_step=P, samples_per_group=N, max_infra_failures=10**6
+        ),
+        publisher="actor-0", rollout_ring_bytes=ring_bytes(1 << 13), column_ring_bytes=ring_bytes(1 << 14),
+        rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(MEMBERS, 1), lease_deadline_s=2.0,
+        evaluate_start=False, evaluate_end=False,
+    )  # fmt: skip
+
+
+async def coordinator(folder: Path) -> None:
+    with Journal(folder / "journal") as journal:
+        index = open_index(config(), journal, folder, 0)
+        segments = SegmentClient(folder / "handover.sock", TOKEN)
+        supervisor = ActorRef(f"unix:{folder}/supervisor.sock", token=TOKEN, peer="supervisor")
+        actor = Coordinator(config(), journal, index, segments, supervisor)
+        await actor.start()
+        server = await serve(actor, f"unix:{folder}/coordinator.sock", token=TOKEN, name="coordinator")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(actor.ticking(0.2))
+            tasks.create_task(actor.reporting())
+        await server.close()
+
+
+async def rollout(bus: Bus, folder: Path, chance: random.Random) -> None:
+    log = os.open(folder / "puts", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+
+    async def prove() -> None:
+        version = -1
+        while True:
+            version = (await bus.call("await_version", version + 1, deadline_s=3600))["version"]
+            await bus.call("proved", "rollout.0", version)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(prove())
+        while True:
+            for grant in (await bus.call("lease", chance.randint(1, 4), [], deadline_s=3600))["grants"]:
+                missing = sorted(set(range(N)) - {sample for sample, *_ in grant["have"]})
+                parts = [missing] if chance.random() < 0.5 else [[sample] for sample in missing]
+                for samples in parts:
+                    named = [[grant["group"], sample] for sample in samples]
+                    os.write(log, json.dumps(["attempt", named]).encode() + b"\n")
+                    put(bus, grant, samples, version=grant["step"])
+                    os.write(log, json.dumps(["ack", named]).encode() + b"\n")
+                lost = (await bus.call("renew", [[grant["group"], grant["epoch"]]]))["lost"]
+                if lost:
+                    await bus.call("abandon", grant["group"], grant["epoch"])
+
+
+async def forward(bus: Bus, stream: str, chance: random.Random) -> None:
+    async for made in bus.stream(stream, tokens=1 << 20):
+        if chance.random() < 0.1:
+            await asyncio.sleep(0.02)  # a slow reader
+        put_scores(bus, stream, made)
+        await bus.ack(made)
+
+
+async def trainer(bus: Bus, chance: random.Random) -> None:
+    if (await bus.call("committed"))["version"] is None:
+        await bus.call("commit", 0, 0, 7, [])
+    while True:
+        step = (await bus.call("committed"))["version"]
+        spans = []
+        async for made in bus.stream("actor", tokens=1 << 20, step=step):
+            if chance.random() < 0.1:
+                await asyncio.sleep(0.02)
+            for row in made.rows:
+                np.testing.assert_array_equal(row.array("tokens"), payload(row.group, row.sample))
+                assert row.array("log_probs")[0] == row.array("advantages")[0] == 1000 * row.group + row.sample
+            bus.check(made)
+            spans += made.spans
+        await bus.call("commit", 0, step + 1, 7, spans)
+
+
+async def member(folder: Path, name: str, incarnation: int, seed: int) -> None:
+    chance = random.Random(f"{seed}/{name}/{incarnation}")
+    ref = ActorRef(f"unix:{folder}/coordinator.sock", token=TOKEN, peer="coordinator")
+    bus = Bus(Member(name, incarnation, 0, 1, 0), ref, SegmentClient(folder / "handover.sock", TOKEN))
+    await ref.call("member_started", name, incarnation, 1, retry=True)
+    await bus.open()
+    role = name.rsplit("-", 1)[0]
+    if role == "rollout":
+        await rollout(bus, folder, chance)
+    elif role == "actor":
+        await trainer(bus, chance)
+    else:
+        await forward(bus, role, chance)
+
+
+def main(folder: str, name: str, incarnation: int, seed: int) -> None:
+    die_with_parent()
+    path = Path(folder)
+    asyncio.run(coordinator(path) if name == "coordinator" else member(path, name, incarnation, seed))

@@ -1,0 +1,155 @@
+"""A real coordinator, real rings and real buses in one process, joined by direct calls: for tests that need thousands of runs.
+
+Owns the memory (memfds, kept across a coordinator's death and across `fork`) and a wire that is only JSON. The supervisor is
+a roster. Everything else is the product's own: index, journal, rings, rounds, `Bus`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rondo.comm.bus import Bus, Member, Round
+from rondo.comm.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.journal import Journal
+from rondo.comm.records import Column, worst_case_bytes
+from rondo.comm.serve import open_index
+from rondo.comm.words import new_doorbell
+from tests.comm.driver import rules
+from tests.comm.memory import MemorySegment
+
+LENGTH, RESPONSE = 6, 4
+ROW_BYTES = worst_case_bytes(1, [("tokens", 4, LENGTH), ("loss_mask", 1, RESPONSE)])
+MEMBERS = ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0")
+
+
+class Store:
+    """Named memory and doorbells that outlive whoever opened them, as the supervisor's do."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[int, int]] = {}
+
+    def segment(self, name: str, num_bytes: int) -> Any:
+        if name not in self.held:
+            fd = os.memfd_create(name.replace("/", "-"), os.MFD_CLOEXEC)
+            os.posix_fallocate(fd, 0, num_bytes)
+            self.held[name] = fd, new_doorbell()
+        return _Closing(fd=self.held[name][0], name=name)
+
+    def doorbell(self, name: str) -> int:
+        return os.dup(self.held[name][1])
+
+    def drop(self, name: str) -> None:
+        for fd in self.held.pop(name, ()):
+            os.close(fd)
+
+    def close(self) -> None:
+        for name in list(self.held):
+            self.drop(name)
+
+
+class _Closing(MemorySegment):
+    def __enter__(self) -> _Closing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Wire:
+    """Calls the coordinator of the moment as a socket would: everything goes through JSON, both ways."""
+
+    def __init__(self, run: InProcess) -> None:
+        self._run = run
+
+    async def call(self, method: str, *args: Any, deadline_s: float = 60.0, retry: bool = False) -> Any:
+        answer = await getattr(self._run.coordinator, method)(*orjson.loads(orjson.dumps(args)))
+        return orjson.loads(orjson.dumps(answer))
+
+
+class Roster:
+    def __init__(self) -> None:
+        self.groups: dict[str, dict[str, Any]] = {}
+        self.dead: list[list[Any]] = []
+
+    async def call(self, method: str, *_: Any, **__: Any) -> Any:
+        return {"attempt": 0, "groups": self.groups, "dead": self.dead}
+
+
+class InProcess:
+    def __init__(self, folder: Path, store: Store, *, ring_bytes: int = 1 << 14, **changes: Any) -> None:
+        self.folder, self.store, self.roster, self.clock = folder, store, Roster(), 0.0
+        self.attempt = 0
+        self.config = CoordinatorConfig(
+            rules=rules(row_bytes=ROW_BYTES, **changes), publisher="actor-0", rollout_ring_bytes=ring_bytes,
+            column_ring_bytes=ring_bytes, rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(MEMBERS, 1),
+            lease_deadline_s=100.0, evaluate_start=False, evaluate_end=False,
+        )  # fmt: skip
+        self.coordinator: Coordinator
+        self.journal: Journal
+
+    async def start(self) -> None:
+        self.journal = Journal(self.folder / "journal")
+        index = open_index(self.config, self.journal, self.folder, self.attempt)
+        segments: Any = self.store
+        roster: Any = self.roster
+        self.coordinator = Coordinator(self.config, self.journal, index, segments, roster, clock=lambda: self.clock)
+        await self.coordinator.start()
+
+    async def stop(self) -> None:
+        self.coordinator.close()
+        self.journal.close()
+
+    async def bus(self, group: str, incarnation: int = 1) -> Bus:
+        self.roster.groups[group] = {"incarnation": incarnation, "alive": True}
+        await self.coordinator.member_started(group, incarnation, 1)
+        wire: Any = Wire(self)
+        segments: Any = self.store
+        bus = Bus(Member(group, incarnation, 0, 1, self.attempt), wire, segments)
+        await bus.open()
+        return bus
+
+    async def die(self, group: str, incarnation: int) -> None:
+        self.roster.groups.pop(group)
+        self.roster.dead.append([group, incarnation])
+        await self.coordinator.member_dead(group, incarnation)
+
+
+def payload(group: int, sample: int, nonce: int = 0) -> np.ndarray:
+    """The tokens of a sample: their first number says whose they are, the others who put them."""
+    return np.array([1000 * group + sample, *[nonce] * (LENGTH - 1)], np.int32)
+
+
+def put(bus: Bus, grant: dict[str, Any], samples: list[int], nonce: int = 0, version: int = 0) -> None:
+    columns = [
+        Column("tokens", "int32", [payload(grant["group"], s, nonce) for s in samples]),
+        Column("loss_mask", "uint8", [np.ones(RESPONSE, np.uint8) for _ in samples]),
+    ]
+    info = [[LENGTH, RESPONSE, 1.0, version, version] for _ in samples]
+    bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns, info)
+
+
+OUTPUTS = {"actor_fwd": "log_probs", "advantages": "advantages"}
+
+
+def put_scores(bus: Bus, stream: str, made: Round) -> None:
+    bus.put_columns(
+        made, {OUTPUTS[stream]: [np.full(RESPONSE, 1000 * r.group + r.sample, np.float32) for r in made.rows]}
+    )
+
+
+async def ask(call: Any, turns: int = 4) -> Any:
+    """The answer of a call, or None when it still waits after a few turns of the loop; it is cancelled then."""
+    task = asyncio.ensure_future(call)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+        if task.done():
+            return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None if task.cancelled() else task.result()
