@@ -110,6 +110,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self.partitions.start()
         roster = await self._supervisor.call("roster", deadline_s=30, retry=True)
         for member, incarnation in roster["dead"]:
+            self.meeting.member_dead(member, incarnation)
             if self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]:
                 self._emit(self._death(member, incarnation))
         for member, life in roster["groups"].items():

@@ -193,11 +193,23 @@ class Index:
             self._offer(group)
         if not touched:
             self._trim(ring)
+        if "info" in event:
+            self._lose_without_room(event)
+
+    def _lose_without_room(self, event: Event) -> None:
+        """A holder that puts samples twice uses up the room of those that are missing: its lease ends, since nobody could put
+        the rest under it."""
+        group = self.groups.get(event["spans"][0][0])
+        held = group is not None and group.state == "running" and event["attempt"] == self.attempt
+        if group is not None and held and event["epoch"] == group.epoch and not self.space.holds(group.reservation()):
+            self._lose(group, f"{group.holder} put samples twice and has no room for the others", infra=False)
 
     def _take(self, group: Group, first: int, count: int, event: Event, row: int) -> int:
         """The rows of a record from `row` on, as many of them as are the first of their kind: media, samples, or derived
         columns (they have no info)."""
         columns, place = event["columns"], [event["ring"], event["pos"], event["seq"], row]
+        if first < 0 and not (first == GROUP_BLOB and count == 1 and "info" in event):
+            return 0  # no sample has such a number; a fold takes any record, since it has been journalled
         if "info" not in event:
             return group.take_columns(first, count, columns, place)
         if first == GROUP_BLOB:

@@ -62,6 +62,7 @@ class Meeting(Actor):
         """Waits until epoch `number` is over: {"why": text, "missing": [member, ...]}."""
         wanted = spec_of(spec)
         self._epochs.restore(wanted, Epoch(wanted.name, number, lives_of(lives)))
+        self._tell()  # a member of this epoch may be asking for it, since its answer was lost
         over = await self._until(lambda: self._epochs.over(wanted.name, number))
         return {"why": over.why, "missing": list(over.missing)}
 

@@ -17,6 +17,7 @@ import uvloop
 from rondo.comm.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.index import Index
 from rondo.comm.journal import Journal
+from rondo.comm.partitions.memory import unlink
 from rondo.runtime.actor import ActorRef, serve
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.process import die_with_parent
@@ -35,6 +36,8 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
     index.freed()  # effects of a past life: tails are set anew from the state
     if not journal.empty and index.attempt == attempt:
         return index
+    for name in index.partitions.files():
+        unlink(name)  # of a past attempt: its segments went with its supervisor, files do not
     checkpoint = newest_complete(run_dir / "checkpoints")
     if checkpoint is not None:
         state = orjson.loads((checkpoint / "index.json").read_bytes())["index"]

@@ -35,9 +35,10 @@ _EMPTY, _WRITING, _COMPLETE = range(3)
 _STATES = ("empty", "half-written", "complete")
 
 
-def slab_bytes(total_param_bytes: int, num_tensors: int, num_slots: int) -> int:
+def slab_bytes(total_param_bytes: int, num_tensors: int, num_slots: int, bucket_bytes: int = BUCKET_BYTES) -> int:
     """The segment that holds `num_slots` versions of `num_tensors` tensors with `total_param_bytes` together."""
-    checksums = 12 * (total_param_bytes // BUCKET_BYTES + 1)
+    # Tensors start at multiples of 64 bytes, so what is summed is a little more than the parameters.
+    checksums = 12 * ((total_param_bytes + num_tensors * ALIGN_BYTES) // bucket_bytes + 1)
     manifest = 1024 + num_tensors * (MANIFEST_BYTES_PER_TENSOR + ALIGN_BYTES) + checksums
     return _control_bytes(num_slots) + num_slots * _page(total_param_bytes + manifest)
 

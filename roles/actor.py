@@ -59,15 +59,14 @@ class ActorRole:
             )
             self._open_memory()
             version = await self._restore()
-        try:
-            async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
-                self._tasks = tasks
-                await self._publish(version)
-                await ctx.ready()
-                await self._train_and_save(version)
-        finally:
-            if self._publisher is not None:
-                self._publisher.close()
+        async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
+            self._tasks = tasks
+            await self._publish(version)
+            await ctx.ready()
+            await self._train_and_save(version)
+        # Only where all went well: after an error the process ends, and must not wait for a gathering that no peer will join.
+        if self._publisher is not None:
+            self._publisher.close()
 
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job
@@ -183,7 +182,9 @@ class ActorRole:
         self._publisher: Publisher | None = None
         self._publishing: asyncio.Task[None] | None = None
         if ctx.rank == 0:
-            segment = ctx.segments.segment(SLAB, slab_bytes(total, len(weights), num_slots))
+            segment = ctx.segments.segment(
+                SLAB, slab_bytes(total, len(weights), num_slots, config.bus.weight_bucket_bytes)
+            )
             self._publisher = Publisher(WeightSlab(segment, num_slots), bucket_bytes=config.bus.weight_bucket_bytes)
 
     async def _restore(self) -> int:

@@ -80,8 +80,7 @@ class PartitionEndpoints:
             )
         for index in acks:
             self._ack(part, asking, index)
-        runs = await self.partitions.claim(part, asking, Want(*want))
-        self._check_alive(member, incarnation)
+        runs = await self.partitions.claim(part, asking, Want(*want), lambda: self._check_alive(member, incarnation))
         if runs is None:
             return {"end": True}
         return {"batch": places(self.partitions.table(part), runs, columns)}

@@ -52,6 +52,11 @@ class Partitions:
         self.tables.clear()
         self.names.clear()
 
+    def files(self) -> list[str]:
+        """The rings that are files."""
+        tables = (*self.tables.values(), *self.dropped)
+        return [name for table in tables for name, ring in table.shelf.rings.items() if ring.spilled]
+
     def dump(self) -> dict[str, Any]:
         return {"tables": [table.dump() for table in self.tables.values()], "next_id": self.next_id}
 

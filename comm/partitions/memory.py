@@ -48,7 +48,12 @@ class Memories:
     def drop(self, name: str) -> None:
         self._segments.drop(_bell(name))
         if name.startswith(FILE):
-            Path(name.removeprefix(FILE)).unlink(missing_ok=True)
+            unlink(name)
+
+
+def unlink(name: str) -> None:
+    """Take a file out of its folder; mappings keep its bytes."""
+    Path(name.removeprefix(FILE)).unlink(missing_ok=True)
 
 
 def _bell(name: str) -> str:

@@ -297,6 +297,10 @@ class OrderedChooser(Chooser):
         super().__init__(table, task)
         self._seed, self._window = sampler.seed, sampler.window
         self._heap: list[tuple[int, int]] = []  # (place in the order, row)
+        if self._window is not None:  # rows that were read before a restore do not hold up those behind them
+            read = {self._place(table.entry(id).key(id & ROW_MASK)) for id in expand(task.done_runs())}
+            while self.mark in read:
+                self.mark += 1
 
     def admit(self, start: int, length: int) -> None:
         entry = self.table.entries.get(start >> ROW_BITS)
@@ -312,7 +316,9 @@ class OrderedChooser(Chooser):
         while self._heap and len(taken) < want:
             place, id = self._heap[0]
             if not self.is_ready(id):
-                heapq.heappop(self._heap)  # cleared since
+                heapq.heappop(self._heap)  # cleared since: nobody waits for it
+                if self._window is not None and place == mark:
+                    mark = self.mark = place + 1
             elif self._window is None or place <= mark or ask.ended:
                 taken.append(heapq.heappop(self._heap))
                 mark = max(mark, place + 1) if self._window is not None else mark

@@ -64,6 +64,7 @@ class Want:
 class _Waiter:
     task: Task | None  # helped by rows that became ready for it; None: by every change of the partition
     enough: int  # how many of them there must be, at least
+    scope: str = ""  # helped by every batch that is planned for it
     future: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -262,18 +263,26 @@ class PartitionService:
         index = min(open_ones, default=scope.next)
         return [index, scope.first_pass + sum(stop < index for stop in scope.stops)]
 
-    async def claim(self, part: int, reader: Reader, want: Want) -> list[list[int]] | None:
-        """Rows of batch `want.index` for the reader, as runs; None: the stream ends here, for every rank. Waits."""
-        return (
-            await self._until(
-                part, lambda: self._claim(self.table(part), reader, want), lambda: self._enough(part, reader, want)
-            )
-        )[0]
+    async def claim(
+        self, part: int, reader: Reader, want: Want, check_alive: Callable[[], None]
+    ) -> list[list[int]] | None:
+        """Rows of batch `want.index` for the reader, as runs; None: the stream ends here, for every rank. Waits.
 
-    def _enough(self, part: int, reader: Reader, want: Want) -> tuple[Task, int]:
+        `check_alive` raises once the reader is dead: what it claimed then would come back to nobody.
+        """
+
+        def answer() -> tuple[list[list[int]] | None] | None:
+            check_alive()
+            return self._claim(self.table(part), reader, want)
+
+        found = await self._until(part, answer, lambda: self._enough(part, reader, want))
+        runs: list[list[int]] | None = found[0]
+        return runs
+
+    def _enough(self, part: int, reader: Reader, want: Want) -> tuple[Task, int, str]:
         task = self.table(part).tasks[reader.task]
         plain = task.sampler["kind"] in ("sequential", "balanced")
-        return task, want.batch * reader.ranks if plain and not want.partial else 1
+        return task, want.batch * reader.ranks if plain and not want.partial else 1, reader.scope
 
     def _claim(self, table: Table, reader: Reader, want: Want) -> tuple[list[list[int]] | None] | None:
         task = table.tasks[reader.task]
@@ -329,6 +338,9 @@ class PartitionService:
         else:
             return False
         self._emit(table, [event])
+        for waiter in self._waiters.get(table.id, ()):
+            if waiter.task is task and waiter.scope == reader.scope:  # asked with another `version` or `partial`
+                _wake(waiter)
         return True
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -389,7 +401,8 @@ class PartitionService:
         urgent = urgent or bool(freed)
         for waiter in self._waiters.get(table.id, ()):
             task = waiter.task
-            if urgent or task is None or (task.news and task.num_ready >= waiter.enough):
+            over = task is not None and table.ended and not task.counts[WAITING]  # fewer than enough will do
+            if urgent or task is None or (task.news and (over or task.num_ready >= waiter.enough)):
                 _wake(waiter)
         for task in table.tasks.values():
             task.news = False
@@ -399,7 +412,7 @@ class PartitionService:
         writer.write(table)
 
     async def _until(
-        self, part: int, answer: Callable[[], Any], enough: Callable[[], tuple[Task, int]] | None = None
+        self, part: int, answer: Callable[[], Any], enough: Callable[[], tuple[Task, int, str]] | None = None
     ) -> Any:
         """Ask again after every change that may help, until there is an answer; the caller's deadline cancels this."""
         while True:

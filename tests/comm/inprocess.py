@@ -20,8 +20,8 @@ from rondo.comm.journal import Journal
 from rondo.comm.records import Column, worst_case_bytes
 from rondo.comm.serve import open_index
 from rondo.comm.words import new_doorbell
+from rondo.runtime.segments import Segment
 from tests.comm.driver import rules
-from tests.comm.memory import MemorySegment
 
 LENGTH, RESPONSE = 6, 4
 ROW_BYTES = worst_case_bytes(1, [("tokens", 4, LENGTH), ("loss_mask", 1, RESPONSE)])
@@ -39,7 +39,8 @@ class Store:
             fd = os.memfd_create(name.replace("/", "-"), os.MFD_CLOEXEC)
             os.posix_fallocate(fd, 0, num_bytes)
             self.held[name] = fd, new_doorbell()
-        return _Closing(fd=self.held[name][0], name=name)
+        fd = os.dup(self.held[name][0])
+        return Segment(name, os.fstat(fd).st_size, fd)
 
     def doorbell(self, name: str) -> int:
         return os.dup(self.held[name][1])
@@ -51,14 +52,6 @@ class Store:
     def close(self) -> None:
         for name in list(self.held):
             self.drop(name)
-
-
-class _Closing(MemorySegment):
-    def __enter__(self) -> _Closing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Wire:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from rondo.comm.audit import audit
+from rondo.comm.epochs import GroupSpec
+from rondo.comm.meeting import fields_of
 from rondo.comm.spans import rows_of, spans_of
 from rondo.runtime.errors import Refused
 from tests.comm.served import ROW_BYTES, Served, prove, put_group, score, served
@@ -176,6 +178,21 @@ async def test_memory_that_a_killed_coordinator_made_for_an_overflow_ring_is_not
         put_group(rollout, grant, [0, 1])
         await rollout.call("renew", [])
         assert run.coordinator.index.counts["ready"] == 1
+
+
+async def test_a_member_that_died_while_no_coordinator_ran_ends_its_process_groups_epoch():
+    async with served(max_staleness=0) as run:
+        for name in ("actor-0", "rollout-0"):
+            await run.bus(name)
+        spec = fields_of(GroupSpec("weights", ("actor-0/0", "rollout-0/0")))
+        joining = [run.coordinator.meet_group(spec, f"{name}/0", 1, 0, 60.0) for name in ("actor-0", "rollout-0")]
+        epoch, _ = await asyncio.gather(*joining)
+        await run.stop()
+        run.roster.dead = [["rollout-0", 1]]
+        run.roster.alive.pop("rollout-0")
+        await run.start()
+        over = await asyncio.wait_for(run.coordinator.watch_group(spec, epoch["epoch"], epoch["lives"]), 60)
+        assert over["missing"] == ["rollout-0/0"]
 
 
 async def test_weights_are_held_until_proved_and_a_dead_holder_lets_go():

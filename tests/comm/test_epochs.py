@@ -1,12 +1,15 @@
-"""The agreement on epochs, without a process or a clock."""
+"""The agreement on epochs and where it is made, without a process or a clock."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondo.comm.epochs import Epoch, Epochs, GroupSpec, Life, members_of
+from rondo.comm.meeting import Meeting, fields_of
 from rondo.runtime.errors import ConfigError, Refused
 
 A, B, C = "actor-0/0", "rollout-0/0", "rollout-0/1"
@@ -184,3 +187,13 @@ def test_numbers_rise_and_an_epoch_has_one_living_life_of_each_member(steps: lis
                 assert all(life.incarnation == lives[life.group] for life in epoch.lives)
                 assert [life.member for life in epoch.lives] == list(SPEC.members)
                 known[member] = epoch.number
+
+
+async def test_a_restarted_meeting_that_is_told_of_an_epoch_answers_who_waits_for_it() -> None:
+    meeting = Meeting()
+    spec = fields_of(GroupSpec("weights", ("actor-0/0", "rollout-0/0")))
+    asking = asyncio.create_task(meeting.meet_group(spec, "rollout-0/0", 1, 0, 60.0))
+    await asyncio.sleep(0)  # it has asked
+    watching = asyncio.create_task(meeting.watch_group(spec, 1, [["actor-0", 0, 1], ["rollout-0", 0, 1]]))
+    assert (await asking)["epoch"] == 1
+    watching.cancel()

@@ -298,7 +298,9 @@ def test_rounds_count_encoder_work_and_keep_samples_that_share_media_together():
             bus.put_media(group, encoder=40)
         bus.put(group, [0, 1])
     (first,) = bus.index.plan_rounds("actor_fwd", "actor_fwd-0", 1, None)[:1]
-    assert all(len({s for g, s in rank if g == group}) in (0, 2) for rank in map(rows_of, first["spans"]) for group in (0, 1))
+    assert all(
+        len({s for g, s in rank if g == group}) in (0, 2) for rank in map(rows_of, first["spans"]) for group in (0, 1)
+    )
     assert all({g for g, _, _ in rank} & {0, 1} for rank in first["spans"])
 
 
@@ -389,3 +391,11 @@ def test_a_run_whose_data_end_trains_whole_steps_and_is_done() -> None:
         bus.step(step)
     assert bus.index.done and bus.index.version == 2 and bus.index.next_position == 6
     assert bus.index.plan_admissions(2) == [] and bus.index.imbalance() == "" and bus.index.starving() == ""
+
+
+def test_columns_for_the_media_of_a_group_are_refused() -> None:
+    bus = Driver(media_bytes=64)
+    group = bus.admit(0)[0]
+    bus.grant(group)
+    bus._put("ring/rollout-0/0", [[group, -1]], ["log_probs"], epoch=0, reservation="x")
+    assert bus.index.refused_rows == 1

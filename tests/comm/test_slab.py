@@ -213,3 +213,11 @@ def test_a_slot_that_is_not_there_is_refused() -> None:
 def test_a_segment_too_small_for_its_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="a slab of 3 slots must have at least 16384 bytes, got 8192"):
         WeightSlab(MemorySegment(8192), 3)
+
+
+def test_a_slab_is_sized_for_buckets_as_small_as_the_settings_allow() -> None:
+    weights = torch.zeros(8 << 20, dtype=torch.uint8)
+    segment = MemorySegment(slab_bytes(weights.nbytes, 1, 1, 4096))
+    writer = WeightSlab(segment, 1).write(0, attempt=0, version=0, bucket_bytes=4096)
+    writer.add("weights", weights)
+    assert writer.finish()
