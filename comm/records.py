@@ -39,7 +39,7 @@ GROUP_BLOB = -1
 
 RECORD, PAD = 1, 2
 _MAGIC = b"RREC"
-_FIELDS = struct.Struct("<4sIQQQIqq")  # magic, kind, pos, seq, bytes, descriptor bytes, epoch, attempt
+HEADER_FIELDS = struct.Struct("<4sIQQQIqq")  # magic, kind, pos, seq, bytes, descriptor bytes, epoch, attempt
 _CRC = struct.Struct("<I8x")  # of the fields and the descriptor
 _GENERATION = struct.Struct("<QQ")  # pos, seq
 _GENERATION_AT = 8
@@ -213,7 +213,7 @@ def _pieces(record: Plan, columns: Sequence[Column], size: int) -> Iterator[memo
 
 def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = b"") -> None:
     """Write header and descriptor at byte `at` of `view`, with their checksum."""
-    fields = _FIELDS.pack(_MAGIC, *header)
+    fields = HEADER_FIELDS.pack(_MAGIC, *header)
     crc = _CRC.pack(zlib.crc32(descriptor, zlib.crc32(fields)))
     view[at : at + HEADER_BYTES + len(descriptor)] = b"".join((fields, crc, descriptor))
 
@@ -223,7 +223,7 @@ def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header
 
     `limit` is how many bytes there are up to the end of the ring. Raises CorruptData when anything disagrees.
     """
-    magic, *fields = _FIELDS.unpack_from(view, at)
+    magic, *fields = HEADER_FIELDS.unpack_from(view, at)
     header = Header._make(fields)
     if magic != _MAGIC or header.pos != pos:
         found = f"one for {header.pos}" if magic == _MAGIC else f"the bytes {magic.hex()}"
@@ -234,8 +234,8 @@ def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header
             f"with a descriptor of {header.descriptor_bytes}."
         )
     descriptor = view[at + HEADER_BYTES : at + HEADER_BYTES + header.descriptor_bytes]
-    (wanted,) = _CRC.unpack_from(view, at + _FIELDS.size)
-    crc = zlib.crc32(descriptor, zlib.crc32(view[at : at + _FIELDS.size]))
+    (wanted,) = _CRC.unpack_from(view, at + HEADER_FIELDS.size)
+    crc = zlib.crc32(descriptor, zlib.crc32(view[at : at + HEADER_FIELDS.size]))
     if crc != wanted:
         raise CorruptData(f"the record at {pos} must match its checksum {wanted:08x}, got {crc:08x}.")
     return header, descriptor

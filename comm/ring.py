@@ -55,8 +55,8 @@ from rondo.comm.words import Words, ring_doorbell
 from rondo.runtime.errors import CorruptData, OutOfSpace
 
 CONTROL_BYTES = 4096
-_MAGIC_WORD, _HEAD, _TAIL, _SEQ = range(4)
-_MAGIC = int.from_bytes(b"rondo-r1", "little")
+MAGIC_WORD, HEAD_WORD, TAIL_WORD, SEQ_WORD = range(4)
+RING_MAGIC = int.from_bytes(b"rondo-r1", "little")
 
 
 class Memory(Protocol):
@@ -131,7 +131,7 @@ def fits(capacity: int, head: int, tail: int, reserved: Sequence[int], request: 
     return total + pad <= tail + capacity - head
 
 
-class _Log:
+class RingLog:
     """What all three sides share: the words, the data, and the check that this is a ring at all."""
 
     def __init__(self, segment: Memory, name: str, readonly: bool) -> None:
@@ -140,19 +140,19 @@ class _Log:
         view = segment.view(readonly=readonly)
         self._words = Words(view, 0, CONTROL_BYTES // ALIGN_BYTES)
         self._data = view[CONTROL_BYTES : CONTROL_BYTES + self.capacity]
-        magic = self._words.load(_MAGIC_WORD)
-        if magic not in (0, _MAGIC):
+        magic = self._words.load(MAGIC_WORD)
+        if magic not in (0, RING_MAGIC):
             raise CorruptData(
                 f"segment {segment.name} must hold a ring, got the mark {magic:#x}. Give it a name of its own."
             )
 
     @property
     def head(self) -> int:
-        return self._words.load(_HEAD)
+        return self._words.load(HEAD_WORD)
 
     @property
     def tail(self) -> int:
-        return self._words.load(_TAIL)
+        return self._words.load(TAIL_WORD)
 
     def close(self) -> None:
         """Let go of the segment, so that it can be closed. Arrays that a reader still holds keep their memory
@@ -164,7 +164,7 @@ class _Log:
         return read_header(self._data, at, pos, self.capacity - at)
 
 
-class RingWriter(_Log):
+class RingWriter(RingLog):
     """The producer's side; one process at a time, proved dead before the next one starts.
 
     Takes over at the head of whatever the ring holds. `doorbell_fd` (`words.new_doorbell`) belongs to this ring alone;
@@ -173,7 +173,7 @@ class RingWriter(_Log):
 
     def __init__(self, segment: Memory, doorbell_fd: int | None, name: str) -> None:
         super().__init__(segment, name, readonly=False)
-        self._words.store(_MAGIC_WORD, _MAGIC)
+        self._words.store(MAGIC_WORD, RING_MAGIC)
         self._bytes = np.frombuffer(self._data, np.uint8)
         self._gathered = io.BytesIO()
         self._doorbell_fd = doorbell_fd
@@ -201,15 +201,15 @@ class RingWriter(_Log):
                 f"a put into ring {self.name} must fit a reservation, got {record.num_bytes} bytes (and a pad of "
                 f"{pos - head}) beside {head - self.tail} of {self.capacity} in use. Reserve worst_case_bytes first."
             )
-        seq = self._words.load(_SEQ) + 1
+        seq = self._words.load(SEQ_WORD) + 1
         if pos != head:
             write_header(self._data, head % self.capacity, Header(PAD, head, seq, pos - head, 0, epoch, attempt))
         at = pos % self.capacity
         write_payload(record, columns, self._bytes[at + record.payload : at + record.num_bytes], self._gathered)
         header = Header(RECORD, pos, seq, record.num_bytes, len(record.descriptor), epoch, attempt)
         write_header(self._data, at, header, record.descriptor)
-        self._words.store(_SEQ, seq)
-        self._words.store(_HEAD, pos + record.num_bytes)
+        self._words.store(SEQ_WORD, seq)
+        self._words.store(HEAD_WORD, pos + record.num_bytes)
         if self._doorbell_fd is not None:
             ring_doorbell(self._doorbell_fd)
         self._num_records += 1
@@ -226,7 +226,7 @@ class RingWriter(_Log):
         return RingStats(self.name, self.capacity, used, self._num_records, self._num_rows, self._num_bytes)
 
 
-class RingTail(_Log):
+class RingTail(RingLog):
     """The coordinator's side: sees every record once, in order, and says what may be overwritten.
 
     `cursor` is the log offset up to which everything was seen; a restarted coordinator passes the one it journalled.
@@ -267,7 +267,7 @@ class RingTail(_Log):
                 f"a release in ring {self.name} must end a record seen so far (cursor {self.cursor}), got {upto_pos}."
             )
         if upto_pos > self.tail:
-            self._words.store(_TAIL, upto_pos)
+            self._words.store(TAIL_WORD, upto_pos)
 
 
 class Record:
@@ -324,7 +324,7 @@ class Record:
         return arrays
 
 
-class RingView(_Log):
+class RingView(RingLog):
     """A reader's side: maps the ring once, read-only, and reads what the coordinator names."""
 
     def __init__(self, segment: Memory, name: str) -> None:

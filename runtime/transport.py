@@ -43,8 +43,8 @@ HELLO_S = 10.0
 
 CALL, REPLY, ERROR, CANCEL, WELCOME, REFUSAL = range(1, 7)
 
-_HELLO = struct.Struct("<4sHHQ32s64s")
-_HELLO_MAGIC = b"RNDO"
+HELLO = struct.Struct("<4sHHQ32s64s")
+HELLO_MAGIC = b"RNDO"
 _PREFIX = struct.Struct("<HBxIIQ")
 _PREFIX_BYTES = _PREFIX.size
 _MAGIC = 0xF2D0
@@ -220,25 +220,25 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def say_hello(self, token: str, name: str) -> None:
         """Writes the hello; the other side answers with a welcome or a refusal."""
         label = name.encode()[:64]
-        hello = (_HELLO_MAGIC, PROTOCOL_VERSION, len(label), self.max_frame_bytes, _digest(token), label)
-        self.transport.write(_HELLO.pack(*hello))
+        hello = (HELLO_MAGIC, PROTOCOL_VERSION, len(label), self.max_frame_bytes, token_digest(token), label)
+        self.transport.write(HELLO.pack(*hello))
 
     def expect_hello(self, token: str, then: Callable[[], None]) -> None:
         """Reads exactly the hello and nothing behind it; calls `then` if it is right, else refuses."""
-        hello = memoryview(bytearray(_HELLO.size))
+        hello = memoryview(bytearray(HELLO.size))
         self._hello_timer = asyncio.get_running_loop().call_later(HELLO_S, self.transport.abort)
 
         def check() -> None:
             self._forget_hello()
-            magic, version, name_bytes, self.peer_max_frame_bytes, digest, label = _HELLO.unpack(hello)
-            if magic != _HELLO_MAGIC:
+            magic, version, name_bytes, self.peer_max_frame_bytes, digest, label = HELLO.unpack(hello)
+            if magic != HELLO_MAGIC:
                 raise ProtocolError(f"a connection to rondo must begin with its hello, got {magic!r}")
             if version != PROTOCOL_VERSION:
                 raise ProtocolError(
                     f"both sides must speak the same protocol, got version {version} from the caller and "
                     f"{PROTOCOL_VERSION} here. Run one version of rondo on all nodes"
                 )
-            if not hmac.compare_digest(digest, _digest(token)):
+            if not hmac.compare_digest(digest, token_digest(token)):
                 raise Refused("the token must be the run's own, got another. Read it from the run-time directory")
             self.peer = label[:name_bytes].decode(errors="replace")
             then()
@@ -376,7 +376,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self.resumed()
 
 
-def _digest(token: str) -> bytes:
+def token_digest(token: str) -> bytes:
     return hashlib.blake2b(token.encode(), digest_size=32).digest()
 
 

@@ -6,6 +6,9 @@ mirror         the receiver's side of memory: what arrived, what is visible, how
 record_stream  one socket that carries chunks of records, either way, without copies
 sender         LinkSender: several such sockets to one receiver, made again when they are lost
 receiver       LinkReceiver: one listener a node, for all its mirrors
+pieces         a ring cut where descriptors and payloads cross apart
+collective     the same mirror over a process group: payloads by gloo or nccl (`_sender`, `_receiver`)
+device_ring    a mirror whose payloads lie in a torch tensor
 config         what a link can be told, and what it tells
 """
 
@@ -14,6 +17,10 @@ from __future__ import annotations
 from rondo.runtime.face import lazy
 
 _FACE = {
+    "CollectiveReceiver": "rondo.comm.links.collective_receiver",
+    "CollectiveSender": "rondo.comm.links.collective_sender",
+    "DeviceMirror": "rondo.comm.links.device_ring",
+    "DeviceView": "rondo.comm.links.device_ring",
     "LinkConfig": "rondo.comm.links.config",
     "LinkReceiver": "rondo.comm.links.receiver",
     "LinkSender": "rondo.comm.links.sender",

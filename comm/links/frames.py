@@ -7,6 +7,7 @@ Owns the bytes between two nodes. Does not own when a frame is sent (`sender.py`
     frame   header 40 B: magic kind checksum body_bytes pos extra crc32(of these) | body
 
     sender -> receiver   OPEN {ring, capacity, ...}    DATA pos, a chunk of the log    BEAT
+                         PAYLOAD pos, num_bytes: these cross beside the stream (`collective.py`)
     receiver -> sender   OPENED {head, tail, have}     CREDIT head, tail     RESEND pos, num_bytes     BEAT     REFUSAL
 
 Invariant: nothing of a header is used before its CRC-32 agrees, and no body is received before its size is checked.
@@ -30,13 +31,13 @@ import numpy as np
 import orjson
 
 from rondo.runtime.errors import TRAVELLERS, ProtocolError, Refused, RemoteError
-from rondo.runtime.transport import _HELLO, _HELLO_MAGIC, _digest
+from rondo.runtime.transport import HELLO, HELLO_MAGIC, token_digest
 
 LINK_VERSION = 1
-OPEN, OPENED, DATA, CREDIT, RESEND, BEAT, REFUSAL = range(1, 8)
+OPEN, OPENED, DATA, CREDIT, RESEND, BEAT, REFUSAL, PAYLOAD = range(1, 9)
 MAX_BODY_BYTES = 64 << 10
 """Limit on the JSON of OPEN, OPENED and REFUSAL."""
-HELLO_BYTES = _HELLO.size
+HELLO_BYTES = HELLO.size
 
 _MAGIC = b"RLNK"
 _FIELDS = struct.Struct("<4sIIIQQ")
@@ -109,20 +110,20 @@ def refusal(told: Mapping[str, Any]) -> Exception:
 
 def pack_hello(token: str, name: str) -> bytes:
     label = name.encode()[:64]
-    return _HELLO.pack(_HELLO_MAGIC, LINK_VERSION, len(label), 0, _digest(token), label)
+    return HELLO.pack(HELLO_MAGIC, LINK_VERSION, len(label), 0, token_digest(token), label)
 
 
 def check_hello(hello: bytes | bytearray, token: str) -> str:
     """The caller's name. Raises ProtocolError for what is no hello of this version, Refused for a wrong token."""
-    magic, version, name_bytes, _, digest, label = _HELLO.unpack(hello)
-    if magic != _HELLO_MAGIC:
+    magic, version, name_bytes, _, digest, label = HELLO.unpack(hello)
+    if magic != HELLO_MAGIC:
         raise ProtocolError(f"a connection to rondo must begin with its hello, got {magic!r}")
     if version != LINK_VERSION:
         raise ProtocolError(
             f"both ends of a link must speak the same protocol, got version {version} from the caller and {LINK_VERSION} "
             "here. Run one version of rondo on all nodes"
         )
-    if not hmac.compare_digest(digest, _digest(token)):
+    if not hmac.compare_digest(digest, token_digest(token)):
         raise Refused("the token must be the run's own, got another. Read it from the run-time directory")
     name: str = label[:name_bytes].decode(errors="replace")
     return name

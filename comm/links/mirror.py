@@ -21,8 +21,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from rondo.comm.records import _FIELDS, ALIGN_BYTES, HEADER_BYTES, RECORD
-from rondo.comm.ring import _HEAD, _MAGIC, _MAGIC_WORD, _SEQ, _TAIL, Memory, _Log
+from rondo.comm.records import ALIGN_BYTES, HEADER_BYTES, HEADER_FIELDS, RECORD
+from rondo.comm.ring import HEAD_WORD, MAGIC_WORD, RING_MAGIC, SEQ_WORD, TAIL_WORD, Memory, RingLog
 from rondo.comm.words import ring_doorbell
 from rondo.runtime.errors import CorruptData, ProtocolError, Refused
 
@@ -44,7 +44,7 @@ class MirrorStats:
     num_sessions: int
 
 
-class Mirror(_Log):
+class Mirror(RingLog):
     """The receiver's side of one mirror; one process at a time, proved dead before the next one starts.
 
     The segment must have the size of the origin's. `doorbell_fd` is the mirror's own; None where nobody waits.
@@ -65,7 +65,7 @@ class Mirror(_Log):
     @property
     def seq(self) -> int:
         """The generation at the head. It may be ahead by the records of one death."""
-        return self._words.load(_SEQ)
+        return self._words.load(SEQ_WORD)
 
     def admit(self, attempt: int, incarnation: int, tail: int) -> None:
         """Let a sender in: of this run's attempt, and no older than the last one. `tail` is where the origin's log begins.
@@ -83,9 +83,9 @@ class Mirror(_Log):
                 "took its place."
             )
         if not born:
-            self._words.store(_HEAD, tail)
-            self._words.store(_TAIL, tail)
-            self._words.store(_MAGIC_WORD, _MAGIC)
+            self._words.store(HEAD_WORD, tail)
+            self._words.store(TAIL_WORD, tail)
+            self._words.store(MAGIC_WORD, RING_MAGIC)
             self._words.store(_BORN, attempt + 1)
         elif tail > self.head:
             raise Refused(
@@ -147,14 +147,14 @@ class Mirror(_Log):
     def _show(self) -> int:
         have, i, num_shown = self._have, 0, 0
         head = pos = self.head
-        seq = self._words.load(_SEQ)
+        seq = self._words.load(SEQ_WORD)
         while True:
             while i < len(have) and have[i][1] <= pos:
                 i += 1
             if i == len(have) or have[i][0] > pos or have[i][1] < pos + HEADER_BYTES:
                 break
             at = pos % self.capacity
-            *_, descriptor_bytes, _, _ = _FIELDS.unpack_from(self._data, at)
+            *_, descriptor_bytes, _, _ = HEADER_FIELDS.unpack_from(self._data, at)
             if have[i][1] < min(pos + HEADER_BYTES + descriptor_bytes, pos - at + self.capacity):
                 break  # the checksum covers a descriptor that is still on its way; a pad has none
             header, _ = self._header(pos)
@@ -166,8 +166,8 @@ class Mirror(_Log):
                 self._num_bytes += header.num_bytes
             pos += header.num_bytes
         if num_shown:
-            self._words.store(_SEQ, seq)
-            self._words.store(_HEAD, head)
+            self._words.store(SEQ_WORD, seq)
+            self._words.store(HEAD_WORD, head)
             if self._doorbell_fd is not None:
                 ring_doorbell(self._doorbell_fd)
             self._have = [interval for interval in have if interval[1] > head]
@@ -181,7 +181,7 @@ class Mirror(_Log):
                 f"a release in mirror {self.name} must end a record seen so far (head {self.head}), got {upto_pos}."
             )
         if upto_pos > self.tail:
-            self._words.store(_TAIL, upto_pos)
+            self._words.store(TAIL_WORD, upto_pos)
 
     def stats(self) -> MirrorStats:
         assembled = sum(end - start for start, end in self.have())

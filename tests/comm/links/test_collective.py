@@ -1,0 +1,270 @@
+"""A link over a process group: gloo between processes, killed in mid record, and a mirror whose payloads lie in a tensor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from rondo.comm.communicators import Communicator, open_group
+from rondo.comm.epochs import Epoch, GroupSpec, Life
+from rondo.comm.links.collective_receiver import CollectiveReceiver
+from rondo.comm.links.collective_sender import CollectiveSender
+from rondo.comm.links.device_ring import DeviceMirror, DeviceView
+from rondo.comm.links.mirror import Mirror
+from rondo.comm.ring import RingTail
+from rondo.comm.words import new_doorbell
+from rondo.runtime.errors import ConfigError, GroupBroken, Refused
+from tests.comm.links.ends import QUICK, RING, TOKEN, Ends, Reader, column, rung
+from tests.comm.memory import MemorySegment, start_child
+
+SPEC = GroupSpec("mirror", ("rollout-0/0", "actor-0/0"), timeout_s=30.0)
+HERE = "tests.comm.links.test_collective"
+
+
+def member(rank: int, number: int, port: int) -> Communicator:
+    epoch = Epoch(SPEC.name, number, (Life("rollout-0", 0, number), Life("actor-0", 0, 1)))
+    return open_group(SPEC, epoch, SPEC.members[rank], ("127.0.0.1", port), deadline_s=30.0)
+
+
+def send(origin_fd: int, address: str, number: int, port: int) -> None:
+    """A sender in this process until it is killed or its epoch is over."""
+
+    async def main() -> None:
+        communicator = await asyncio.to_thread(member, 0, number, port)
+        sender = CollectiveSender(MemorySegment(fd=origin_fd), RING, token=TOKEN, attempt=0, config=QUICK)
+        try:
+            await sender.run(address, communicator, 1)
+        except GroupBroken:
+            os._exit(0)
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def doorbell() -> Iterator[int]:
+    fd = new_doorbell()
+    yield fd
+    os.close(fd)
+
+
+class Noting:
+    """Mixed into mirrors: notes what arrived, and tells when so many pieces did."""
+
+    pieces: list[tuple[int, int]]
+    at: dict[int, Callable[[], None]]
+
+    def arrived(self, pos: int, num_bytes: int) -> int:
+        self.pieces.append((pos, num_bytes))
+        self.at.get(len(self.pieces), int)()
+        return super().arrived(pos, num_bytes)  # type: ignore[misc,no-any-return]
+
+
+class NotingMirror(Noting, Mirror):
+    pass
+
+
+class NotingDeviceMirror(Noting, DeviceMirror):
+    pass
+
+
+def mirror_of(ends: Ends, kind: str, fd: int | None) -> Any:
+    made: Any = NotingDeviceMirror(ends.copy, fd, RING, device="cpu") if kind == "device" else NotingMirror(
+        ends.copy, fd, RING
+    )  # fmt: skip
+    made.pieces, made.at = [], {}
+    return made
+
+
+class TensorReader:
+    """As `Reader`, out of the tensor of a device mirror."""
+
+    def __init__(self, ends: Ends, mirror: DeviceMirror) -> None:
+        self.ends, self.seen = ends, 0
+        self.tail, self.view = RingTail(ends.copy, RING), DeviceView(ends.copy, mirror)
+
+    def check(self) -> None:
+        for ref, _ in self.tail.poll():
+            assert (ref.pos, ref.seq, ref.num_bytes) == self.ends.refs[self.seen]
+            record = self.view.read(ref.pos, ref.seq)
+            found = record.column("x", 0)
+            assert found.dtype == torch.uint8 and record.valid()
+            wanted = torch.from_numpy(column(self.seen, self.ends.sizes(self.seen)).arrays[0])
+            assert torch.equal(found.cpu(), wanted)
+            self.seen += 1
+
+
+def reader_of(ends: Ends, mirror: Any) -> Any:
+    return TensorReader(ends, mirror) if isinstance(mirror, DeviceMirror) else Reader(ends)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+async def test_records_cross_between_processes_over_many_laps(kind: str, store: TCPStore, doorbell: int) -> None:
+    ends = Ends()
+    mirror = mirror_of(ends, kind, doorbell)
+    receiver = CollectiveReceiver(mirror, TOKEN, QUICK)
+    receiver.start()
+    child = start_child(f"{HERE}:send", ends.origin.fd, receiver.address, 1, store.port, fds=[ends.origin.fd])
+    try:
+        async with asyncio.timeout(60):
+            communicator = await asyncio.to_thread(member, 1, 1, store.port)
+            run = asyncio.create_task(receiver.run(communicator, 0))
+            reader = None
+            while reader is None or reader.seen < 100:
+                ends.fill(100)
+                await rung(doorbell, lambda: mirror.head == ends.end or run.done())
+                assert not run.done()
+                reader = reader or reader_of(ends, mirror)
+                reader.check()
+                receiver.release(reader.tail.cursor)
+                ends.tail.poll()
+                ends.tail.release(mirror.head)
+            assert mirror.head > 3 * mirror.capacity and mirror.num_refused_chunks == 0
+            end(child)
+            with pytest.raises(GroupBroken):
+                await run
+            assert await asyncio.to_thread(communicator.close, 30.0)
+    finally:
+        end(child)
+        receiver.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+async def test_a_sender_killed_in_mid_record_is_followed_in_the_next_epoch_by_one_that_goes_on_there(
+    kind: str, store: TCPStore, doorbell: int
+) -> None:
+    ends = Ends(1 << 22, sizes=lambda group: 300_000)
+    ends.put(6)
+    mirror = mirror_of(ends, kind, doorbell)
+    receiver = CollectiveReceiver(mirror, TOKEN, QUICK)
+    receiver.start()
+    child = None
+    try:
+        async with asyncio.timeout(60):
+            for number in (1, 2):
+                child = start_child(
+                    f"{HERE}:send", ends.origin.fd, receiver.address, number, store.port, fds=[ends.origin.fd]
+                )
+                communicator = await asyncio.to_thread(member, 1, number, store.port)
+                if number == 1:
+                    mirror.at[50] = child.kill
+                run = asyncio.create_task(receiver.run(communicator, 0))
+                if number == 2:
+                    await rung(doorbell, lambda: mirror.head == ends.end)
+                    end(child)
+                with pytest.raises(GroupBroken):
+                    await run
+                end(child)
+                await asyncio.to_thread(communicator.close, 30.0)
+                if number == 1:
+                    assert mirror.head in [ref[0] for ref in ends.refs] and mirror.have()[-1][1] < ends.end
+            reader = reader_of(ends, mirror)
+            reader.check()
+            assert reader.seen == 6
+            assert sum(num_bytes for _, num_bytes in mirror.pieces) == ends.end  # nothing came twice
+    finally:
+        if child is not None:
+            end(child)
+        receiver.close()
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Kill and reap; safe to call twice."""
+    child.kill()
+    child.wait()
+    if child.stdout is not None:
+        child.stdout.close()
+
+
+def pair(store: TCPStore, number: int = 1) -> list[Communicator]:
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda rank: member(rank, number, store.port), range(2)))
+
+
+class Flipping:
+    """A communicator that flips one bit of its third payload."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._inner, self.num_sent = communicator, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send(self, tensor: Any, peer: int) -> None:
+        self.num_sent += 1
+        data = tensor.clone()
+        if self.num_sent == 3:
+            data[100] ^= 4
+        self._inner.send(data, peer)
+
+
+async def test_a_flipped_bit_in_a_payload_is_refused_and_sent_again_in_the_same_epoch(store: TCPStore) -> None:
+    ends = Ends(1 << 20, sizes=lambda group: 60_000)
+    ends.put(3)
+    mirror = mirror_of(ends, "device", None)
+    receiver, (first, second) = CollectiveReceiver(mirror, TOKEN, QUICK), await asyncio.to_thread(pair, store)
+    receiver.start()
+    sender, flipping = CollectiveSender(ends.origin, RING, token=TOKEN, attempt=0, config=QUICK), Flipping(first)
+    there = asyncio.create_task(receiver.run(second, 0))
+    here = asyncio.create_task(sender.run(receiver.address, flipping, 1))  # type: ignore[arg-type]
+    await sender.mirrored_upto(ends.end, deadline_s=30)
+    reader = reader_of(ends, mirror)
+    reader.check()
+    assert (reader.seen, mirror.num_refused_chunks, sender.counts["num_resent"]) == (3, 1, 1)
+    receiver.release(mirror.head)
+    await sender.released_upto(ends.end, deadline_s=30)
+    here.cancel()
+    await asyncio.gather(here, return_exceptions=True)
+    with pytest.raises(GroupBroken):
+        await there
+    assert first.close(30.0) and second.close(30.0)
+    receiver.close()
+    sender.close()
+
+
+async def test_a_wrong_token_and_another_ring_are_refused(store: TCPStore) -> None:
+    ends = Ends()
+    mirror = mirror_of(ends, "host", None)
+    for number, (token, ring, match) in enumerate([("another", RING, "token"), (TOKEN, "ring/x", "must open")], 1):
+        receiver, (first, second) = CollectiveReceiver(mirror, TOKEN, QUICK), await asyncio.to_thread(
+            pair, store, number
+        )  # fmt: skip
+        receiver.start()
+        there = asyncio.create_task(receiver.run(second, 0))
+        sender = CollectiveSender(ends.origin, ring, token=token, attempt=0, config=QUICK)
+        with pytest.raises(Refused, match=match):
+            await sender.run(receiver.address, first, 1)
+        assert not there.done() and mirror.pieces == []
+        there.cancel()
+        await asyncio.gather(there, return_exceptions=True)
+        assert first.close(30.0) and second.close(30.0)
+        receiver.close()
+
+
+def test_a_device_mirror_opened_anew_begins_at_its_tail_since_payloads_died() -> None:
+    ends = Ends()
+    ends.put(2)
+    mirror = DeviceMirror(ends.copy, None, RING, device="cpu")
+    mirror.admit(0, 0, 0)
+    mirror.target(0, ends.end)[:] = ends.origin.view()[4096 : 4096 + ends.end]
+    assert mirror.arrived(0, ends.end) == 2
+    mirror.release(ends.refs[1][0])
+    again = DeviceMirror(ends.copy, None, RING, device="cpu")
+    assert again.head == again.tail == ends.refs[1][0] and again.have() == []
+
+
+def test_an_address_that_is_not_tcp_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tcp:host:port"):
+        CollectiveReceiver(mirror_of(Ends(), "host", None), TOKEN).start("unix:/nowhere")
