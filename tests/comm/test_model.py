@@ -104,6 +104,9 @@ class BusMachine(RuleBasedStateMachine):
         self.store.close()
         self.folder.cleanup()
 
+    async def tick(self) -> None:
+        self.run_.coordinator.tick()
+
     def wait(self, call: Any) -> Any:
         return self.loop.run_until_complete(call)
 
@@ -323,7 +326,7 @@ class BusMachine(RuleBasedStateMachine):
                     [h.group, h.epoch] for h in others if h.member == member and not self.current(h)
                 )
         self.run_.clock += 60.0
-        self.run_.coordinator.tick()
+        self.wait(self.tick())
         for member in ROLLOUTS:
             if member in self.buses:
                 self.call(member, "renew", [[held.group, held.epoch] for held in others if held.member == member])
