@@ -32,6 +32,7 @@ from rondo.comm.index import Rules
 from rondo.comm.records import Column, worst_case_bytes
 from rondo.comm.rounds import Stream
 from rondo.comm.serve import CONFIG
+from rondo.comm.words import Words
 from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
 from rondo.runtime.segments import SegmentClient, SegmentServer
 
@@ -247,8 +248,9 @@ async def produce(bus: Bus, load: Load) -> None:
             await asyncio.sleep(0)
 
 
-async def consume(bus: Bus, load: Load) -> None:
+async def consume(bus: Bus, load: Load, segments: SegmentClient) -> None:
     rows = 0
+    read = Words(segments.segment("read", 4096).view(), 0, load.consumers)
     for step in range(load.num_steps):
         if step == load.warm_steps:
             tell("warm", rows)
@@ -262,7 +264,10 @@ async def consume(bus: Bus, load: Load) -> None:
         else:  # the ranks of a real trainer gather what they read; here the step is known to be whole
             first = step * load.groups_per_step
             whole = [[g, 0, load.samples_per_group] for g in range(first, first + load.groups_per_step)]
+            read.store(bus.member.rank, step + 1)  # the collectives of a real trainer wait for every rank
             if bus.member.rank == 0:
+                while min(read.load(rank) for rank in range(load.consumers)) <= step:  # noqa: ASYNC110
+                    await asyncio.sleep(0.0002)
                 await bus.call("commit", 0, step + 1, 7, whole)
             await bus.call("await_version", step + 1)
     tell("end", rows)
@@ -324,8 +329,10 @@ async def _end(what: str, options: dict[str, Any]) -> None:
             np.frombuffer(segments.segment(f"ring/rollout-{i}/0", load.ring_bytes).view(readonly=True), np.uint8)[
                 ::4096
             ].sum()
-    ends = {"produce": produce, "consume": consume, "latency": latency, "produce_slowly": produce_slowly}
-    await ends[what](bus, load)
+    if what == "consume":
+        await consume(bus, load, segments)
+    else:
+        await {"produce": produce, "latency": latency, "produce_slowly": produce_slowly}[what](bus, load)
     bus.close()
     segments.close()
     coordinator.close()
