@@ -56,9 +56,7 @@ def micro_batches(
             rank = loads.index(min(loads))
             loads[rank] += unit[3]
             shares[rank].append(unit)
-    batches = [
-        [_spans(batch) for batch in _cut(sorted(share, key=lambda unit: unit[:2]), budget)] for share in shares
-    ]
+    batches = [[_spans(batch) for batch in _cut(sorted(share, key=lambda unit: unit[:2]), budget)] for share in shares]
     return [list(batch) for batch in zip_longest(*batches, fillvalue=[])]
 
 

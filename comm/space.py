@@ -30,7 +30,7 @@ class RingSpace:
     head: int = 0
     tail: int = 0
     records: dict[int, list[int]] = field(default_factory=dict)  # position -> [end position, uses], in log order
-    order: deque[int] = field(default_factory=deque)  # the positions, where the oldest is at hand (a dict searches for it)
+    order: deque[int] = field(default_factory=deque)  # their positions: a dict searches for its oldest
     reserved: dict[str, list[int]] = field(default_factory=dict)  # reservation -> bytes of each record still to come
     promised: dict[str, int] = field(default_factory=dict)  # reservation -> those bytes together
 
