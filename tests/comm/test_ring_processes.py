@@ -19,7 +19,6 @@ from tests.comm.memory import MemorySegment, start_child, tokens
 
 HERE = "tests.comm.test_ring_processes"
 CAPACITY = 1 << 20
-_HEAD, _SEQ = ring_module._HEAD, ring_module._SEQ
 
 
 def row(group: int) -> Column:
@@ -47,7 +46,7 @@ def put_and_die(segment_fd: int, doorbell_fd: int, moment: str) -> None:
         die()
 
     def store(words: Words, index: int, value: int) -> None:
-        if index == {"before seq": _SEQ, "before head": _HEAD}.get(moment):
+        if index == {"before seq": ring_module.SEQ_WORD, "before head": ring_module.HEAD_WORD}.get(moment):
             die()
         stored(words, index, value)
 
