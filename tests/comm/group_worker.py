@@ -103,6 +103,7 @@ class Member(Actor):
 
         def fail() -> None:
             os.kill(os.getpid(), SIGNALS[how])
+            threading.Event().wait()  # the signal may be another thread's to take: this one would run on until it is
 
         if moment == "first":
             fence = communicators._fence

@@ -284,7 +284,7 @@ async def test_forming_with_a_stopped_member_ends_by_its_deadline_and_names_who_
     await world.ask(C, "fail_while_forming", "first", "stop")
     world.let(C, "join", world.spec(A, B, C), 20.0)
     await seen(lambda: world.meeting.num_asking() == 1)
-    # Longer than a look-up of a name takes where no name server answers: torch's store does one for a client, on its one thread.
+    # Longer than a look-up of a name takes where no name server answers: torch does one for a client that connects.
     for error in await world.join(world.spec(A, B, C), A, B, limit_s=8.0):
         assert (error["operation"], error["missing"]) == ("form", [C])
 
