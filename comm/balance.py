@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
-from rondo.comm.spans import Span, spans_of
+from rondo.comm.spans import Span
 
 Unit = tuple[int, int, int, int]  # group, first sample, how many samples stay together, what they cost
 Costs = Mapping[int, Sequence[int]]  # group -> what each of its samples costs a micro-batch
@@ -46,18 +46,39 @@ def micro_batches(
     together: Collection[int] = (),
 ) -> list[list[list[Span]]]:
     """Micro-batches [round][rank] -> spans, by the rule above; a rank that runs out has empty ones."""
+    if ranks == 1 and not whole and not together:
+        return [[spans] for spans in _cut_groups(costs, budget)]
     units = [unit for group in costs for unit in _units(group, costs[group], budget, whole, group in together)]
     shares: list[list[Unit]] = [[] for _ in range(ranks)]
-    if ranks == 1:
-        shares = [units]
-    else:
-        loads = [0] * ranks
-        for unit in sorted(units, key=lambda unit: -unit[3]):
-            rank = loads.index(min(loads))
-            loads[rank] += unit[3]
-            shares[rank].append(unit)
+    loads = [0] * ranks
+    for unit in sorted(units, key=lambda unit: -unit[3]):
+        rank = loads.index(min(loads))
+        loads[rank] += unit[3]
+        shares[rank].append(unit)
     batches = [[_spans(batch) for batch in _cut(sorted(share, key=lambda unit: unit[:2]), budget)] for share in shares]
     return [list(batch) for batch in zip_longest(*batches, fillvalue=[])]
+
+
+def _cut_groups(costs: Costs, budget: int) -> list[list[Span]]:
+    """What `_cut` makes of single rows, by the group: one that fits is not looked at row by row."""
+    batches: list[list[Span]] = []
+    total = budget + 1
+    for group in sorted(costs):
+        needed = sum(costs[group])
+        if total + needed <= budget:
+            batches[-1].append([group, 0, len(costs[group])])
+            total += needed
+            continue
+        for sample, cost in enumerate(costs[group]):
+            total += cost
+            if total > budget:
+                batches.append([[group, sample, 1]])
+                total = cost
+            elif sample:
+                batches[-1][-1][2] += 1
+            else:
+                batches[-1].append([group, 0, 1])
+    return batches
 
 
 def _units(group: int, costs: Sequence[int], budget: int, whole: bool, together: bool) -> list[Unit]:
@@ -84,4 +105,11 @@ def _cut(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
 
 
 def _spans(units: Iterable[Unit]) -> list[Span]:
-    return spans_of((group, sample) for group, first, count, _ in units for sample in range(first, first + count))
+    """Units in their order; neighbours become one span."""
+    spans: list[Span] = []
+    for group, first, count, _ in units:
+        if spans and spans[-1][0] == group and spans[-1][1] + spans[-1][2] == first:
+            spans[-1][2] += count
+        else:
+            spans.append([group, first, count])
+    return spans

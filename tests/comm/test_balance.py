@@ -59,3 +59,8 @@ def test_every_row_is_planned_once_within_the_budget_and_equal_input_gives_equal
                 assert len(places) == 1
             most = sum(costs[group]) // (budget - max(costs[group])) + 1 if max(costs[group]) < budget else 6
             assert len(places) <= most
+
+
+def test_one_rank_fills_micro_batches_in_order_and_cuts_a_group_only_where_the_budget_ends() -> None:
+    assert micro_batches({2: [4, 4], 3: [1], 1: [4, 4]}, 1, 10) == [[[[1, 0, 2]]], [[[2, 0, 2], [3, 0, 1]]]]
+    assert micro_batches({1: [4, 4], 2: [2, 2, 2]}, 1, 10) == [[[[1, 0, 2], [2, 0, 1]]], [[[2, 1, 2]]]]
