@@ -17,6 +17,8 @@ admitted = trained + filtered + surplus + failed + quarantined + waiting + runni
 from __future__ import annotations
 
 import bisect
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,8 @@ from rondo.comm.records import GROUP_BLOB
 from rondo.comm.rounds import Rounds, Stream
 from rondo.comm.space import Space
 from rondo.comm.versions import Versions
+
+_OLDEST = operator.attrgetter("oldest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +274,8 @@ class Index:
             if group is None or group.state not in LIVE:
                 continue
             if group_id in trained:
-                for row in group.rows.values():
-                    age = step - row.oldest
-                    self.staleness[age] = self.staleness.get(age, 0) + 1
+                for oldest, count in Counter(map(_OLDEST, group.rows.values())).items():
+                    self.staleness[step - oldest] = self.staleness.get(step - oldest, 0) + count
                 self._end(group, "trained")
             else:  # what its holder has reserved stays so until it is abandoned
                 self._end(group, "surplus")
