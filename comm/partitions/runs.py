@@ -12,6 +12,7 @@ Invariant: a run never leaves its record.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 ROW_BITS = 20
@@ -68,3 +69,34 @@ def cut(runs: Sequence[Run], sizes: Iterable[int]) -> list[list[list[int]]]:
 def even(total: int, parts: int) -> list[int]:
     """Sizes that differ by at most one: the first ones are the larger."""
     return [(total + parts - 1 - part) // parts for part in range(parts)]
+
+
+class Numbers:
+    """A set of whole numbers that mostly follow each other, as runs in order: as small as it has gaps."""
+
+    def __init__(self, runs: Sequence[Sequence[int]] = ()) -> None:
+        self._starts = [start for start, _ in runs]
+        self._ends = [start + length for start, length in runs]
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def add(self, number: int) -> None:
+        at = bisect_right(self._starts, number)  # of the run behind it
+        if at and number < self._ends[at - 1]:
+            return
+        after = at < len(self._starts) and self._starts[at] == number + 1
+        if at and self._ends[at - 1] == number:
+            self._ends[at - 1] = self._ends[at] if after else number + 1
+            if after:
+                del self._starts[at], self._ends[at]
+        elif after:
+            self._starts[at] = number
+        else:
+            self._starts.insert(at, number)
+            self._ends.insert(at, number + 1)
+
+    def runs(self) -> list[list[int]]:
+        """[first number, how many], in order."""
+        return [[start, end - start] for start, end in zip(self._starts, self._ends, strict=True)]

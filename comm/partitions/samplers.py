@@ -299,8 +299,8 @@ class OrderedChooser(Chooser):
         self._heap: list[tuple[int, int]] = []  # (place in the order, row)
         if self._window is not None:  # rows that were read before a restore do not hold up those behind them
             read = {self._place(table.entry(id).key(id & ROW_MASK)) for id in expand(task.done_runs())}
-            while self.mark in read:
-                self.mark += 1
+            while (place := self._behind_cleared(self.mark)) in read:
+                self.mark = place + 1
 
     def admit(self, start: int, length: int) -> None:
         entry = self.table.entries.get(start >> ROW_BITS)
@@ -311,17 +311,15 @@ class OrderedChooser(Chooser):
     def choose(self, ask: Ask) -> Picked | None:
         if self._window is None and not ask.ended:
             return None
-        want, mark = ask.ranks * ask.batch, self.mark
+        want, mark = ask.ranks * ask.batch, self._behind_cleared(self.mark)
         taken: list[tuple[int, int]] = []
         while self._heap and len(taken) < want:
             place, id = self._heap[0]
             if not self.is_ready(id):
-                heapq.heappop(self._heap)  # cleared since: nobody waits for it
-                if self._window is not None and place == mark:
-                    mark = self.mark = place + 1
+                heapq.heappop(self._heap)  # cleared since
             elif self._window is None or place <= mark or ask.ended:
                 taken.append(heapq.heappop(self._heap))
-                mark = max(mark, place + 1) if self._window is not None else mark
+                mark = self._behind_cleared(max(mark, place + 1))
             else:
                 break
         if not taken or (len(taken) < want and not ask.partial):
@@ -331,6 +329,20 @@ class OrderedChooser(Chooser):
         self.mark = mark
         sizes = [ask.batch] * ask.ranks if len(taken) == want else even(len(taken), ask.ranks)
         return cut(compress([id for _, id in taken]), sizes)
+
+    def _behind_cleared(self, mark: int) -> int:
+        """The first place from `mark` on whose row was not cleared: nobody waits for one that was, met before or not."""
+        if self._window is None:
+            return mark
+        while self._number_at(mark) in self.table.cleared:
+            mark += 1
+        return mark
+
+    def _number_at(self, place: int) -> int:
+        """The key that an order in windows has at this place."""
+        assert self._window is not None
+        window, at = divmod(place, self._window)
+        return window * self._window + _unshuffled(self._seed, window, self._window)[at]
 
     def _place(self, key: str | None) -> int:
         if key is None:
@@ -349,6 +361,12 @@ def _shuffled(seed: int, window: int, size: int) -> list[int]:
     places = list(range(size))
     random.Random(f"{seed}/{window}").shuffle(places)
     return places
+
+
+@lru_cache(maxsize=64)
+def _unshuffled(seed: int, window: int, size: int) -> list[int]:
+    """Where each place of a window comes from."""
+    return sorted(range(size), key=_shuffled(seed, window, size).__getitem__)
 
 
 def chooser(table: Table, task: Task) -> Chooser:

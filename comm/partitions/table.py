@@ -19,7 +19,7 @@ import orjson
 
 from rondo.comm.journal import Event
 from rondo.comm.partitions.entry import DEAD, HELD, LIVE, Entry, places_of
-from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, Run, compress, count, expand, row_id
+from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, Numbers, Run, compress, count, expand, row_id
 from rondo.comm.partitions.shelf import Ring, Shelf
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.task import CLAIMED, DONE, GONE, READY, Claim, Task
@@ -40,6 +40,7 @@ class Table:
         self.num_put = 0  # rows ever
         self.num_refused = 0  # rows of puts that changed nothing
         self.ended_by: list[str] = []
+        self.cleared = Numbers()  # keys that are numbers, of rows that were cleared: an order waits for none of them
         self._change = 0
         self._changes: list[tuple[int, int]] = []  # (change, record), growing; stale pairs are skipped
         self._kept = 0  # its length after the last time that those were taken out
@@ -161,6 +162,8 @@ class Table:
             for i in range(i0, i0 + length):
                 if entry.keys is not None:
                     del self.keys[entry.keys[i]]
+                    if entry.keys[i].isdecimal():
+                        self.cleared.add(int(entry.keys[i]))
                 if entry.tags is not None:
                     self._unindex_tags(row_id(record, i), entry.tag(i))
             self.num_rows -= length
@@ -369,7 +372,7 @@ class Table:
             "entries": [entry.dump() for entry in self.entries.values()],
             "tasks": [task.dump() for task in self.tasks.values()], "next_record": self.next_record,
             "num_put": self.num_put, "num_refused": self.num_refused, "ended_by": list(self.ended_by),
-            "change": self._change,
+            "change": self._change, "cleared": self.cleared.runs(),
         }  # fmt: skip
 
     @classmethod
@@ -389,6 +392,7 @@ class Table:
         table.next_record, table.ended_by = state["next_record"], list(state["ended_by"])
         table.num_put, table.num_refused = state["num_put"], state["num_refused"]
         table._change, table._changes = state["change"], table._log()
+        table.cleared = Numbers(state["cleared"])
         return table
 
 

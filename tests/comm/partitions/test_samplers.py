@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondo.comm.partitions.differencing import balanced
+from rondo.comm.partitions.runs import Numbers
 from rondo.comm.partitions.spec import (
     Balanced,
     Groups,
@@ -176,6 +177,32 @@ def test_an_order_in_windows_goes_on_where_it_was_after_a_restart():
     hand.emit("clear", rows=[[0, 2]])
     hand.partitions = type(hand.partitions).load(hand.partitions.dump())
     assert hand.claim(batch=2) == [[2, 3]]
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_order_in_windows_does_not_wait_for_rows_that_were_cleared_before_it_met_them(window, restarted):
+    hand = Hand()
+    hand.task(sampler=Ordered(0, window=window))
+    hand.put(8, keys=[str(i) for i in range(8)])
+    hand.emit("clear", rows=[[0, 3], [5, 1]])
+    if restarted:
+        hand.partitions = type(hand.partitions).load(hand.partitions.dump())
+    found = [id for _ in range(4) for id in hand.claim(batch=1)[0]]
+    assert sorted(found) == [3, 4, 6, 7]
+    for batch in range(4):
+        hand.ack(batch)
+    hand.emit("reset", task="t", to=1)  # in a further pass too
+    assert sorted(hand.table.entry(id).key(id) for id in hand.claim(batch=4)[0]) == ["3", "4", "6", "7"]
+
+
+def test_numbers_are_kept_as_runs():
+    numbers, held = Numbers(), set()
+    for number in random.Random(0).sample([*range(60), *range(0, 60, 7)], 69):
+        numbers.add(number)
+        held.add(number)
+        assert [n for n in range(-1, 62) if n in numbers] == sorted(held)
+    assert numbers.runs() == [[0, 60]] and 30 in Numbers(numbers.runs())
 
 
 @pytest.mark.parametrize("how", ["raise", "twice", "unknown", "many", "ranks", "text", "type"])
