@@ -99,12 +99,14 @@ class _Held:
 @dataclass(frozen=True, slots=True)
 class Round:
     """This rank's part of one micro-batch. No rows means: run a dummy, so that all ranks run the same collectives.
-    `spans` name the rows in their order."""
+    `spans` name the rows in their order. `last` ends the step; `closes` ends `update`, one optimizer step of it."""
 
     key: str
     index: int
     step: int
     last: bool
+    update: int
+    closes: bool
     rows: tuple[Row, ...]
     spans: list[Span]
     ring: str | None
@@ -236,9 +238,8 @@ class Bus:
                 for sample in range(first, first + count)
             ]
         )
-        return Round(
-            fields["key"], fields["index"], fields["step"], fields["last"], rows, spans, fields["ring"], records
-        )
+        plain = {name: fields[name] for name in ("key", "index", "step", "last", "update", "closes", "ring")}
+        return Round(**plain, rows=rows, spans=spans, records=records)
 
     def view(self, ring: str) -> RingView:
         if ring not in self._views:
