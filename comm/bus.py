@@ -12,7 +12,7 @@ which rows exist and who may read them is the coordinator's word alone.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -205,7 +205,7 @@ class Bus:
     async def join(self, stream: str, tokens: int) -> None:
         await self.call("join", stream, self.member.world_size, tokens)
 
-    async def stream(self, stream: str, *, tokens: int, step: int | None = None) -> AsyncIterator[Round]:
+    async def stream(self, stream: str, *, tokens: int, step: int | None = None) -> AsyncGenerator[Round, None]:
         """Rounds of a stream in order, until the run ends; of one step, until its last, when `step` is given."""
         await self.join(stream, tokens)
         index = 0

@@ -80,7 +80,9 @@ class _Lane:
     taken: set[int] = field(default_factory=set)  # groups that are ready, in a round, or finished here
     rounds: dict[str, dict[int, Round]] = field(default_factory=dict)  # scope -> index -> round
     planned: dict[str, int] = field(default_factory=dict)  # scope -> rounds planned so far
-    covered: dict[str, dict[int, set[int]]] = field(default_factory=dict)  # train scope -> update -> groups in its rounds
+    covered: dict[str, dict[int, set[int]]] = field(
+        default_factory=dict
+    )  # train scope -> update -> groups in its rounds
 
     def list_ready(self, step: int, group: int) -> None:
         listed = self.ready.setdefault(step, [])
