@@ -5,7 +5,8 @@ Owns the form of these answers, read off the index; changes nothing. Who gets wh
 
     lease   {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0",
              "has_media": False, "have": [[sample, reward, response], ...]}     what earlier holders have put
-    round   {"key", "index", "step", "last", "ring", "spans": [[7, 0, 2], ...], "info": [[length, response, reward], ...],
+    round   {"key", "index", "step", "last", "update", "closes", "ring",
+             "spans": [[7, 0, 2], ...], "info": [[length, response, reward], ...],
              "groups": [{"group": 7, "step": 1, "parts": [[columns, first sample, count, place], ...],
                          "media": {column: place}}, ...]}
 
@@ -39,6 +40,7 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
     reserve = made.reserve[rank]
     return {
         "key": made.key, "index": made.index, "step": made.step, "last": made.last,
+        "update": made.update, "closes": made.closes,
         "spans": spans,
         "info": [
             groups[group].rows[sample][:3] for group, first, count in spans for sample in range(first, first + count)

@@ -11,6 +11,9 @@ groups, are then cut into micro-batches that hold at most the budget. A unit is 
 together: a `whole` group always is one unit, and a group that shares media (`together`) is as few units as the budget allows,
 since its media are encoded once in every micro-batch that has one of its samples.
 
+What is used again stays with its rank, and is only cut anew (`recut`): streamed rounds are often small, and what a rank keeps
+of a row is there.
+
 Invariant: every row is in exactly one micro-batch, and one beyond the budget holds a single unit.
 """
 
@@ -79,6 +82,20 @@ def _cut_groups(costs: Costs, budget: int) -> list[list[Span]]:
             else:
                 batches[-1].append([group, 0, 1])
     return batches
+
+
+def recut(
+    shares: Sequence[Iterable[Span]], costs: Costs, budget: int, *, together: Collection[int] = ()
+) -> list[list[list[Span]]]:
+    """The rows that each rank had, in as few micro-batches as neighbours in the order of their groups need."""
+    batches: list[list[list[Span]]] = []
+    for spans in shares:
+        units: list[Unit] = []
+        for group, first, count in spans:
+            rows = [(group, sample, 1, costs[group][sample]) for sample in range(first, first + count)]
+            units += [(group, first, count, sum(unit[3] for unit in rows))] if group in together else rows
+        batches.append([_spans(batch) for batch in _cut(sorted(units, key=lambda unit: unit[:2]), budget)])
+    return [list(batch) for batch in zip_longest(*batches, fillvalue=[])]
 
 
 def _units(group: int, costs: Sequence[int], budget: int, whole: bool, together: bool) -> list[Unit]:

@@ -12,7 +12,7 @@ which rows exist and who may read them is the coordinator's word alone.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,12 +99,14 @@ class _Held:
 @dataclass(frozen=True, slots=True)
 class Round:
     """This rank's part of one micro-batch. No rows means: run a dummy, so that all ranks run the same collectives.
-    `spans` name the rows in their order."""
+    `spans` name the rows in their order. `last` ends the step; `closes` ends `update`, one optimizer step of it."""
 
     key: str
     index: int
     step: int
     last: bool
+    update: int
+    closes: bool
     rows: tuple[Row, ...]
     spans: list[Span]
     ring: str | None
@@ -203,7 +205,7 @@ class Bus:
     async def join(self, stream: str, tokens: int) -> None:
         await self.call("join", stream, self.member.world_size, tokens)
 
-    async def stream(self, stream: str, *, tokens: int, step: int | None = None) -> AsyncIterator[Round]:
+    async def stream(self, stream: str, *, tokens: int, step: int | None = None) -> AsyncGenerator[Round, None]:
         """Rounds of a stream in order, until the run ends; of one step, until its last, when `step` is given."""
         await self.join(stream, tokens)
         index = 0
@@ -236,9 +238,8 @@ class Bus:
                 for sample in range(first, first + count)
             ]
         )
-        return Round(
-            fields["key"], fields["index"], fields["step"], fields["last"], rows, spans, fields["ring"], records
-        )
+        plain = {name: fields[name] for name in ("key", "index", "step", "last", "update", "closes", "ring")}
+        return Round(**plain, rows=rows, spans=spans, records=records)
 
     def view(self, ring: str) -> RingView:
         if ring not in self._views:

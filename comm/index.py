@@ -27,7 +27,7 @@ from rondo.comm.group import LIVE, SETTLED, Group
 from rondo.comm.journal import Event
 from rondo.comm.partitions.fold import Partitions
 from rondo.comm.records import GROUP_BLOB
-from rondo.comm.rounds import Rounds, Stream
+from rondo.comm.rounds import Rounds, Stream, mini_batch_of
 from rondo.comm.space import Space
 from rondo.comm.versions import Versions
 
@@ -409,6 +409,18 @@ class Index:
         first = self.survivors(step)[: self.rules.groups_per_step]
         return [g for g in first if self.groups[g].state == "ready"]
 
+    def mini_batches(self, step: int, num: int) -> list[list[int]]:
+        """`membership` by mini-batch: without the groups that change theirs when one that is not ready yet, before them, is
+        settled and those behind it move up."""
+        needed, missing = self.rules.groups_per_step, 0
+        batches: list[list[int]] = [[] for _ in range(num)]
+        for place, id in enumerate(self.survivors(step)[:needed]):
+            if self.groups[id].state != "ready":
+                missing += 1
+            elif (batch := mini_batch_of(place, needed, num)) == mini_batch_of(place - missing, needed, num):
+                batches[batch].append(id)
+        return batches
+
     def held_by(self, member: str) -> list[Group]:
         """The groups that this member has a lease on."""
         return [self.groups[id] for id in sorted(self._held.get(member, ()))]
@@ -443,10 +455,10 @@ class Index:
         """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`)."""
         if step is None:
             return self.rounds.plan_forward(stream, member, incarnation, self.groups)
-        if not self.rounds.has_ready(stream, step):
+        if not self.rounds.may_train(stream, step):
             return []
-        certain, needed = self.membership(step), self.rules.groups_per_step
-        return self.rounds.plan_train(stream, member, step, certain, needed, self.groups)
+        certain = self.mini_batches(step, self.rounds.lanes[stream].spec.mini_batches)
+        return self.rounds.plan_train(stream, member, step, certain, self.rules.groups_per_step, self.groups)
 
     def entries(self, group: Group) -> list[int]:
         """Room (bytes a record) to reserve for what is still missing of a group; its media come first.

@@ -11,8 +11,14 @@ data-parallel rank; a rank without rows runs a dummy, so that all ranks run the 
 
 A round is balanced by what rows cost (`balance.py`); a micro-batch holds at most the tokens of its member's layout.
 
+The rounds of a step make `mini_batches` x `passes` *updates*, one optimizer step each, behind each other in one scope: the groups
+of a step are divided over its mini-batches in admission order, and every pass goes through all of them.
+
+    step 7, 4 groups, 2 mini-batches, 2 passes      update 0: groups a b    1: c d    2: a b    3: c d
+
 Invariants: every rank of a scope sees the same rounds in the same order; a group is in at most one live round of a stream;
-a train round names only groups whose membership in the step is certain; readiness is a list, never a scan.
+a train round names only groups whose membership in the step, and in the mini-batch, is certain; a group is in exactly one
+update of a pass, and with the same rank in every pass; readiness is a list, never a scan.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.comm.balance import fill, micro_batches
+from rondo.comm.balance import fill, micro_batches, recut
 from rondo.comm.group import Group
 from rondo.comm.journal import Event
 from rondo.comm.spans import Span
@@ -40,6 +46,8 @@ class Stream:
     whole_step: bool = False  # train only when every group of the step is ready (needs_full_step algorithms)
     media: bool = False  # reads the media of prompt groups too
     output_bytes_per_token: int = 4
+    mini_batches: int = 1  # a train stream's optimizer steps in one pass over a step's groups
+    passes: int = 1  # how often a train stream goes through a step's groups
 
 
 @dataclass(slots=True)
@@ -54,6 +62,8 @@ class Round:
     last: bool
     spans: list[list[Span]]
     reserve: list[list[Any] | None]
+    update: int = 0  # which optimizer step of a train step it belongs to
+    closes: bool = False  # whether that optimizer step has all its rows with this round
     pending: set[int] = field(default_factory=set)
 
     def groups(self) -> set[int]:
@@ -70,7 +80,9 @@ class _Lane:
     taken: set[int] = field(default_factory=set)  # groups that are ready, in a round, or finished here
     rounds: dict[str, dict[int, Round]] = field(default_factory=dict)  # scope -> index -> round
     planned: dict[str, int] = field(default_factory=dict)  # scope -> rounds planned so far
-    covered: dict[str, set[int]] = field(default_factory=dict)  # scope of a train stream -> groups in its rounds
+    covered: dict[str, dict[int, set[int]]] = field(
+        default_factory=dict
+    )  # train scope -> update -> groups in its rounds
 
     def list_ready(self, step: int, group: int) -> None:
         listed = self.ready.setdefault(step, [])
@@ -85,6 +97,9 @@ class _Lane:
             del listed[at]
             if not listed:
                 del self.ready[step]
+
+    def cover(self, made: Round) -> None:
+        self.covered.setdefault(made.scope, {}).setdefault(made.update, set()).update(made.groups())
 
     def in_order(self) -> Iterator[int]:
         """Ready groups, oldest step first."""
@@ -125,35 +140,63 @@ class Rounds:
         batches = self._batches(lane, lane.in_order(), groups, member)
         step = min(lane.ready)  # the oldest ready group is always among the chosen
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
-        return [_event(lane.spec, scope, first + i, step, member, spans, False) for i, spans in enumerate(batches)]
+        return [_event(lane.spec, scope, first + i, step, member, spans) for i, spans in enumerate(batches)]
 
     def plan_train(
         self,
         stream: str,
         member: str,
         step: int,
-        certain: Sequence[int],
+        certain: Sequence[Sequence[int]],
         needed: int,
         groups: Mapping[int, Group],
     ) -> list[Event]:
-        """The next rounds of a step for the training group, or [] when no further group is ready and certain.
+        """The next rounds of a step for the training group, all of one update, or [] when no further group is ready and certain.
 
-        certain: ready groups of the step's first survivors in admission order; needed: groups of a whole step; groups: all
-        living ones.
+        certain: for each mini-batch, the ready groups that certainly belong to it, in admission order; needed: groups of a
+        whole step; groups: all living ones.
         """
         lane = self.lanes[stream]
         scope = self.train_scope(stream, step)
-        ready, covered = set(lane.ready.get(step, ())), lane.covered.get(scope, set())
-        fresh = [group for group in certain if group in ready]
-        if not fresh or (lane.spec.whole_step and len(fresh) + len(covered) < needed):
+        sizes = mini_batch_sizes(needed, lane.spec.mini_batches)
+        num_updates = lane.spec.passes * len(sizes)
+        covered = lane.covered.get(scope, {})
+        update = next((u for u in range(num_updates) if len(covered.get(u, ())) < sizes[u % len(sizes)]), num_updates)
+        if update == num_updates:
             return []
-        batches = self._batches(lane, fresh, groups, member)
+        if update < len(sizes):
+            ready = set(lane.ready.get(step, ()))
+            fresh = [group for group in certain[update] if group in ready]
+            if not fresh or (lane.spec.whole_step and not self._is_whole(ready, covered, certain, needed)):
+                return []
+            batches = self._batches(lane, fresh, groups, member)
+        else:
+            batches = self._batches_again(lane, scope, update % len(sizes), groups, member)
         chosen = {group for batch in batches for rank in batch for group, _, _ in rank}
-        first, last = lane.planned.get(scope, 0), len(covered | chosen) == needed
+        whole = len(covered.get(update, set()) | chosen) == sizes[update % len(sizes)]
+        first, final = lane.planned.get(scope, 0), update == num_updates - 1
+        ends = [whole and i == len(batches) - 1 for i in range(len(batches))]
         return [
-            _event(lane.spec, scope, first + i, step, member, spans, last and i == len(batches) - 1)
-            for i, spans in enumerate(batches)
+            _event(lane.spec, scope, first + i, step, member, spans, update=update, closes=end, last=end and final)
+            for i, (spans, end) in enumerate(zip(batches, ends, strict=True))
         ]
+
+    def _is_whole(
+        self, ready: set[int], covered: Mapping[int, set[int]], certain: Sequence[Sequence[int]], needed: int
+    ) -> bool:
+        there = ready.union(*covered.values())
+        return sum(group in there for batch in certain for group in batch) == needed
+
+    def _batches_again(
+        self, lane: _Lane, scope: str, update: int, groups: Mapping[int, Group], member: str
+    ) -> list[list[list[Span]]]:
+        """The rows of an update once more, each with the rank that had it before."""
+        ranks, tokens = lane.layouts[member]
+        before = [made for _, made in sorted(lane.rounds[scope].items()) if made.update == update]
+        shares = [[span for made in before for span in made.spans[rank]] for rank in range(ranks)]
+        chosen = {group for made in before for group in made.groups()}
+        costs = {id: groups[id].costs() for id in chosen}
+        return recut(shares, costs, tokens, together={id for id in chosen if lane.spec.media and groups[id].media})
 
     def _batches(
         self, lane: _Lane, ready: Iterable[int], groups: Mapping[int, Group], member: str
@@ -165,8 +208,10 @@ class Rounds:
         together = {id for id in costs if lane.spec.media and groups[id].media}
         return micro_batches(costs, ranks, tokens, whole=lane.spec.whole_groups, together=together)
 
-    def has_ready(self, stream: str, step: int) -> bool:
-        return step in self.lanes[stream].ready
+    def may_train(self, stream: str, step: int) -> bool:
+        """False where `plan_train` has nothing to look at."""
+        lane = self.lanes[stream]
+        return step in lane.ready or (lane.spec.passes > 1 and self.train_scope(stream, step) in lane.rounds)
 
     def train_scope(self, stream: str, step: int) -> str:
         return f"step{step}"
@@ -195,7 +240,7 @@ class Rounds:
 
     def add(self, event: Event, groups: Mapping[int, Group]) -> None:
         lane = self.lanes[event["stream"]]
-        fields = {name: event[name] for name in ("key", "stream", "scope", "index", "step", "last", "spans", "reserve")}
+        fields = {name: event[name] for name in Round.__slots__ if name != "pending"}
         made = Round(**fields, pending=set(range(len(event["spans"]))))
         lane.rounds.setdefault(made.scope, {})[made.index] = made
         lane.planned[made.scope] = max(lane.planned.get(made.scope, 0), made.index + 1)
@@ -204,7 +249,7 @@ class Rounds:
         for id in made_of:
             lane.unlist(groups[id].step, id)
         if lane.spec.kind == "train":
-            lane.covered.setdefault(made.scope, set()).update(made_of)
+            lane.cover(made)
         else:
             for group in made_of:
                 self._pins.setdefault(group, set()).add(made.key)
@@ -283,7 +328,7 @@ class Rounds:
                 lane.rounds.setdefault(entry.scope, {})[entry.index] = entry
                 rounds._by_key[entry.key] = entry
                 if lane.spec.kind == "train":
-                    lane.covered.setdefault(entry.scope, set()).update(entry.groups())
+                    lane.cover(entry)
         rounds._pins = {group: set(keys) for group, keys in state["pins"]}
         return rounds
 
@@ -292,9 +337,23 @@ def _dump(made: Round) -> dict[str, Any]:
     return {name: getattr(made, name) for name in Round.__slots__} | {"pending": sorted(made.pending)}
 
 
-def _event(spec: Stream, scope: str, index: int, step: int, member: str, spans: list[list[Span]], last: bool) -> Event:
+def mini_batch_of(place: int, num_groups: int, num: int) -> int:
+    """The mini-batch, of `num`, of the group at `place` in admission order: sizes differ by one group at most."""
+    return place * num // num_groups
+
+
+def mini_batch_sizes(num_groups: int, num: int) -> list[int]:
+    """Groups in each of `num` mini-batches of a step."""
+    of = [mini_batch_of(place, num_groups, num) for place in range(num_groups)]
+    return [of.count(batch) for batch in range(num)]
+
+
+def _event(
+    spec: Stream, scope: str, index: int, step: int, member: str, spans: list[list[Span]],
+    *, update: int = 0, closes: bool = False, last: bool = False,
+) -> Event:  # fmt: skip
     key = f"{spec.name}/{scope}/{index}"
     return {
-        "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step,
-        "member": member, "spans": spans, "last": last, "reserve": [None] * len(spans),
+        "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step, "member": member, "spans": spans,
+        "update": update, "closes": closes, "last": last, "reserve": [None] * len(spans),
     }  # fmt: skip

@@ -87,11 +87,12 @@ class RunConfig(JobConfig):
                 "groups must not hold the role 'reference' when algorithm.kl_coef is 0, "
                 f"got it in {reference.name!r}. Remove the role, or set algorithm.kl_coef above 0"
             )
-        source = old_log_probs_source(algorithm, on_policy=self.max_staleness == 0, has_actor_fwd=actor_fwd is not None)
+        source = old_log_probs_source(algorithm, on_policy=self.on_policy, has_actor_fwd=actor_fwd is not None)
         if actor_fwd is not None and source != "actor_fwd":
             reason = (
-                "when max_staleness is 0, where the trainer's own log-probs are the old ones"
-                if source == "self"
+                "when max_staleness is 0 and train.optimizer_steps_per_batch is 1, where the trainer's own log-probs are the "
+                "old ones"
+                if algorithm.old_log_probs == "auto"
                 else f"when algorithm.old_log_probs is {algorithm.old_log_probs!r}"
             )
             raise ValueError(

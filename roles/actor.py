@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import orjson
@@ -31,6 +33,7 @@ from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
+from rondo.roles.whitening import Contribution, contribution
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import RondoError
@@ -92,19 +95,24 @@ class ActorRole:
         busy, num_tokens, whole = 0.0, 0, False
         rewards: list[float] = []
         ages: list[int] = []
-        async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
+        if config.algorithm.normalize_batch is not None and not await self._whiten(step):
+            return None
+        async for made in self._rounds(step):
             rows, seen = await self._ctx.compute(self._read, made, step)
             since = time.monotonic()
-            await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.last)
+            await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update)
+            if made.closes and not made.last:
+                await self._ctx.compute(trainer.update, step)
             busy += time.monotonic() - since
             self._job.bus.check(made)
-            num_tokens += sum(row.length for row in made.rows)
-            rewards += [row.reward for row in made.rows]
-            ages += seen
+            if made.update < config.train.optimizer_steps_per_batch:  # later passes use the same rows
+                num_tokens += sum(row.length for row in made.rows)
+                rewards += [row.reward for row in made.rows]
+                ages += seen
             whole = made.last
             self._ctx.progress()
         if not whole:
-            trainer.discard()
+            await self._undo(step)
             return None
         since = time.monotonic()
         figures, trained = await self._ctx.compute(trainer.finish, step)
@@ -130,6 +138,35 @@ class ActorRole:
         self._ctx.progress()
         return metrics
 
+    def _rounds(self, step: int) -> AsyncGenerator[Round, None]:
+        return self._job.bus.stream(self.role, tokens=self._job.config.train.micro_batch_tokens, step=step)
+
+    async def _whiten(self, step: int) -> bool:
+        """The statistics of a step, from all its rounds before the first of them is trained; False when no more will come.
+
+        The rounds are let go of, and asked for again: they are the same, and what they view need not be held together.
+        """
+        trainer, config = self._trainer, self._job.config
+        over, num_batches = config.algorithm.normalize_batch, config.train.optimizer_steps_per_batch
+        assert over is not None
+        parts: list[Contribution] = []
+        async with aclosing(self._rounds(step)) as rounds:
+            async for made in rounds:
+                parts += [contribution(row.array("advantages"), row.array("loss_mask"), over) for row in made.rows]
+                self._job.bus.check(made)
+                if made.closes and made.update == num_batches - 1:
+                    await self._ctx.compute(trainer.whiten, parts)
+                    return True
+        return False
+
+    async def _undo(self, step: int) -> None:
+        """Forget a step that is not whole; weights that some of its updates have changed are version `step` again."""
+        if self._trainer.moved:
+            assert self._snapshot is not None  # the settings ask for one where a step makes several updates
+            tensors, state = self._snapshot.read(step)
+            await self._ctx.compute(self._trainer.load_state, tensors, state)
+        self._trainer.discard()
+
     async def _judge_gap(self, metrics: dict[str, Any]) -> None:
         """End the run where engine and trainer disagree by more than the settings allow; the step is not committed."""
         limit, gap = self._job.config.train.max_log_prob_gap, metrics.get("log_prob_gap", 0.0)
@@ -146,7 +183,7 @@ class ActorRole:
         """Views of a round's rows as the loss needs them, and how many versions old each sample's oldest token is."""
         algorithm = self._job.config.algorithm
         has_fwd = bool(made.rows) and all("log_probs" in row.columns for row in made.rows)
-        source = old_log_probs_source(algorithm, on_policy=self._job.config.max_staleness == 0, has_actor_fwd=has_fwd)
+        source = old_log_probs_source(algorithm, on_policy=self._job.config.on_policy, has_actor_fwd=has_fwd)
         old = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[source]
         reference = "ref_log_probs" if algorithm.resolved().needs_reference else None
         rows = [

@@ -23,6 +23,9 @@ PolicyLoss = Literal["ppo_clip"]
 Normalizer = Literal["sample", "token", "constant"]
 KlEstimator = Literal["k1", "k2", "k3", "low_var"]
 OldLogProbs = Literal["self", "actor_fwd", "rollout"]
+TisMode = Literal["truncate", "mask"]
+TisLevel = Literal["token", "sequence", "geometric"]
+BatchNormalization = Literal["tokens", "samples"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,14 @@ class Algorithm:
     kl: KlEstimator = "k3"
     tis_low: float = 0.0
     tis_high: float | None = None
-    """Truncated importance sampling: the loss is weighted with clamp(pi_old / pi_rollout, tis_low, tis_high)."""
+    """Importance correction from the engine to the trainer: the loss is weighted with w = pi_old / pi_rollout, within these
+    bounds. None: no correction."""
+    tis_mode: TisMode = "truncate"
+    """truncate: clamp(w, tis_low, tis_high). mask: w within the bounds, else 0."""
+    tis_level: TisLevel = "token"
+    """What w is: the ratio of a token, or of its whole sample: the product of its tokens' ratios, or their geometric mean."""
+    normalize_batch: BatchNormalization | None = None
+    """Advantages of a step become (A - mean) / deviation, over its tokens or over its samples. None: they stay."""
     min_group_size: int = 2
     needs_full_step: bool = False
     """Whether the first gradient needs every sample of the step (whitening and the like)."""
@@ -69,6 +79,12 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+_OPTIONS = (
+    "normalizer", "clip_low", "clip_high", "dual_clip", "kl_coef", "kl", "tis_low", "tis_high", "tis_mode", "tis_level",
+    "normalize_batch",
+)  # fmt: skip
+
+
 def resolve(config: AlgorithmConfig) -> Algorithm:
     """The record that `config.name` names, with the options that are set.
 
@@ -76,11 +92,9 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     where the algorithm clips alike on both sides.
     """
     record = ALGORITHMS[config.name]
-    given: dict[str, Any] = {
-        name: value
-        for name in ("normalizer", "clip_low", "clip_high", "dual_clip", "kl_coef", "kl", "tis_low", "tis_high")
-        if (value := getattr(config, name)) is not None
-    }
+    given: dict[str, Any] = {name: value for name in _OPTIONS if (value := getattr(config, name)) is not None}
+    if config.normalize_batch is not None:
+        given["needs_full_step"] = True
     if config.normalize_std is not None:
         given["advantage"] = "group_mean_std" if config.normalize_std else "group_mean"
     if "clip_low" in given and "clip_high" not in given and record.clip_low == record.clip_high:
@@ -99,12 +113,19 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 def old_log_probs_source(config: AlgorithmConfig, *, on_policy: bool, has_actor_fwd: bool) -> OldLogProbs:
     """Where pi_old of the ratio comes from.
 
-    "self" are the detached new log-probs: exact when every token was sampled under the version that is trained and the
-    step makes one optimizer step (`on_policy`). Else the trainer's own recomputation where a role makes it, else what
-    the engine reported. A source that is asked for by name and missing is a ValueError.
+    "self" are the trainer's own at the first use of a row in a step, from the same forward that its loss comes from, and
+    kept for later passes. They are those of the policy that sampled it when every first use is under the version that is
+    trained (`on_policy`). Else the trainer's recomputation under that version where a role makes it. Else, where an
+    importance correction makes up for the difference to the engine (`tis_high`), "self" again, which is then the proximal
+    policy of decoupled PPO (Hilton et al. 2022, arXiv 2110.00641); and what the engine reported where none does.
+    A source that is asked for by name and missing is a ValueError.
     """
     if config.old_log_probs == "auto":
-        return "self" if on_policy else "actor_fwd" if has_actor_fwd else "rollout"
+        if on_policy:
+            return "self"
+        if has_actor_fwd:
+            return "actor_fwd"
+        return "rollout" if config.tis_high is None else "self"
     if config.old_log_probs == "actor_fwd" and not has_actor_fwd:
         raise ValueError(
             "algorithm.old_log_probs must name a role of the run, got 'actor_fwd' without an actor_fwd role. "

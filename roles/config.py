@@ -21,7 +21,16 @@ from rondo.comm.config import BusConfig
 from rondo.models.config import ModelConfig
 from rondo.models.media.config import MediaConfig
 from rondo.models.media.refs import Kind
-from rondo.roles.algorithms import ALGORITHMS, Algorithm, KlEstimator, Normalizer, resolve
+from rondo.roles.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    BatchNormalization,
+    KlEstimator,
+    Normalizer,
+    TisLevel,
+    TisMode,
+    resolve,
+)
 from rondo.runtime.section import FunctionRef, Section, nearest
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -157,11 +166,17 @@ class AlgorithmConfig(Section):
     """Whether advantages are divided by the standard deviation of their prompt group."""
     normalizer: Normalizer | None = None
     """Mean over samples of token means, mean over tokens, or sum / (samples x max_new_tokens)."""
-    old_log_probs: Literal["auto", "actor_fwd", "rollout"] = "auto"
+    normalize_batch: BatchNormalization | None = None
+    """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples."""
+    old_log_probs: Literal["auto", "self", "actor_fwd", "rollout"] = "auto"
     """pi_old of the ratio: `algorithms.old_log_probs_source` has the rule for auto."""
     tis_low: float | None = Field(None, ge=0)
     tis_high: float | None = Field(None, gt=0)
-    """Truncated importance sampling, engine against trainer: weights clamp(pi_old / pi_rollout, tis_low, tis_high)."""
+    """Importance correction, engine against trainer: the loss is weighted with pi_old / pi_rollout within these bounds."""
+    tis_mode: TisMode | None = None
+    """Beyond the bounds a weight is truncated to them (the default), or masked: 0."""
+    tis_level: TisLevel | None = None
+    """Whether weights are those of tokens (the default), or of samples: product or geometric mean over their tokens."""
 
     @model_validator(mode="after")
     def _options_fit_the_algorithm(self) -> AlgorithmConfig:
@@ -169,10 +184,12 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.name must name an algorithm, got {self.name!r}. {nearest(self.name, list(ALGORITHMS))}"
             )
-        if self.tis_low is not None and self.tis_high is None:
-            raise ValueError(
-                f"algorithm.tis_high must be set with algorithm.tis_low, got only tis_low {self.tis_low}. Set both"
-            )
+        for option in ("tis_low", "tis_mode", "tis_level"):
+            if getattr(self, option) is not None and self.tis_high is None:
+                raise ValueError(
+                    f"algorithm.tis_high must be set with algorithm.{option}, got only {option} {getattr(self, option)}. "
+                    "Set both"
+                )
         if self.tis_high is not None and self.tis_high <= (self.tis_low or 0.0):
             raise ValueError(
                 f"algorithm.tis_high must be greater than algorithm.tis_low, got {self.tis_high} and {self.tis_low}. "
@@ -181,7 +198,7 @@ class AlgorithmConfig(Section):
         if self.tis_high is not None and self.old_log_probs == "rollout":
             raise ValueError(
                 "algorithm.old_log_probs must not be 'rollout' with algorithm.tis_high, whose weights would all be 1, "
-                "got both. Remove tis_high, or set old_log_probs to 'actor_fwd'"
+                "got both. Remove tis_high, or set old_log_probs to 'self' or 'actor_fwd'"
             )
         resolve(self)
         return self
@@ -252,6 +269,11 @@ class TrainConfig(Section):
     save_every: int | None = Field(None, ge=1)
     """A checkpoint after every so many steps; the last step always makes one."""
     keep_checkpoints: int = Field(2, ge=1)
+    optimizer_steps_per_batch: int = Field(1, ge=1)
+    """Optimizer steps in one pass over the prompt groups of a step, which are divided among them in admission order. They all
+    belong to one policy version."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the prompt groups of a step."""
     hot_snapshot: bool = True
     """Keeps the newest version in host memory, so that a restart of the actor loses no committed step."""
     encoders: Literal["replicate", "shard"] = "replicate"
@@ -353,6 +375,16 @@ class JobConfig(Section):
             self.__dict__["media"] = MediaConfig()
         return self
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps that make one policy version of the one before."""
+        return self.train.optimizer_steps_per_batch * self.train.epochs
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every row is first trained on under the version that it was sampled from."""
+        return self.max_staleness == 0 and self.train.optimizer_steps_per_batch == 1
+
     def demonstrated(self) -> DataConfig:
         """How the prompts of the warm-up's demonstrations are written."""
         assert self.sft is not None
@@ -376,6 +408,17 @@ class JobConfig(Section):
             raise ValueError(
                 f"rollout.filter must be 'zero_std' with algorithm.name {algorithm.name!r}, which replaces prompt "
                 f"groups of equal rewards, got {rollout.filter!r}. Set it, or set algorithm.name to 'grpo'"
+            )
+        if train.optimizer_steps_per_batch > rollout.prompts_per_step:
+            raise ValueError(
+                "train.optimizer_steps_per_batch must be at most rollout.prompts_per_step, since each trains on prompt groups "
+                f"of its own, got {train.optimizer_steps_per_batch} and {rollout.prompts_per_step}. Lower it"
+            )
+        if self.num_updates > 1 and not train.hot_snapshot:
+            raise ValueError(
+                "train.hot_snapshot must be True with several optimizer steps a step (train.optimizer_steps_per_batch x "
+                f"train.epochs = {self.num_updates}), since a step that is stopped between them is undone from it, got False. "
+                "Remove it, or make one optimizer step"
             )
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens
         if train.micro_batch_tokens < longest:

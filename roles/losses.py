@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo.roles.algorithms import Algorithm, KlEstimator, Normalizer
+from rondo.roles.algorithms import Algorithm, KlEstimator, Normalizer, TisLevel, TisMode
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: beyond, exp overflows, and 0 x inf in the backward of a clipped branch would be NaN."""
@@ -62,6 +62,44 @@ def ppo_clip(
     clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
     return ClippedLoss(loss, ratio.detach(), clipped_low, clipped_high)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Per token [N]: the weight of its loss, and whether the ratio was out of bounds."""
+
+    weights: torch.Tensor
+    outside: torch.Tensor
+
+
+def correction(
+    log_ratio: torch.Tensor,
+    keep: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    low: float,
+    high: float,
+    mode: TisMode,
+    level: TisLevel,
+) -> Correction:
+    """Importance weights from log_ratio = log pi_old - log pi_rollout [N], of the tokens that `keep` chooses.
+
+    w is the ratio of a token (truncated importance sampling, Yao et al. 2025; masked: IcePop, Ling team 2025), or of its
+    sample: "sequence" the product over the sample's tokens, "geometric" that to the power of 1 / tokens (Zheng et al. 2025,
+    GSPO, arXiv 2507.18071, equation 7). Within [low, high] the weight is w; beyond, the nearest bound, or 0 with "mask".
+    """
+    log_ratio = torch.where(keep, log_ratio, 0.0)
+    if level != "token":
+        # Sample by sample in float64: the same weight wherever in a micro-batch a sample stands.
+        totals = torch.stack([part.double().sum() for part in log_ratio.split(list(lengths))])
+        if level == "geometric":
+            totals = totals / torch.stack([part.sum().clamp(min=1) for part in keep.split(list(lengths))])
+        spans = torch.tensor(lengths, device=keep.device)
+        log_ratio = torch.repeat_interleave(totals.float(), spans, output_size=len(keep))
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    outside = (ratio < low) | (ratio > high)
+    weights = ratio.clamp(low, high) if mode == "truncate" else torch.where(outside, 0.0, ratio)
+    return Correction(weights, outside)
 
 
 def kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
@@ -188,10 +226,13 @@ def policy_sums(
     if entropy is not None:
         measured["entropy"] = entropy.detach()
     if algorithm.tis_high is not None:
-        weight = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        truncated = weight.clamp(algorithm.tis_low, algorithm.tis_high)
-        loss = loss * truncated
-        measured |= {"tis_weight_mean": truncated, "tis_clip_fraction": truncated != weight}
+        corrected = correction(
+            old - rollout, keep, lengths, low=algorithm.tis_low, high=algorithm.tis_high,
+            mode=algorithm.tis_mode, level=algorithm.tis_level,
+        )  # fmt: skip
+        loss = loss * corrected.weights
+        share = "tis_clip_fraction" if algorithm.tis_mode == "truncate" else "tis_mask_fraction"
+        measured |= {"tis_weight_mean": corrected.weights, share: corrected.outside}
     if algorithm.needs_reference:
         assert ref_log_probs is not None
         divergence = kl(new, chosen(ref_log_probs), algorithm.kl)

@@ -30,8 +30,12 @@ def streams_of(config: JobConfig, roles: Collection[str]) -> tuple[Stream, ...]:
         if role in roles:
             streams.append(Stream(role, ("tokens",), columns, media=True))
             inputs += columns
-    whole_step = config.algorithm.resolved().needs_full_step
-    streams.append(Stream("actor", tuple(inputs), kind="train", whole_step=whole_step, media=True))
+    train, whole_step = config.train, config.algorithm.resolved().needs_full_step
+    actor = Stream(
+        "actor", tuple(inputs), kind="train", whole_step=whole_step, media=True,
+        mini_batches=train.optimizer_steps_per_batch, passes=train.epochs,
+    )  # fmt: skip
+    streams.append(actor)
     return tuple(streams)
 
 

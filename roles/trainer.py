@@ -3,10 +3,13 @@
 Owns model, optimizer and the sums of the step in progress. Does not own which rows come, when a step is committed, or where
 snapshots lie: `actor.py` does. Every method runs on the compute thread; methods marked collective run on every rank in order.
 
-Invariant: gradients are sums over tokens and samples, scaled once by the true step's count; so however a step is cut into
-micro-batches and ranks, it is the same gradient to rounding.
+A step makes one *update* (optimizer step), or several: its mini-batches, and passes over all of them. Log-probs of the first
+forward of a row are its old ones in later passes, where no role gives others.
 
-    load or restore -> [accumulate(rows) ...] -> finish(step) -> snapshot -> publish
+Invariant: gradients are sums over tokens and samples, scaled once by the true update's count; so however an update is cut into
+micro-batches and ranks, it is the same gradient to rounding. A row is used once in every pass.
+
+    load or restore -> [[accumulate(rows) ...] -> update(step) ...] -> finish(step) -> snapshot -> publish
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rondo.comm.spans import Span
+from rondo.comm.spans import Span, rows_of
 from rondo.comm.weights.sums import bucket_sum
 from rondo.models import checkpoint, parallel
 from rondo.models.load import load_model, load_tokenizer
@@ -39,6 +42,7 @@ from rondo.roles.config import JobConfig
 from rondo.roles.datasets import demonstrations
 from rondo.roles.gap import Gap
 from rondo.roles.media import preparer
+from rondo.roles.whitening import Contribution, Whitening
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,15 @@ class TrainRow:
     policy_versions: np.ndarray  # int32 [R], the weights that each token was sampled under
     scored: tuple[int, np.ndarray] | None = None  # (version, float32 [R]): actor_fwd's log-probs under that version
     media: MediaInputs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """What one optimizer step of the step in progress was."""
+
+    total: losses.LossSums  # over all ranks
+    loss: float
+    grad_norm: float
 
 
 class Trainer:
@@ -82,27 +95,68 @@ class Trainer:
         self._sums: losses.LossSums | None = None
         self._gap = Gap()
         self._trained: list[Span] = []
+        self._updates: list[_Update] = []
+        self._first: dict[
+            tuple[int, int], np.ndarray
+        ] = {}  # (group, sample) -> log-probs of its first forward in this step
+        self._uses: dict[tuple[int, int], int] = {}  # (group, sample) -> passes of this step that used it
+        self._whitening: Whitening | None = None
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, step: int, rows: Sequence[TrainRow], spans: Sequence[Span], *, last: bool) -> None:
-        """Add one micro-batch of `step` to the gradient (collective). No rows: a dummy of weight 0 through the same
-        modules."""
+    def whiten(self, parts: Sequence[Contribution]) -> None:
+        """Bring the advantages of the step to mean 0 and deviation 1 (collective). parts: of every row of this rank, once."""
+        self._whitening = Whitening.of(self._gathered(parts, torch.float64))
+
+    def accumulate(
+        self, step: int, rows: Sequence[TrainRow], spans: Sequence[Span], *, last: bool, update: int = 0
+    ) -> None:
+        """Add one micro-batch of an update of `step` to the gradient (collective). No rows: a dummy of weight 0 through the same
+        modules. last: of its update."""
         self.model.train()
         parallel.set_sync(self.model, last)
-        sums = self._sums_of(rows, step) if rows else self._dummy()
+        used = update // self.config.train.optimizer_steps_per_batch
+        if rows:
+            rows = self._prepared(rows, spans, used)
+            sums, log_probs = self._sums_of(rows)
+            if used == 0:
+                mine = np.split(log_probs.float().cpu().numpy(), np.cumsum([len(row.mask) for row in rows])[:-1])
+                self._measure_gap(rows, mine, step, unchanged=update == 0)
+                if self.config.train.epochs > 1:
+                    self._first |= zip(_keys(spans), mine, strict=True)
+        else:
+            sums = self._dummy()
         sums.loss.backward()
         self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()
-        self._trained += spans
+        if used == 0:
+            self._trained += spans
 
-    def _sums_of(self, rows: Sequence[TrainRow], step: int | None) -> losses.LossSums:
-        """The undivided loss of some rows; with a `step`, their gap to the engine is measured too."""
+    def _prepared(self, rows: Sequence[TrainRow], spans: Sequence[Span], used: int) -> Sequence[TrainRow]:
+        """Rows with the step's whitening, and in later passes with the log-probs of their first use."""
+        if self._whitening is not None:
+            rows = [replace(row, advantages=self._whitening.apply(row.advantages, row.mask)) for row in rows]
+        if self.config.train.epochs == 1:
+            return rows
+        for key in _keys(spans):
+            if self._uses.get(key, 0) != used:
+                raise AssertionError(
+                    f"sample {key} must be used once in every pass, got pass {used} after {self._uses.get(key)}"
+                )
+            self._uses[key] = used + 1
+        if used == 0:
+            return rows
+        first = [self._first[key] for key in _keys(spans)]
+        return [
+            row if row.old_log_probs is not None else replace(row, old_log_probs=kept)
+            for row, kept in zip(rows, first, strict=True)
+        ]
+
+    def _sums_of(self, rows: Sequence[TrainRow]) -> tuple[losses.LossSums, torch.Tensor]:
+        """The undivided loss of some rows, and the log-probs of their response tokens behind each other, detached."""
         sequences = [Packable(row.tokens, len(row.mask), row.media) for row in rows]
         packed = self._packing.pack(sequences, train=True).to(self.device)
         log_probs, entropy = self._log_probs(packed)
-        if step is not None:
-            self._measure_gap(rows, log_probs.detach().float().cpu().numpy(), step)
-        return losses.policy_sums(
+        sums = losses.policy_sums(
             self._algorithm,
             log_probs=log_probs,
             entropy=entropy,
@@ -113,14 +167,17 @@ class Trainer:
             mask=self._column([row.mask for row in rows]),
             lengths=[len(row.mask) for row in rows],
         )
+        return sums, log_probs.detach()
 
-    def _measure_gap(self, rows: Sequence[TrainRow], log_probs: np.ndarray, step: int) -> None:
-        ends = np.cumsum([len(row.mask) for row in rows])[:-1]
-        for row, mine in zip(rows, np.split(log_probs, ends), strict=True):
+    def _measure_gap(
+        self, rows: Sequence[TrainRow], log_probs: Sequence[np.ndarray], step: int, *, unchanged: bool
+    ) -> None:
+        """unchanged: the weights are those of version `step` still."""
+        for row, mine in zip(rows, log_probs, strict=True):
             modalities = row.media.modalities if row.media is not None else ()
             began = int(row.policy_versions[0])
             comparable = (row.mask > 0) & (row.policy_versions == began)
-            if began == step:
+            if began == step and unchanged:
                 self._gap.add(mine, row.rollout_log_probs, comparable, modalities)
             elif row.scored is not None and row.scored[0] == began:
                 self._gap.add(row.scored[1], row.rollout_log_probs, comparable, modalities)
@@ -146,59 +203,86 @@ class Trainer:
             np.zeros(2, np.int32), np.zeros(1, np.uint8), np.zeros(1, np.float32), np.zeros(1, np.float32), None,
             np.zeros(1, np.float32) if self._algorithm.needs_reference else None, np.zeros(1, np.int32),
         )  # fmt: skip
-        return self._sums_of([row], None).weightless()
+        return self._sums_of([row])[0].weightless()
+
+    @property
+    def moved(self) -> bool:
+        """Whether the weights are no longer those that the step in progress began with."""
+        return bool(self._updates)
 
     def discard(self) -> None:
-        """Forget the step in progress: its gradient, its sums, its rows."""
+        """Forget the step in progress: its gradient, its sums, its rows. Updates that it has made stay in the weights."""
         parallel.discard_gradients(self.model)
-        self._sums, self._gap, self._trained = None, Gap(), []
+        self._sums, self._gap, self._trained, self._updates = None, Gap(), [], []
+        self._first, self._uses, self._whitening = {}, {}, None
 
-    def finish(self, step: int) -> tuple[dict[str, float], list[Span]]:
-        """Scale, clip and step (collective). Metrics of the whole step, and every row that it trained, as spans.
+    def update(self, step: int) -> None:
+        """Scale, clip and step with what was accumulated since the last update (collective).
 
-        A gradient that is not finite changes no weight: the step counts, and `skipped` is 1 in its metrics.
+        A gradient that is not finite changes no weight: the update counts, and is counted in the metric `skipped`.
         """
         if self._sums is None:
-            raise AssertionError("finish needs at least one accumulated round")
+            raise AssertionError("update needs at least one accumulated round")
         train = self.config.train
         total = self._sums.reduced(dist.group.WORLD if self.world_size > 1 else None)
         denominator = total.denominator(self._algorithm.normalizer, self.config.rollout.max_new_tokens)
         parallel.scale_gradients(self.model, self.world_size / denominator)
         grad_norm = parallel.clip_grad_norm(self.model, train.clip_grad_norm)
-        lr = learning_rate(
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr(step)
+        if math.isfinite(grad_norm):
+            self.optimizer.step()
+        self._updates.append(_Update(total, float(total.loss) / denominator, grad_norm))
+        parallel.discard_gradients(self.model)
+        self._sums = None
+
+    def finish(self, step: int) -> tuple[dict[str, float], list[Span]]:
+        """The step's last update (collective). Metrics of the whole step, and every row that it trained, as spans.
+
+        With several updates, `loss` and `grad_norm` are means over them, and other means are over every use of a token.
+        """
+        self.update(step)
+        updates = self._updates
+        metrics = sum([made.total for made in updates[1:]], start=updates[0].total).metrics(self._algorithm, 1.0)
+        for name in ("tokens", "samples"):
+            metrics[name] /= self.config.train.epochs
+        if self._whitening is not None:
+            metrics |= {"advantage_mean": self._whitening.mean, "advantage_std": self._whitening.deviation}
+        spans = self._gathered(self._trained, torch.int64)
+        if self.world_size > 1:
+            self._gap.reduce(self.device)
+        metrics |= self._gap.metrics()
+        self.discard()
+        norms = [made.grad_norm for made in updates]
+        return {
+            "grad_norm": sum(norms) / len(norms),
+            "lr": self._lr(step),
+            "skipped": float(sum(not math.isfinite(norm) for norm in norms)),
+            "num_updates": float(len(updates)),
+            **metrics,
+            "loss": sum(made.loss for made in updates) / len(updates),
+        }, spans
+
+    def _lr(self, step: int) -> float:
+        train = self.config.train
+        return learning_rate(
             step, train.lr, warmup_steps=train.warmup_steps, schedule=train.schedule, total=self.config.num_steps,
             min_fraction=train.min_lr_fraction,
         )  # fmt: skip
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if math.isfinite(grad_norm):
-            self.optimizer.step()
-        spans = self._gather_spans()
-        if self.world_size > 1:
-            self._gap.reduce(self.device)
-        gap = self._gap.metrics()
-        self.discard()
-        skipped = float(not math.isfinite(grad_norm))
-        return {
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "skipped": skipped,
-            **total.metrics(self._algorithm, denominator),
-            **gap,
-        }, spans
 
-    def _gather_spans(self) -> list[Span]:
+    def _gathered(self, triples: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+        """Triples of numbers of all ranks, one rank's behind the other's (collective)."""
         if self.world_size == 1:
-            return self._trained
-        mine = torch.tensor(self._trained, dtype=torch.int64, device=self.device).reshape(-1, 3)
+            return list(triples)
+        mine = torch.tensor(triples, dtype=dtype, device=self.device).reshape(-1, 3)
         counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
         dist.all_gather(counts, torch.tensor([len(mine)], device=self.device))
         longest = int(max(counts))
-        padded = torch.full((longest, 3), -1, dtype=torch.int64, device=self.device)
+        padded = torch.full((longest, 3), -1, dtype=dtype, device=self.device)
         padded[: len(mine)] = mine
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded)
-        return [span for part, count in zip(parts, counts, strict=True) for span in part[: int(count)].tolist()]
+        return [found for part, count in zip(parts, counts, strict=True) for found in part[: int(count)].tolist()]
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Each value summed over all ranks (collective)."""
@@ -270,3 +354,8 @@ class Trainer:
             on_step=on_step,
             should_stop=should_stop,
         )
+
+
+def _keys(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """(group, sample) of every row, in their order."""
+    return [(group, sample) for group, sample in rows_of(spans)]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from rondo.comm.balance import fill, micro_batches
+from rondo.comm.balance import fill, micro_batches, recut
 from rondo.comm.group import Group, Row
 from rondo.comm.spans import rows_of
 
@@ -27,6 +27,16 @@ def test_samples_that_share_media_stay_on_one_rank_in_one_micro_batch_where_the_
 def test_samples_that_share_media_beyond_the_budget_are_cut_into_as_few_parts_as_it_allows() -> None:
     ((first, second),) = micro_batches({1: [3, 3, 3, 3]}, 2, 9, together={1})
     assert (first, second) == ([[1, 0, 3]], [[1, 3, 1]])
+
+
+def test_what_is_used_again_stays_with_its_rank_in_as_few_micro_batches_as_it_needs() -> None:
+    costs = {1: [3, 3, 3], 2: [4, 4], 3: [2, 2]}
+    streamed = [[[2, 0, 1]], [[3, 0, 2]], [[1, 0, 2]]], [[[1, 2, 1]], [[2, 1, 1]]]
+    shares = [[span for batch in rank for span in batch] for rank in streamed]
+    # Rank 0 has 3 + 3 | 4 + 2 + 2 within 8 tokens, rank 1 has 3 + 4.
+    assert recut(shares, costs, 8) == [[[[1, 0, 2]], [[1, 2, 1], [2, 1, 1]]], [[[2, 0, 1], [3, 0, 2]], []]]
+    # Samples that share media are never taken apart again.
+    assert recut([[[3, 0, 2], [2, 0, 1]]], costs, 5, together={3}) == [[[[2, 0, 1]]], [[[3, 0, 2]]]]
 
 
 def test_whole_groups_stay_in_one_micro_batch_even_beyond_the_budget() -> None:

@@ -77,6 +77,9 @@ def test_a_symmetric_clip_stays_symmetric() -> None:
         ({"name": "dr-grpo"}, "Did you mean 'dr_grpo'"),
         ({"tis_low": 0.5}, "algorithm.tis_high must be set with algorithm.tis_low"),
         ({"tis_low": 2.0, "tis_high": 1.0}, "algorithm.tis_high must be greater than algorithm.tis_low"),
+        ({"tis_mode": "mask"}, "algorithm.tis_high must be set with algorithm.tis_mode"),
+        ({"tis_level": "sequence"}, "algorithm.tis_high must be set with algorithm.tis_level"),
+        ({"normalize_batch": "groups"}, "normalize_batch"),
         ({"tis_high": 2.0, "old_log_probs": "rollout"}, "algorithm.old_log_probs must not be 'rollout'"),
         ({"clip_low": 1.0}, "less than 1"),
         ({"dual_clip": 1.0}, "greater than 1"),
@@ -101,6 +104,20 @@ def test_contradictions_are_refused(options: dict[str, object], message: str) ->
 def test_old_log_probs_come_from(asked: str, on_policy: bool, has_actor_fwd: bool, source: str) -> None:
     config = AlgorithmConfig.model_validate({"old_log_probs": asked})
     assert old_log_probs_source(config, on_policy=on_policy, has_actor_fwd=has_actor_fwd) == source
+
+
+@pytest.mark.parametrize(
+    ("on_policy", "has_fwd", "source"), [(True, True, "self"), (False, True, "actor_fwd"), (False, False, "self")]
+)
+def test_with_a_correction_old_log_probs_are_never_the_engines(on_policy: bool, has_fwd: bool, source: str) -> None:
+    config = AlgorithmConfig(tis_high=2.0)
+    assert old_log_probs_source(config, on_policy=on_policy, has_actor_fwd=has_fwd) == source
+
+
+def test_whitening_needs_the_whole_step() -> None:
+    assert not AlgorithmConfig().resolved().needs_full_step
+    made = AlgorithmConfig(name="dr_grpo", normalize_batch="samples").resolved()
+    assert made.needs_full_step and made.normalize_batch == "samples" and made.advantage == "group_mean"
 
 
 def test_old_log_probs_of_a_role_that_is_not_there_are_refused() -> None:

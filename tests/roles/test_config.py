@@ -84,6 +84,14 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
             [("rollout.samples_per_prompt", 1)],
             "rollout.samples_per_prompt must be at least 2 with algorithm.name 'grpo'",
         ),
+        (
+            [("train.optimizer_steps_per_batch", 5)],
+            "train.optimizer_steps_per_batch must be at most rollout.prompts_per_step, .*got 5 and 4",
+        ),
+        (
+            [("train.epochs", 2), ("train.hot_snapshot", False)],
+            "train.hot_snapshot must be True with several optimizer steps",
+        ),
         ([("rollout.top_k", 0)], "rollout.top_k must be at least 1, or -1"),
         (
             [("rollout.straggler_deadline_s", 60)],

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rondo.roles.algorithms import ALGORITHMS, Algorithm
-from rondo.roles.losses import LossSums, kl, policy_sums, ppo_clip
+from rondo.roles.losses import LossSums, correction, kl, policy_sums, ppo_clip
 
 GRPO = ALGORITHMS["grpo"]
 VARIANTS = {
@@ -25,6 +25,18 @@ VARIANTS = {
     "everything": replace(
         GRPO, clip_high=0.28, dual_clip=1.5, kl_coef=0.1, tis_low=0.8, tis_high=1.2, normalizer="token"
     ),
+    **{
+        f"tis_{mode}_{level}_{normalizer}": replace(
+            GRPO, tis_low=0.7, tis_high=1.4, tis_mode=mode, tis_level=level, normalizer=normalizer
+        )
+        for mode, level, normalizer in (
+            ("mask", "token", "token"),
+            ("mask", "geometric", "sample"),
+            ("mask", "sequence", "constant"),
+            ("truncate", "geometric", "constant"),
+            ("truncate", "sequence", "token"),
+        )
+    },
     "k1": replace(GRPO, kl_coef=0.3, kl="k1"),
     "k2": replace(GRPO, kl_coef=0.3, kl="k2"),
     "low_var": replace(GRPO, kl_coef=0.3, kl="low_var"),
@@ -60,11 +72,14 @@ def in_numpy(algorithm: Algorithm, made: dict[str, Any]) -> tuple[float, dict[st
     values = {name: made[name].double().numpy() for name in TENSORS}
     losses: list[list[float]] = []
     seen: dict[str, list[float]] = {
-        name: [] for name in ("low", "high", "ratio", "approx", "mismatch", "k3", "kl", "tis")
+        name: [] for name in ("low", "high", "ratio", "approx", "mismatch", "k3", "kl", "tis", "outside")
     }
     start = 0
     for length in made["lengths"]:
         sample = []
+        kept = [t for t in range(start, start + length) if values["mask"][t]]
+        product = math.prod(math.exp(values["old_log_probs"][t] - values["rollout_log_probs"][t]) for t in kept)
+        of_sample = {"sequence": product, "geometric": product ** (1 / max(len(kept), 1))}
         for t in range(start, start + length):
             if not values["mask"][t]:
                 continue
@@ -82,7 +97,13 @@ def in_numpy(algorithm: Algorithm, made: dict[str, Any]) -> tuple[float, dict[st
             seen["mismatch"].append(abs(new - rollout))
             seen["k3"].append(math.exp(new - rollout) - 1 - (new - rollout))
             if algorithm.tis_high is not None:
-                weight = min(max(math.exp(old - rollout), algorithm.tis_low), algorithm.tis_high)
+                weight = of_sample.get(algorithm.tis_level, math.exp(old - rollout))
+                outside = not algorithm.tis_low <= weight <= algorithm.tis_high
+                if outside and algorithm.tis_mode == "mask":
+                    weight = 0.0
+                elif outside:
+                    weight = algorithm.tis_low if weight < algorithm.tis_low else algorithm.tis_high
+                seen["outside"].append(outside)
                 seen["tis"].append(weight)
                 loss *= weight
             if algorithm.kl_coef:
@@ -132,6 +153,24 @@ def test_the_dual_clip_by_hand() -> None:
     assert terms.loss.tolist() == pytest.approx([6, 4, -2.4])  # bounded at 3 x 2; below it; A > 0 is not touched
 
 
+@pytest.mark.parametrize(
+    ("mode", "level", "weights", "outside"),
+    [
+        # Samples of ratios 2, 1/2, 4 and of 1/4, (masked), 1/4; bounds 0.3 and 1.8.
+        ("truncate", "token", [1.8, 0.5, 1.8, 0.3, 0.3], [1, 0, 1, 1, 1]),
+        ("mask", "token", [0, 0.5, 0, 0, 0], [1, 0, 1, 1, 1]),
+        ("truncate", "sequence", [1.8, 1.8, 1.8, 0.3, 0.3], [1, 1, 1, 1, 1]),  # products 4 and 1/16
+        ("mask", "geometric", [4 ** (1 / 3)] * 3 + [0, 0], [0, 0, 0, 1, 1]),  # roots 4^(1/3) and 1/4
+        ("truncate", "geometric", [4 ** (1 / 3)] * 3 + [0.3, 0.3], [0, 0, 0, 1, 1]),
+    ],
+)
+def test_corrections_by_hand(mode: Any, level: Any, weights: list[float], outside: list[int]) -> None:
+    keep = torch.tensor([True, True, True, True, False, True])
+    made = correction(ratios(2, 0.5, 4, 0.25, 99, 0.25), keep, [3, 3], low=0.3, high=1.8, mode=mode, level=level)
+    assert made.weights[keep].tolist() == pytest.approx(weights)
+    assert made.outside[keep].tolist() == [bool(value) for value in outside]
+
+
 def test_kl_estimators_by_hand() -> None:
     x = torch.tensor([0.5, -0.5, -4.0])
     zero = torch.zeros(3)
@@ -173,6 +212,7 @@ def test_the_loss_and_its_metrics_equal_the_numpy_implementation(name: str, seed
     names = {
         "low": "clip_low_fraction", "high": "clip_high_fraction", "ratio": "ratio_mean", "approx": "approx_kl",
         "mismatch": "mismatch_mean", "k3": "mismatch_kl", "kl": "kl", "tis": "tis_weight_mean",
+        "outside": "tis_clip_fraction" if algorithm.tis_mode == "truncate" else "tis_mask_fraction",
     }  # fmt: skip
     for theirs, value in seen.items():
         assert metrics[names[theirs]] == pytest.approx(value, rel=1e-5, abs=1e-6)

@@ -1,0 +1,136 @@
+"""The actor's way through the rounds of a step: whitening before the first gradient, and a step that is stopped half-way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
+from rondo.roles.actor import ActorRole
+from rondo.roles.config import JobConfig
+from rondo.roles.trainer import TrainRow
+from rondo.roles.whitening import Whitening, contribution
+from tests.comm.memory import MemorySegment
+from tests.roles.test_trainer import model, rows, trainer
+from tests.roles.test_trainer_updates import several
+
+__all__ = ["model"]
+COLUMNS = {
+    "tokens": "tokens", "loss_mask": "mask", "advantages": "advantages", "rollout_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_probs", "policy_versions": "policy_versions",
+}  # fmt: skip
+
+
+class Given:
+    """A row of the bus over the arrays of a `TrainRow`."""
+
+    columns = tuple(COLUMNS)
+    media = None
+    reward = 1.0
+
+    def __init__(self, row: TrainRow) -> None:
+        self._row = row
+        self.length = len(row.tokens)
+
+    def array(self, column: str) -> np.ndarray:
+        found = getattr(self._row, COLUMNS[column])
+        assert isinstance(found, np.ndarray)
+        return found
+
+
+@dataclass
+class Rounds:
+    """A bus that gives these rounds, to whoever asks again the same, and then ends, as when a run is being stopped."""
+
+    made: list[Any]
+    asked: list[int] = field(default_factory=list)
+
+    async def stream(self, stream: str, *, tokens: int, step: int) -> AsyncGenerator[Any, None]:
+        for made in self.made:
+            self.asked.append(made.index)
+            yield made
+
+    def check(self, made: Any) -> None:
+        """Nothing overwrites what a test holds."""
+
+
+class Here:
+    """The part of a worker that a step needs: computation where it is asked for."""
+
+    rank, world_size = 0, 1
+
+    async def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def progress(self) -> None:
+        """Nobody watches."""
+
+
+def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
+    """Two rows a mini-batch; `sizes`: rows of each round, of the first pass."""
+    made, at = [], 0
+    for index, size in enumerate(sizes):
+        spans = [[at, 0, 1] for at in range(at, at + size)]
+        part = SimpleNamespace(
+            index=index, rows=tuple(Given(row) for row in batch[at : at + size]), spans=spans, last=False,
+            update=at // 2, closes=(at + size) % 2 == 0,
+        )  # fmt: skip
+        made.append(part)
+        at += size
+    return made
+
+
+def role(config: JobConfig, path: str, made: list[Any]) -> tuple[ActorRole, Rounds]:
+    actor, bus = ActorRole(Here()), Rounds(made)  # type: ignore[arg-type]
+    actor._job = SimpleNamespace(config=config, bus=bus)  # type: ignore[assignment]
+    actor._trainer = trainer(config, path)
+    tensors, state = actor._trainer.state()
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    actor._snapshot = HotSnapshot(MemorySegment(snapshot_bytes(total, len(tensors))))
+    actor._snapshot.write(0, tensors, state)
+    return actor, bus
+
+
+async def test_a_step_that_is_stopped_between_updates_leaves_the_committed_version(model: str) -> None:
+    actor, _ = role(several(model, 2, 2), model, rounds(rows(0, num_rows=3), [1, 1, 1]))
+    before, seen = actor._trainer.checksum(), []
+    undo = actor._undo
+
+    async def watched(step: int) -> None:
+        seen.append((actor._trainer.moved, actor._trainer.checksum() != before))
+        await undo(step)
+
+    actor._undo = watched  # type: ignore[method-assign]
+    assert await actor._train(0) is None
+    assert seen == [(True, True)]
+    assert actor._trainer.checksum() == before and not actor._trainer.moved
+
+
+async def test_whitening_sees_every_round_of_the_first_pass_before_the_first_gradient(model: str) -> None:
+    batch = rows(1, num_rows=4)
+    config = several(model, 2, 1, normalize_batch="tokens")
+    actor, bus = role(config, model, rounds(batch, [1, 1, 2]))
+    used: list[np.ndarray] = []
+    inner = actor._trainer._sums_of
+
+    def noted(chosen: list[TrainRow]) -> Any:
+        used.extend(row.advantages for row in chosen)
+        return inner(chosen)
+
+    actor._trainer._sums_of = noted  # type: ignore[method-assign,assignment]
+    assert await actor._train(0) is None
+    assert bus.asked == [0, 1, 2, 0, 1, 2]
+    white = Whitening.of([contribution(row.advantages, row.mask, "tokens") for row in batch])
+    for row, found in zip(batch, used, strict=True):
+        np.testing.assert_array_equal(found, white.apply(row.advantages, row.mask))
+
+
+async def test_whitening_of_a_step_whose_rounds_end_early_trains_nothing(model: str) -> None:
+    actor, bus = role(several(model, 2, 1, normalize_batch="samples"), model, rounds(rows(2, num_rows=3), [1, 1, 1]))
+    before = actor._trainer.checksum()
+    assert await actor._train(0) is None
+    assert bus.asked == [0, 1, 2] and actor._trainer.checksum() == before
