@@ -17,6 +17,7 @@ admitted = trained + filtered + surplus + failed + quarantined + waiting + runni
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -446,6 +447,9 @@ class Index:
         if not self.rounds.has_ready(stream, step):
             return []
         certain, needed = self.membership(step), self.rules.groups_per_step
+        if self.rounds.lanes[stream].spec.fixed:
+            pairs = zip(certain, self.survivors(step), strict=False)
+            certain = [group for group, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
         return self.rounds.plan_train(stream, member, step, certain, needed, self.groups)
 
     def entries(self, group: Group) -> list[int]:

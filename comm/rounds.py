@@ -18,6 +18,7 @@ a train round names only groups whose membership in the step is certain; readine
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class Stream:
     whole_groups: bool = False  # keep the samples of a prompt group in one micro-batch (group statistics)
     whole_step: bool = False  # train only when every group of the step is ready (needs_full_step algorithms)
     media: bool = False  # reads the media of prompt groups too
+    fixed: bool = False  # rounds follow from admission order and lengths alone, never from what is ready when
     output_bytes_per_token: int = 4
 
 
@@ -122,7 +124,9 @@ class Rounds:
         lane = self.lanes[stream]
         if not lane.ready:
             return []
-        batches = self._batches(lane, lane.in_order(), groups, member)
+        # A group alone: who shares a micro-batch with whom depends on when they were ready.
+        ready = itertools.islice(lane.in_order(), 1) if lane.spec.fixed else lane.in_order()
+        batches = self._batches(lane, ready, groups, member)
         step = min(lane.ready)  # the oldest ready group is always among the chosen
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
         return [_event(lane.spec, scope, first + i, step, member, spans, False) for i, spans in enumerate(batches)]
@@ -138,18 +142,22 @@ class Rounds:
     ) -> list[Event]:
         """The next rounds of a step for the training group, or [] when no further group is ready and certain.
 
-        certain: ready groups of the step's first survivors in admission order; needed: groups of a whole step; groups: all
-        living ones.
+        certain: ready groups of the step's first survivors in admission order, of a `fixed` stream only those that no other
+        survivor stands before; needed: groups of a whole step; groups: all living ones.
         """
         lane = self.lanes[stream]
         scope = self.train_scope(stream, step)
         ready, covered = set(lane.ready.get(step, ())), lane.covered.get(scope, set())
         fresh = [group for group in certain if group in ready]
+        if lane.spec.fixed:
+            fresh = list(itertools.takewhile(ready.__contains__, (g for g in certain if g not in covered)))
         if not fresh or (lane.spec.whole_step and len(fresh) + len(covered) < needed):
             return []
         batches = self._batches(lane, fresh, groups, member)
         chosen = {group for batch in batches for rank in batch for group, _, _ in rank}
         first, last = lane.planned.get(scope, 0), len(covered | chosen) == needed
+        if lane.spec.fixed and not last and len(chosen) == len(fresh):
+            return []  # the next group may still fit
         return [
             _event(lane.spec, scope, first + i, step, member, spans, last and i == len(batches) - 1)
             for i, spans in enumerate(batches)

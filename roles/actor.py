@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from rondo.comm.bus import POLL_S, Round
+from rondo.comm.bus import POLL_S, Round, Row
 from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
 from rondo.comm.spans import Span
@@ -29,6 +29,7 @@ from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job
+from rondo.roles.parity import ParityLog, RowSum, row_sum
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
@@ -57,6 +58,7 @@ class ActorRole:
             self._trainer = await ctx.compute(
                 Trainer, config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device
             )
+            self._parity = ParityLog(ctx.run_dir, ctx.rank) if config.deterministic else None
             self._open_memory()
             version = await self._restore()
         async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
@@ -92,8 +94,12 @@ class ActorRole:
         busy, num_tokens, whole = 0.0, 0, False
         rewards: list[float] = []
         ages: list[int] = []
+        if self._parity is not None:
+            self._parity.begin()
         async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
             rows, seen = await self._ctx.compute(self._read, made, step)
+            if self._parity is not None:
+                self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()
             await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.last)
             busy += time.monotonic() - since
@@ -221,8 +227,10 @@ class ActorRole:
 
     async def _commit(self, version: int, spans: list[Span]) -> None:
         """Steps 1 to 4 of the commit order."""
-        checksum = await self._write_snapshot(version)
-        await self._ctx.compute(self._trainer.barrier)
+        part = await self._write_snapshot(version)
+        checksum = await self._ctx.compute(self._trainer.join_checksums, part)
+        if self._parity is not None:
+            self._parity.write(version, checksum)
         if self._ctx.rank == 0:
             await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans)
         await self._job.bus.call("await_version", version)
@@ -274,3 +282,9 @@ class ActorRole:
         if ctx.rank == 0:
             rotate(ctx.run_dir / "checkpoints", keep=config.train.keep_checkpoints)
             await ctx.report("checkpoint", {"version": version, "path": str(folder)})
+
+
+def _row_sum(named: Row, row: TrainRow) -> RowSum:
+    """All that the loss sees of a sample, but for its media, which the prompt stands for."""
+    rest = (row.mask, row.advantages, row.rollout_log_probs, row.old_log_probs, row.ref_log_probs, row.policy_versions)
+    return row_sum(named.group, named.sample, row.tokens, rest)

@@ -28,10 +28,11 @@ def streams_of(config: JobConfig, roles: Collection[str]) -> tuple[Stream, ...]:
     inputs = [*BASE_COLUMNS, "advantages"]
     for role, columns in (("actor_fwd", ("log_probs", "log_probs_version")), ("reference", ("ref_log_probs",))):
         if role in roles:
-            streams.append(Stream(role, ("tokens",), columns, media=True))
+            streams.append(Stream(role, ("tokens",), columns, media=True, fixed=config.deterministic))
             inputs += columns
     whole_step = config.algorithm.resolved().needs_full_step
-    streams.append(Stream("actor", tuple(inputs), kind="train", whole_step=whole_step, media=True))
+    fixed = config.deterministic
+    streams.append(Stream("actor", tuple(inputs), kind="train", whole_step=whole_step, media=True, fixed=fixed))
     return tuple(streams)
 
 

@@ -37,6 +37,7 @@ from rondo.models.state import load_training_state, training_state
 from rondo.roles import losses, sft
 from rondo.roles.config import JobConfig
 from rondo.roles.datasets import demonstrations
+from rondo.roles.determinism import seed, settle
 from rondo.roles.gap import Gap
 from rondo.roles.media import preparer
 
@@ -63,6 +64,8 @@ class Trainer:
         self.rank, self.world_size = rank, world_size
         self.device = torch.device(device)
         self._algorithm = config.algorithm.resolved()
+        settle(config)
+        seed(config.seed, rank)
         train = config.train
         model = load_model(path, dtype="float32", device=device, attn=config.model.attn)
         self._frozen = freeze(
@@ -226,10 +229,13 @@ class Trainer:
             crc = zlib.crc32(part.to_bytes(4, "little"), crc)
         return crc
 
-    def barrier(self) -> None:
-        """Every rank has come here (collective)."""
-        if self.world_size > 1:
-            dist.barrier()
+    def join_checksums(self, part: int) -> int:
+        """One checksum of all ranks' parts, in their order. Nobody has it before every rank came here (collective)."""
+        if self.world_size == 1:
+            return part
+        parts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(parts, torch.tensor([part], device=self.device))
+        return zlib.crc32(b"".join(int(each).to_bytes(4, "little") for each in parts))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(disk name, whole tensor) one by one, gathered from the shards (collective: every rank iterates to the end)."""
