@@ -43,7 +43,8 @@ def first_difference(first: Path, second: Path, *, ids_only: bool = False) -> st
             found = _of_ids(a, b) if ids_only else _of_step(a, b)
             if found is not None:
                 where, what = found
-                return f"step {step}, {where}rank {rank}: {what}; {_of_weights(a, b)}"
+                when = f"step {step}" if step >= 0 else "before the first step"
+                return f"{when}, {where}rank {rank}: {what}; {_of_weights(a, b)}"
     return None
 
 

@@ -30,5 +30,5 @@ def seed(run_seed: int, rank: int) -> None:
     """Python's, numpy's and torch's generators, different on every rank. A restored version brings its own states."""
     drawn = int.from_bytes(hashlib.blake2b(f"{run_seed}/train/{rank}".encode(), digest_size=8).digest(), "little")
     random.seed(drawn)
-    np.random.seed(drawn % 2**32)  # noqa: NPY002  # the one that user code draws from
+    np.random.seed(drawn % 2**32)  # the one that user code draws from
     torch.manual_seed(drawn >> 1)

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 on ten rows, twice over: what the parity tests train, whose rewards depend on every token that is sampled."""
+"""A tiny Qwen3 on ten rows, seven times over: what the parity tests train. Rewards depend on every token that is sampled."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ def spread(response: str, label: str, *, prompt: str, metadata: dict[str, object
 
 config = RunConfig(
     name="parity",
-    num_steps=5,
+    num_steps=25,
     max_staleness=0,
     deterministic=True,
     groups=fully_async(reference_replicas=1),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
-    data=DataConfig(rows=rows, num_passes=2),
+    data=DataConfig(rows=rows, num_passes=7),
     reward=RewardConfig(function=spread),
     algorithm=AlgorithmConfig(kl_coef=0.05),
-    rollout=RolloutConfig(
-        prompts_per_step=4, samples_per_prompt=3, max_prompt_tokens=8, max_new_tokens=6, num_slots=8
-    ),
-    train=TrainConfig(lr=1e-3, micro_batch_tokens=48, save_every=2),
+    rollout=RolloutConfig(prompts_per_step=4, samples_per_prompt=3, max_prompt_tokens=8, max_new_tokens=6, num_slots=8),
+    train=TrainConfig(lr=1e-3, micro_batch_tokens=48, save_every=3),
 )
