@@ -10,6 +10,7 @@ import pytest
 
 from rondo.launch.diff import first_difference
 from rondo.launch.records import step_records
+from rondo.roles.cursor import Order
 from rondo.roles.parity import read
 from tests.parity.runs import NUM_STEPS, TASK, Run
 
@@ -62,41 +63,32 @@ def test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits(
 
 
 def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same_order_within_the_bound(
-    tmp_path: Path,
+    modes: dict[str, Run], tmp_path: Path
 ) -> None:
-    stale = ("max_staleness=2", "num_steps=14")
-    still, disturbed = Run(tmp_path / "still"), Run(tmp_path / "disturbed")
-    alone = still.train("colocate", sets=stale)
-    disturbed.kill(
-        disturbed.train("hybrid", sets=stale, kills=[f"rollout@{STEPS.randint(1, 4)}"]), STEPS.randint(7, 10)
-    )
-    disturbed.ended(disturbed.resume())
-    still.ended(alone)
-    assert first_difference(still.path, disturbed.path, ids_only=True) is None
-    for run in (still, disturbed):
-        records = step_records(run.path / "metrics.jsonl")
-        assert [record["step"] for record in records] == list(range(14))
-        assert max(record["staleness_max"] for record in records) <= 2
-    assert max(record["staleness_max"] for record in records) > 0
+    run = Run(tmp_path / "stale")
+    kills = [f"rollout@{STEPS.randint(1, 4)}"]
+    run.kill(run.train("hybrid", sets=["max_staleness=2"], kills=kills), at_step=STEPS.randint(7, 12))
+    run.ended(run.resume())
+    assert first_difference(modes["hybrid"].path, run.path, ids_only=True) is None
+    assert first_difference(modes["hybrid"].path, run.path) is not None
+    records = step_records(run.path / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(NUM_STEPS))
+    assert 0 < max(record["staleness_max"] for record in records) <= 2
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "told"),
-    [
-        # Row 3 of the data has another prompt: its samples have other tokens wherever it comes first.
-        ('"abcdefghij"[n]', '"abcXefghij"[n]', r"step \d+, round \d+, rank 0: group \d+ sample 0 has other tokens; weights"),
-        # Row 3 is rewarded in another way: equal tokens, other advantages.
-        (" % 7 / 7", ' % (5 if label == "3" else 7) / 7', r"group \d+ sample 0 has equal tokens, but other log-probs, adv"),
-    ],
-)  # fmt: skip
-def test_a_planted_fault_is_found_at_the_first_row_that_it_touches(
-    modes: dict[str, Run], tmp_path: Path, old: str, new: str, told: str
-) -> None:
+def test_a_planted_fault_is_found_at_the_first_row_that_it_touches(modes: dict[str, Run], tmp_path: Path) -> None:
     faulty = tmp_path / "task.py"
-    assert TASK.read_text().count(old) == 1
-    faulty.write_text(TASK.read_text().replace(old, new))
+    row, reward = '"abcdefghij"[n]', " % 7 / 7"
+    text = TASK.read_text()
+    assert text.count(row) == text.count(reward) == 1
+    # Row 3 has another prompt, and row 4 another reward: whichever the order of the data brings first.
+    faulty.write_text(text.replace(row, '"abcXefghij"[n]').replace(reward, ' % (5 if label == "4" else 7) / 7'))
     run = Run(tmp_path / "faulty")
-    run.ended(run.train("colocate", task=faulty, sets=("num_steps=3",)))
+    run.ended(run.train("colocate", task=faulty, sets=["num_steps=3"]))
     found = first_difference(modes["colocate"].path, run.path)
+    order = Order(num_rows=10, seed=0)
+    first = next(position for position in range(12) if order.locate(position).row in (3, 4))
+    what = {3: "has other tokens", 4: "has equal tokens, but other log-probs, advantages"}[order.locate(first).row]
     assert found is not None
-    assert re.search(told, found), found
+    told = rf"step {first // 4}, round \d+, rank 0: group {first} sample 0 {what}.*; weights of version \d+ are \w+ and \w+"
+    assert re.fullmatch(told, found), found
