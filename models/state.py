@@ -101,6 +101,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _numpy_state() -> torch.Tensor:
     """int64 [627]: the 624 words of the global Mersenne Twister, its position, whether a normal number is kept, its bits."""
+    kept: Any
     _, words, at, has_kept, kept = np.random.get_state()  # the one that user code draws from
     return torch.from_numpy(np.array([*words, at, has_kept, _bits(kept)], np.int64))
 

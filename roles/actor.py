@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -72,6 +73,10 @@ class ActorRole:
 
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job
+        self._saving: asyncio.Task[None] | None = None
+        every = config.train.save_every
+        if every is not None and 0 < version < config.num_steps and version % every == 0:
+            await self._save(version, final=False)  # it may have died in the middle of it
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             metrics = await self._train(step)
@@ -80,8 +85,9 @@ class ActorRole:
                 # Said at several moments; true on one rank is true. All ranks must save the same.
                 (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
                 await self._save(step, final=num_done > 0)
+                with self._ctx.section("save", SAVE_LIMIT_S):
+                    await self._settle_saving()
                 return
-            every = config.train.save_every
             if every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps:
                 await self._save(step + 1, final=False)
         await self._save(config.num_steps, final=True)
@@ -267,21 +273,43 @@ class ActorRole:
         await wait_for(sent, name="publication", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
 
     async def _save(self, version: int, *, final: bool) -> None:
-        """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here."""
-        ctx, config = self._ctx, self._job.config
+        """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here. One that is not
+        final is copied to host memory and then written beside the next steps; the next saving waits for it."""
+        ctx = self._ctx
+        since = time.monotonic()
         folder = folder_of(ctx.run_dir / "checkpoints", version)
-        if folder in complete(folder.parent):  # a run that ends, or is stopped, before its next commit
-            if final and not (folder / HF).exists():
-                with ctx.section("save", SAVE_LIMIT_S):
-                    await ctx.compute(self._trainer.export, folder / HF, self._job.model_path)
-            return
         with ctx.section("save", SAVE_LIMIT_S):
+            await self._settle_saving()
+            if folder in complete(folder.parent):  # a run that ends, or is stopped, before its next commit
+                if final and not (folder / HF).exists():
+                    await ctx.compute(self._trainer.export, folder / HF, self._job.model_path)
+                return
             index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 else {}
             extra = {"version": version, "index": index}
-            await ctx.compute(self._trainer.save, folder, extra, tokenizer_path=self._job.model_path if final else None)
-        if ctx.rank == 0:
-            rotate(ctx.run_dir / "checkpoints", keep=config.train.keep_checkpoints)
-            await ctx.report("checkpoint", {"version": version, "path": str(folder)})
+            if final:
+                await ctx.compute(self._trainer.save, folder, extra, tokenizer_path=self._job.model_path)
+                await self._saved(version, folder, since, time.monotonic() - since)
+                return
+            staged = await ctx.compute(self._trainer.stage)
+
+        async def write_beside(pause_s: float) -> None:
+            """An error ends the role, as one of training does."""
+            written = asyncio.to_thread(self._trainer.write, folder, staged, extra)
+            await wait_for(written, name="save", peer="storage", deadline_s=SAVE_LIMIT_S)
+            await self._saved(version, folder, since, pause_s)
+
+        self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")
+
+    async def _settle_saving(self) -> None:
+        if self._saving is not None:
+            await self._saving
+
+    async def _saved(self, version: int, folder: Path, since: float, pause_s: float) -> None:
+        """Tell of a whole checkpoint, begun at `since`, for which training stood still for `pause_s`."""
+        if self._ctx.rank == 0:
+            rotate(folder.parent, keep=self._job.config.train.keep_checkpoints)
+            figures = {"version": version, "path": str(folder), "save_s": time.monotonic() - since, "pause_s": pause_s}
+            await self._ctx.report("checkpoint", figures)
 
 
 def _row_sum(named: Row, row: TrainRow) -> RowSum:

@@ -41,8 +41,8 @@ def row_sum(group: int, sample: int, tokens: np.ndarray, columns: Iterable[np.nd
     """The row's name and checksums. An absent column differs from an empty one."""
     rest = 0
     for column in columns:
-        rest = zlib.crc32(b"-" if column is None else memoryview(np.ascontiguousarray(column)).cast("B"), rest)
-    return group, sample, zlib.crc32(memoryview(np.ascontiguousarray(tokens)).cast("B")), rest
+        rest = zlib.crc32(b"-" if column is None else column.tobytes(), rest)
+    return group, sample, zlib.crc32(tokens.tobytes()), rest
 
 
 class ParityLog:

@@ -82,6 +82,7 @@ class Trainer:
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, eps=train.eps
         )
+        self._saving_group = dist.new_group(backend="gloo") if world_size > 1 else None
         self._sums: losses.LossSums | None = None
         self._gap = Gap()
         self._trained: list[Span] = []
@@ -244,6 +245,14 @@ class Trainer:
     def save(self, folder: Path, extra: dict[str, Any], *, tokenizer_path: str | None = None) -> None:
         """Write a whole checkpoint, with a Hugging Face folder inside where a tokenizer is given (collective)."""
         checkpoint.save(folder, self.model, self.optimizer, extra, tokenizer_path=tokenizer_path)
+
+    def stage(self) -> checkpoint.Staged:
+        """This rank's state, copied to host memory; no collective."""
+        return checkpoint.stage(self.model, self.optimizer)
+
+    def write(self, folder: Path, staged: checkpoint.Staged, extra: dict[str, Any]) -> None:
+        """Write a checkpoint of what was staged, on another thread than the compute thread (collective there)."""
+        checkpoint.write(folder, staged, extra, group=self._saving_group)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         return checkpoint.load(folder, self.model, self.optimizer)
