@@ -17,6 +17,7 @@ admitted = trained + filtered + surplus + failed + quarantined + waiting + runni
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -458,6 +459,9 @@ class Index:
         if not self.rounds.may_train(stream, step):
             return []
         certain = self.mini_batches(step, self.rounds.lanes[stream].spec.mini_batches)
+        if self.rounds.lanes[stream].spec.fixed:  # only those that no other survivor stands before
+            first = set(itertools.takewhile(lambda id: self.groups[id].state == "ready", self.survivors(step)))
+            certain = [[id for id in batch if id in first] for batch in certain]
         return self.rounds.plan_train(stream, member, step, certain, self.rules.groups_per_step, self.groups)
 
     def entries(self, group: Group) -> list[int]:

@@ -24,6 +24,7 @@ update of a pass, and with the same rank in every pass; readiness is a list, nev
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,7 @@ class Stream:
     whole_groups: bool = False  # keep the samples of a prompt group in one micro-batch (group statistics)
     whole_step: bool = False  # train only when every group of the step is ready (needs_full_step algorithms)
     media: bool = False  # reads the media of prompt groups too
+    fixed: bool = False  # rounds follow from admission order and lengths alone, never from what is ready when
     output_bytes_per_token: int = 4
     mini_batches: int = 1  # a train stream's optimizer steps in one pass over a step's groups
     passes: int = 1  # how often a train stream goes through a step's groups
@@ -137,7 +139,9 @@ class Rounds:
         lane = self.lanes[stream]
         if not lane.ready:
             return []
-        batches = self._batches(lane, lane.in_order(), groups, member)
+        # A group alone: who shares a micro-batch with whom depends on when they were ready.
+        ready = itertools.islice(lane.in_order(), 1) if lane.spec.fixed else lane.in_order()
+        batches = self._batches(lane, ready, groups, member)
         step = min(lane.ready)  # the oldest ready group is always among the chosen
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
         return [_event(lane.spec, scope, first + i, step, member, spans) for i, spans in enumerate(batches)]
@@ -153,8 +157,8 @@ class Rounds:
     ) -> list[Event]:
         """The next rounds of a step for the training group, all of one update, or [] when no further group is ready and certain.
 
-        certain: for each mini-batch, the ready groups that certainly belong to it, in admission order; needed: groups of a
-        whole step; groups: all living ones.
+        certain: for each mini-batch, the ready groups that certainly belong to it, in admission order, of a `fixed` stream only
+        those that no other survivor stands before; needed: groups of a whole step; groups: all living ones.
         """
         lane = self.lanes[stream]
         scope = self.train_scope(stream, step)
@@ -167,13 +171,19 @@ class Rounds:
         if update < len(sizes):
             ready = set(lane.ready.get(step, ()))
             fresh = [group for group in certain[update] if group in ready]
+            if lane.spec.fixed:
+                left = [group for group in certain[update] if group not in covered.get(update, ())]
+                fresh = list(itertools.takewhile(ready.__contains__, left))
             if not fresh or (lane.spec.whole_step and not self._is_whole(ready, covered, certain, needed)):
                 return []
             batches = self._batches(lane, fresh, groups, member)
         else:
+            fresh = []
             batches = self._batches_again(lane, scope, update % len(sizes), groups, member)
         chosen = {group for batch in batches for rank in batch for group, _, _ in rank}
         whole = len(covered.get(update, set()) | chosen) == sizes[update % len(sizes)]
+        if lane.spec.fixed and not whole and len(chosen) == len(fresh):
+            return []  # the next group may still fit
         first, final = lane.planned.get(scope, 0), update == num_updates - 1
         ends = [whole and i == len(batches) - 1 for i in range(len(batches))]
         return [

@@ -156,6 +156,13 @@ def resume(options: argparse.Namespace) -> int:
     return go_on(run)
 
 
+def diff(options: argparse.Namespace) -> int:
+    from rondo.launch.diff import show_diff
+    from rondo.launch.rundir import existing_run
+
+    return show_diff(existing_run(options.first), existing_run(options.second), ids_only=options.ids)
+
+
 def bench(options: argparse.Namespace) -> int:
     from rondo.launch.bench import run
 
@@ -212,6 +219,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         if name == "stop":
             made.add_argument("--reason", default="rondo stop", help="for the logs")
             made.add_argument("--no-wait", action="store_true", help="return before the run has ended")
+    made = verb("diff", diff, "Tell where two deterministic runs part.")
+    made.add_argument("first", metavar="RUN_A", type=Path)
+    made.add_argument("second", metavar="RUN_B", type=Path)
+    made.add_argument("--ids", action="store_true", help="compare which samples were trained, and their order, alone")
     made = verb("bench", bench, "Measure this machine; `rondo bench` lists what with.")
     made.add_argument("name", metavar="NAME", nargs="?", help="a module of benchmarks/")
     made.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="options of that benchmark")

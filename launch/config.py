@@ -101,6 +101,28 @@ class RunConfig(JobConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _determinism_suits_the_groups(self) -> RunConfig:
+        if not self.deterministic:
+            return self
+        for group in self.groups:
+            if group.threads > 1:
+                raise ValueError(
+                    f"groups[{group.name}].threads must be 1 with deterministic=True, since threads share sums by their number, "
+                    f"got {group.threads}. Set it to 1, or set deterministic=False"
+                )
+            if group.devices:
+                raise ValueError(
+                    f"groups[{group.name}].devices must be 0 with deterministic=True, which is proved on the CPU alone, "
+                    f"got {group.devices}. Set it to 0, or set deterministic=False"
+                )
+        if self.rollout.filter is not None and self.max_staleness:
+            raise ValueError(
+                "rollout.filter must be None with deterministic=True and max_staleness above 0, where which prompt replaces a "
+                f"filtered one depends on time, got {self.rollout.filter!r} and {self.max_staleness}. Set max_staleness=0"
+            )
+        return self
+
 
 def load(path: Path | str, sets: Sequence[str] = ()) -> RunConfig:
     """The `config` that a module builds, with `--set` changes. ConfigError tells all that is wrong, a line each."""

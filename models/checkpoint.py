@@ -19,8 +19,9 @@ from __future__ import annotations
 import copy
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ _PROCESSOR_FILES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What this rank writes into a checkpoint, apart from the model: training may go on while it is written."""
+
+    tensors: Mapping[str, torch.Tensor]
+    options: Mapping[str, Any]
+
+
+def stage(model: Any, optimizer: torch.optim.Optimizer) -> Staged:
+    """Copies of this rank's state in host memory; no collective. The only part of a saving that training waits for."""
+    tensors = _state(model, optimizer)
+    with torch.no_grad():
+        return Staged({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, options(optimizer))
+
+
+def write(folder: Path, staged: Staged, extra: Mapping[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
+    """Write what was staged as the checkpoint `folder`, on any thread. Collective over `group` when sharded: one of its own,
+    since the default group has the collectives of training meanwhile."""
+    _write(folder, staged, extra, group, None)
+
+
 def save(
     folder: Path,
     model: Any,
@@ -57,23 +79,42 @@ def save(
 
     `extra` is any JSON object, rank 0's counts. With `tokenizer_path` the checkpoint holds a Hugging Face folder `hf` too.
     """
+
+    def write_hf(aside: Path) -> None:
+        if tokenizer_path is not None:
+            _write_hf(aside / HF, model, tokenizer_path, "float32")
+
+    _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, None, write_hf)
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return named_tensors(model, optimizer) | {_of_rank(name): t for name, t in random_states(model).items()}
+
+
+def _write(
+    folder: Path,
+    staged: Staged,
+    extra: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    more: Callable[[Path], None] | None,
+) -> None:
     aside = _aside(folder)
     if _rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in folder.parent.glob(_aside(folder.with_name("step_*")).name):
+            shutil.rmtree(left)  # of savers that were killed; one saving is in progress at a time
         (aside / SHARDS).mkdir(parents=True)
-        (aside / TRAINER).write_bytes(orjson.dumps({"num_ranks": _num_ranks(), **options(optimizer)}))
+        (aside / TRAINER).write_bytes(orjson.dumps({"num_ranks": _num_ranks(), **staged.options}))
         (aside / EXTRA).write_bytes(orjson.dumps(extra))
-    _barrier()
-    tensors = named_tensors(model, optimizer) | {_of_rank(name): t for name, t in random_states(model).items()}
+    _barrier(group)
     with _single_process_allowed():
-        dcp.save(tensors, checkpoint_id=aside / SHARDS)
-    if tokenizer_path is not None:
-        _write_hf(aside / HF, model, tokenizer_path, "float32")
+        dcp.save(dict(staged.tensors), checkpoint_id=aside / SHARDS, process_group=group)
+    if more is not None:
+        more(aside)
     if _rank() == 0:
         # Unmarked before it goes: a half-removed checkpoint of the same version must not count.
         (folder / MARKER).unlink(missing_ok=True)
         publish(aside, folder)
-    _barrier()
+    _barrier(group)
 
 
 def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -210,6 +251,6 @@ def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _barrier() -> None:
+def _barrier(group: dist.ProcessGroup | None = None) -> None:
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group)

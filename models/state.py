@@ -1,8 +1,8 @@
 """Everything that the next step of training depends on, as this rank holds it: for snapshots, without any collective.
 
-Owns the names and the completeness of that state: parameters and buffers, optimizer moments, learning rates, torch's random
-state. Does not own where it is kept (`comm/snapshot.py` in memory, `checkpoint.py` on disk). Hyper-parameters are not part of
-it; they come from the settings.
+Owns the names and the completeness of that state: parameters and buffers, optimizer moments, learning rates, the random states
+of torch, numpy and Python. Does not own where it is kept (`comm/snapshot.py` in memory, `checkpoint.py` on disk).
+Hyper-parameters are not part of it; they come from the settings.
 
 Invariant: loading what was taken restores every bit, in place, and training goes on bit by bit as it would have.
 
@@ -12,9 +12,11 @@ Invariant: loading what was taken restores every bit, in place, and training goe
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -76,8 +78,9 @@ def set_options(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
 
 
 def random_states(model: Any) -> dict[str, torch.Tensor]:
-    """torch's random states as uint8 tensors: the CPU's, and that of the model's device if it is another."""
-    found = {"random.cpu": torch.get_rng_state()}
+    """The states of the process's generators as tensors: torch's on the CPU and, if it is another, on the model's device
+    (uint8), numpy's and Python's (int64)."""
+    found = {"random.cpu": torch.get_rng_state(), "random.numpy": _numpy_state(), "random.python": _python_state()}
     device = next(model.parameters()).device
     if device.type == "cuda":
         found["random.cuda"] = torch.cuda.get_rng_state(device)
@@ -86,9 +89,42 @@ def random_states(model: Any) -> dict[str, torch.Tensor]:
 
 def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["random.cpu"].cpu().contiguous())
+    _set_numpy_state(states["random.numpy"].numpy())
+    _set_python_state(states["random.python"].numpy())
     if "random.cuda" in states:
         torch.cuda.set_rng_state(states["random.cuda"].cpu().contiguous())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _numpy_state() -> torch.Tensor:
+    """int64 [627]: the 624 words of the global Mersenne Twister, its position, whether a normal number is kept, its bits."""
+    kept: Any
+    _, words, at, has_kept, kept = np.random.get_state()  # the one that user code draws from
+    return torch.from_numpy(np.array([*words, at, has_kept, _bits(kept)], np.int64))
+
+
+def _set_numpy_state(state: np.ndarray) -> None:
+    *words, at, has_kept, kept = state.tolist()
+    np.random.set_state(("MT19937", np.array(words, np.uint32), at, has_kept, _float(kept)))
+
+
+def _python_state() -> torch.Tensor:
+    """int64 [627]: 625 words, whether a normal number is kept, its bits."""
+    _, words, kept = random.getstate()
+    return torch.from_numpy(np.array([*words, kept is not None, _bits(kept or 0.0)], np.int64))
+
+
+def _set_python_state(state: np.ndarray) -> None:
+    *words, has_kept, kept = state.tolist()
+    random.setstate((3, tuple(words), _float(kept) if has_kept else None))
+
+
+def _bits(number: float) -> int:
+    return int(np.float64(number).view(np.int64))
+
+
+def _float(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))

@@ -18,11 +18,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from rondo.comm.bus import POLL_S, Round
+from rondo.comm.bus import POLL_S, Round, Row
 from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
 from rondo.comm.spans import Span
@@ -31,6 +32,7 @@ from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job
+from rondo.roles.parity import ParityLog, RowSum, row_sum
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
 from rondo.roles.whitening import Contribution, contribution
@@ -60,6 +62,7 @@ class ActorRole:
             self._trainer = await ctx.compute(
                 Trainer, config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device
             )
+            self._parity = ParityLog(ctx.run_dir, ctx.rank) if config.deterministic else None
             self._open_memory()
             version = await self._restore()
         async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
@@ -73,6 +76,10 @@ class ActorRole:
 
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job
+        self._saving: asyncio.Task[None] | None = None
+        every = config.train.save_every
+        if every is not None and 0 < version < config.num_steps and version % every == 0:
+            await self._save(version, final=False)  # it may have died in the middle of it
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             metrics = await self._train(step)
@@ -81,8 +88,9 @@ class ActorRole:
                 # Said at several moments; true on one rank is true. All ranks must save the same.
                 (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
                 await self._save(step, final=num_done > 0)
+                with self._ctx.section("save", SAVE_LIMIT_S):
+                    await self._settle_saving()
                 return
-            every = config.train.save_every
             if every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps:
                 await self._save(step + 1, final=False)
         await self._save(config.num_steps, final=True)
@@ -95,10 +103,14 @@ class ActorRole:
         busy, num_tokens, whole = 0.0, 0, False
         rewards: list[float] = []
         ages: list[int] = []
+        if self._parity is not None:
+            self._parity.begin()
         if config.algorithm.normalize_batch is not None and not await self._whiten(step):
             return None
         async for made in self._rounds(step):
             rows, seen = await self._ctx.compute(self._read, made, step)
+            if self._parity is not None:
+                self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()
             await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update)
             if made.closes and not made.last:
@@ -258,8 +270,10 @@ class ActorRole:
 
     async def _commit(self, version: int, spans: list[Span]) -> None:
         """Steps 1 to 4 of the commit order."""
-        checksum = await self._write_snapshot(version)
-        await self._ctx.compute(self._trainer.barrier)
+        part = await self._write_snapshot(version)
+        checksum = await self._ctx.compute(self._trainer.join_checksums, part)
+        if self._parity is not None:
+            self._parity.write(version, checksum)
         if self._ctx.rank == 0:
             await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans)
         await self._job.bus.call("await_version", version)
@@ -296,18 +310,46 @@ class ActorRole:
         await wait_for(sent, name="publication", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
 
     async def _save(self, version: int, *, final: bool) -> None:
-        """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here."""
-        ctx, config = self._ctx, self._job.config
+        """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here. One that is not
+        final is copied to host memory and then written beside the next steps; the next saving waits for it."""
+        ctx = self._ctx
+        since = time.monotonic()
         folder = folder_of(ctx.run_dir / "checkpoints", version)
-        if folder in complete(folder.parent):  # a run that ends, or is stopped, before its next commit
-            if final and not (folder / HF).exists():
-                with ctx.section("save", SAVE_LIMIT_S):
-                    await ctx.compute(self._trainer.export, folder / HF, self._job.model_path)
-            return
         with ctx.section("save", SAVE_LIMIT_S):
+            await self._settle_saving()
+            if folder in complete(folder.parent):  # a run that ends, or is stopped, before its next commit
+                if final and not (folder / HF).exists():
+                    await ctx.compute(self._trainer.export, folder / HF, self._job.model_path)
+                return
             index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 else {}
             extra = {"version": version, "index": index}
-            await ctx.compute(self._trainer.save, folder, extra, tokenizer_path=self._job.model_path if final else None)
-        if ctx.rank == 0:
-            rotate(ctx.run_dir / "checkpoints", keep=config.train.keep_checkpoints)
-            await ctx.report("checkpoint", {"version": version, "path": str(folder)})
+            if final:
+                await ctx.compute(self._trainer.save, folder, extra, tokenizer_path=self._job.model_path)
+                await self._saved(version, folder, since, time.monotonic() - since)
+                return
+            staged = await ctx.compute(self._trainer.stage)
+
+        async def write_beside(pause_s: float) -> None:
+            """An error ends the role, as one of training does."""
+            written = asyncio.to_thread(self._trainer.write, folder, staged, extra)
+            await wait_for(written, name="save", peer="storage", deadline_s=SAVE_LIMIT_S)
+            await self._saved(version, folder, since, pause_s)
+
+        self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")
+
+    async def _settle_saving(self) -> None:
+        if self._saving is not None:
+            await self._saving
+
+    async def _saved(self, version: int, folder: Path, since: float, pause_s: float) -> None:
+        """Tell of a whole checkpoint, begun at `since`, for which training stood still for `pause_s`."""
+        if self._ctx.rank == 0:
+            rotate(folder.parent, keep=self._job.config.train.keep_checkpoints)
+            figures = {"version": version, "path": str(folder), "save_s": time.monotonic() - since, "pause_s": pause_s}
+            await self._ctx.report("checkpoint", figures)
+
+
+def _row_sum(named: Row, row: TrainRow) -> RowSum:
+    """All that the loss sees of a sample, but for its media, which the prompt stands for."""
+    rest = (row.mask, row.advantages, row.rollout_log_probs, row.old_log_probs, row.ref_log_probs, row.policy_versions)
+    return row_sum(named.group, named.sample, row.tokens, rest)

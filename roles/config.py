@@ -35,6 +35,9 @@ from rondo.runtime.section import FunctionRef, Section, nearest
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
+MIN_FIXED_SLOTS = 4
+"""Rows of a float32 product from which a row's bits do not depend on how many there are."""
+
 
 def _regular(pattern: str) -> str:
     try:
@@ -356,6 +359,9 @@ class JobConfig(Section):
     num_steps: int = Field(ge=1)
     max_staleness: int = Field(1, ge=0)
     """In policy versions: how much older than the trained version a sample's oldest token may be. 0 is on-policy."""
+    deterministic: bool = False
+    """Equal settings train equal samples in equal rounds: at max_staleness 0 to the same bits, in every mode and through
+    every death; above it the same prompts in the same order. Costs speed: shapes are fixed, and each process has one thread."""
     model: ModelConfig
     data: DataConfig
     media: MediaConfig | None = None
@@ -437,6 +443,28 @@ class JobConfig(Section):
                 "data.held_out must be at least evaluation.num_prompts without evaluation.data, "
                 f"got {self.data.held_out} and {evaluation.num_prompts}. "
                 f"Set data.held_out to {evaluation.num_prompts}, or name a data set in evaluation.data"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_depends_on_time(self) -> JobConfig:
+        if not self.deterministic:
+            return self
+        rollout = self.rollout
+        if rollout.num_slots < MIN_FIXED_SLOTS:
+            raise ValueError(
+                f"rollout.num_slots must be at least {MIN_FIXED_SLOTS} with deterministic=True, since fewer rows are multiplied "
+                f"in another order, got {rollout.num_slots}. Raise it"
+            )
+        if rollout.spare_groups:
+            raise ValueError(
+                "rollout.spare_groups must be 0 with deterministic=True, where no prompt group may win by being quick, "
+                f"got {rollout.spare_groups}. Remove it, or set deterministic=False"
+            )
+        if rollout.straggler_deadline_s is not None:
+            raise ValueError(
+                "rollout.straggler_deadline_s must be None with deterministic=True, where no prompt group may fail by being "
+                f"slow, got {rollout.straggler_deadline_s:g}. Remove it, or set deterministic=False"
             )
         return self
 

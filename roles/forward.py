@@ -23,6 +23,7 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
+from rondo.roles.determinism import settle
 from rondo.roles.job import Job, follow, open_job
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
@@ -38,6 +39,7 @@ class Scorer:
 
     def __init__(self, path: str, job: Job) -> None:
         config = job.config
+        settle(config)
         self._model = load_model(path, dtype=config.train.dtype, device=job.device, attn=config.model.attn)
         self._packing = Packing.of(self._model)
         self.version = 0

@@ -28,11 +28,11 @@ def streams_of(config: JobConfig, roles: Collection[str]) -> tuple[Stream, ...]:
     inputs = [*BASE_COLUMNS, "advantages"]
     for role, columns in (("actor_fwd", ("log_probs", "log_probs_version")), ("reference", ("ref_log_probs",))):
         if role in roles:
-            streams.append(Stream(role, ("tokens",), columns, media=True))
+            streams.append(Stream(role, ("tokens",), columns, media=True, fixed=config.deterministic))
             inputs += columns
     train, whole_step = config.train, config.algorithm.resolved().needs_full_step
     actor = Stream(
-        "actor", tuple(inputs), kind="train", whole_step=whole_step, media=True,
+        "actor", tuple(inputs), kind="train", whole_step=whole_step, media=True, fixed=config.deterministic,
         mini_batches=train.optimizer_steps_per_batch, passes=train.epochs,
     )  # fmt: skip
     streams.append(actor)

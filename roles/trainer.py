@@ -40,6 +40,7 @@ from rondo.models.state import load_training_state, training_state
 from rondo.roles import losses, sft
 from rondo.roles.config import JobConfig
 from rondo.roles.datasets import demonstrations
+from rondo.roles.determinism import seed, settle
 from rondo.roles.gap import Gap
 from rondo.roles.media import preparer
 from rondo.roles.whitening import Contribution, Whitening
@@ -76,6 +77,8 @@ class Trainer:
         self.rank, self.world_size = rank, world_size
         self.device = torch.device(device)
         self._algorithm = config.algorithm.resolved()
+        settle(config)
+        seed(config.seed, rank)
         train = config.train
         model = load_model(path, dtype="float32", device=device, attn=config.model.attn)
         self._frozen = freeze(
@@ -92,6 +95,7 @@ class Trainer:
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, eps=train.eps
         )
+        self._saving_group = dist.new_group(backend="gloo") if world_size > 1 else None
         self._sums: losses.LossSums | None = None
         self._gap = Gap()
         self._trained: list[Span] = []
@@ -310,10 +314,13 @@ class Trainer:
             crc = zlib.crc32(part.to_bytes(4, "little"), crc)
         return crc
 
-    def barrier(self) -> None:
-        """Every rank has come here (collective)."""
-        if self.world_size > 1:
-            dist.barrier()
+    def join_checksums(self, part: int) -> int:
+        """One checksum of all ranks' parts, in their order. Nobody has it before every rank came here (collective)."""
+        if self.world_size == 1:
+            return part
+        parts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(parts, torch.tensor([part], device=self.device))
+        return zlib.crc32(b"".join(int(each).to_bytes(4, "little") for each in parts))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(disk name, whole tensor) one by one, gathered from the shards (collective: every rank iterates to the end)."""
@@ -322,6 +329,14 @@ class Trainer:
     def save(self, folder: Path, extra: dict[str, Any], *, tokenizer_path: str | None = None) -> None:
         """Write a whole checkpoint, with a Hugging Face folder inside where a tokenizer is given (collective)."""
         checkpoint.save(folder, self.model, self.optimizer, extra, tokenizer_path=tokenizer_path)
+
+    def stage(self) -> checkpoint.Staged:
+        """This rank's state, copied to host memory; no collective."""
+        return checkpoint.stage(self.model, self.optimizer)
+
+    def write(self, folder: Path, staged: checkpoint.Staged, extra: dict[str, Any]) -> None:
+        """Write a checkpoint of what was staged, on another thread than the compute thread (collective there)."""
+        checkpoint.write(folder, staged, extra, group=self._saving_group)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         return checkpoint.load(folder, self.model, self.optimizer)

@@ -30,6 +30,7 @@ from rondo.models.load import load_model, load_tokenizer
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
 from rondo.roles.datasets import Row, RowError, open_splits, train_order
+from rondo.roles.determinism import settle
 from rondo.roles.forward import LOAD_LIMIT_S, REPORT_S
 from rondo.roles.job import follow, open_job
 from rondo.roles.media import MediaPool
@@ -107,9 +108,10 @@ class RolloutRole:
         rollout = config.rollout
 
         def build() -> SlotEngine:
+            settle(config)
             model = load_model(self._job.model_path, dtype=config.model.dtype, device=device, attn=config.model.attn)
             length = rollout.max_prompt_tokens + rollout.max_new_tokens
-            return slot_engine(model, num_slots=rollout.num_slots, max_length=length)
+            return slot_engine(model, num_slots=rollout.num_slots, max_length=length, fixed_shapes=config.deterministic)
 
         return EmbeddedEngine(await self._ctx.compute(build), self._ctx.compute)
 

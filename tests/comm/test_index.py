@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 
 import orjson
+import pytest
 
 from rondo.comm.audit import _Ledger, count
 from rondo.comm.index import Index
 from rondo.comm.spans import num_rows, rows_of
-from tests.comm.driver import Driver
+from tests.comm.driver import STREAMS, Driver
 
 
 def totals(driver: Driver):
@@ -399,3 +402,55 @@ def test_columns_for_the_media_of_a_group_are_refused() -> None:
     bus.grant(group)
     bus._put("ring/rollout-0/0", [[group, -1]], ["log_probs"], epoch=0, reservation="x")
     assert bus.index.refused_rows == 1
+
+
+def fixed(budget: int, order: list[int], *, ranks: int = 1) -> list[list[list[list[int]]]]:
+    """[round][rank] -> rows of a step of four groups that become ready in `order`, planned as soon as anything is."""
+    streams = tuple(replace(stream, fixed=True) for stream in STREAMS)
+    bus = Driver(groups_per_step=4, streams=streams)
+    bus.emit(event="join", stream="actor", member="actor-0", ranks=ranks, tokens=budget)
+    admitted = bus.admit(0)
+    rounds = []
+    for at in order:
+        bus.fill(admitted[at])
+        assert all(len({group for group, _ in rows}) == 1 for rows in bus.forward("actor_fwd", "log_probs"))
+        bus.forward("advantages", "advantages")
+        while planned := bus.train_rounds(0):
+            rounds += planned
+    assert [made["last"] for made in rounds] == [False] * (len(rounds) - 1) + [True]
+    return [[rows_of(rank) for rank in made["spans"]] for made in rounds]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("budget", [10, 20, 30, 45, 1000])
+def test_fixed_rounds_are_the_same_in_whatever_order_groups_become_ready(budget: int, ranks: int) -> None:
+    orders = list(itertools.permutations(range(4)))
+    assert all(fixed(budget, list(order), ranks=ranks) == fixed(budget, [0, 1, 2, 3], ranks=ranks) for order in orders)
+
+
+def test_fixed_rounds_are_trained_as_soon_as_they_are_certain() -> None:
+    bus = Driver(groups_per_step=4, streams=tuple(replace(stream, fixed=True) for stream in STREAMS))
+    bus.join(tokens=20)  # one group of two samples of ten tokens
+    groups = bus.admit(0)
+    for group, num_ready in ((groups[1], 0), (groups[0], 1), (groups[2], 1), (groups[3], 2)):
+        bus.fill(group)
+        bus.score()
+        planned = []
+        while more := bus.train_rounds(0):
+            planned += more
+        assert len(planned) == num_ready
+
+
+def test_a_filtered_group_does_not_hold_fixed_rounds_up() -> None:
+    bus = Driver(groups_per_step=2, streams=tuple(replace(stream, fixed=True) for stream in STREAMS))
+    first, second = bus.admit(0)
+    bus.fill(second)
+    bus.score()
+    assert bus.train_rounds(0) == []
+    bus.grant(first)
+    bus.emit(event="settle", group=first, epoch=0, outcome="filtered", why="equal rewards")
+    (third,) = bus.admit(0)
+    bus.fill(third)
+    bus.score()
+    (made,) = bus.train_rounds(0)
+    assert made["last"] and sorted({group for group, _ in rows_of(made["spans"][0])}) == [second, third]

@@ -216,3 +216,35 @@ def test_changes_from_the_defaults_are_listed_by_path(tmp_path: Path) -> None:
     assert found["train.lr"] == 1e-5
     assert "train.warmup_steps" not in found
     assert isinstance(load(configs.write(tmp_path)), RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("sets", "error"),
+    [
+        (("rollout.num_slots=3",), "rollout.num_slots must be at least 4 with deterministic=True, since fewer rows"),
+        (("rollout.spare_groups=1",), "rollout.spare_groups must be 0 with deterministic=True, where no prompt group"),
+        (
+            ("rollout.straggler_deadline_s=200",),
+            "rollout.straggler_deadline_s must be None with deterministic=True, where no prompt group",
+        ),
+        (("groups.1.threads=2",), "groups[actor].threads must be 1 with deterministic=True, since threads share sums"),
+        (
+            ("groups.1.devices=1",),
+            "groups[actor].devices must be 0 with deterministic=True, which is proved on the CPU",
+        ),
+        (
+            ("rollout.filter=zero_std",),
+            "rollout.filter must be None with deterministic=True and max_staleness above 0, where which prompt",
+        ),
+    ],
+)
+def test_what_depends_on_time_or_on_the_number_of_threads_is_refused_with_determinism(
+    tmp_path: Path, sets: tuple[str, ...], error: str
+) -> None:
+    assert told(tmp_path, sets=("deterministic=True", *sets)).startswith(error)
+    load(configs.write(tmp_path), sets)
+
+
+def test_filtered_groups_go_with_determinism_where_the_data_are_on_policy(tmp_path: Path) -> None:
+    config = load(configs.write(tmp_path), ("deterministic=True", "rollout.filter=zero_std", "max_staleness=0"))
+    assert config.deterministic

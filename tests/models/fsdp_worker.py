@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def snapshots(model: Any, optimizer: Any) -> dict[str, bool]:
     }
 
 
+def after_staged() -> list[list[float]]:
+    """Step 2 from a checkpoint that was written on another thread while steps 2 and 3 were trained."""
+    group = dist.new_group(backend="gloo")
+    model, optimizer = sharded(MOE)
+    steps(model, optimizer, range(2))
+    staged = checkpoint.stage(model, optimizer)
+    with ThreadPoolExecutor(1) as beside:
+        written = beside.submit(checkpoint.write, OUT / "beside" / "step_000002", staged, {}, group=group)
+        steps(model, optimizer, range(2, 3))
+        written.result()
+    model, optimizer = sharded(MOE)
+    checkpoint.load(OUT / "beside" / "step_000002", model, optimizer)
+    return steps(model, optimizer, range(2, 3))
+
+
 def whole_size(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -131,6 +147,10 @@ def main() -> None:
     facts["extra"] = checkpoint.load(OUT / "step_000002", model, optimizer)
     facts["loaded_scores"] = everywhere(torch.equal(scores, scored(model)))
     facts["after_load"] = steps(model, optimizer, range(2, 3))
+    model, optimizer = sharded(MOE)
+    checkpoint.load(OUT / "one" / "step_000002", model, optimizer)
+    facts["after_one"] = steps(model, optimizer, range(2, 3))
+    facts["after_staged"] = after_staged()
     if dist.get_rank() == 0:
         save_file({"scores": scores}, OUT / "scores.safetensors")
         (OUT / "facts.json").write_text(json.dumps(facts))

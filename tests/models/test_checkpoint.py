@@ -47,6 +47,26 @@ def test_a_run_goes_on_bit_by_bit_from_a_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_what_was_staged_is_written_as_it_was_while_training_goes_on(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    staged = checkpoint.stage(model, optimizer)
+    told = [train_step(model, optimizer, step) for step in (1, 2)]
+    checkpoint.write(tmp_path / "step_000001", staged, {"version": 1})
+
+    torch.manual_seed(7)
+    other, fresh = trained(0)
+    assert checkpoint.load(tmp_path / "step_000001", other, fresh) == {"version": 1}
+    assert [train_step(other, fresh, step) for step in (1, 2)] == told
+
+
+def test_what_a_killed_saver_left_aside_goes_with_the_next_saving(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    for name in (".step_000003.partial", ".step_000007.partial"):
+        (tmp_path / name / "shards").mkdir(parents=True)
+    checkpoint.save(tmp_path / "step_000007", model, optimizer, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+
+
 def test_a_checkpoint_without_its_marker_or_of_another_model_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     checkpoint.save(tmp_path / "step_000001", model, optimizer, {})

@@ -32,6 +32,7 @@ class Run:
         self.out = folder / "out"
         self.out.mkdir()
         self.dense, self.moe = default_folder(folder / "dense"), folder_of(folder / "moe", "qwen3_moe", tied=False)
+        self.whole, self.whole_optimizer = self.saved_by_one()
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder),
             str(Path(__file__).with_name("fsdp_worker.py")), str(self.out), self.dense, self.moe,
@@ -40,6 +41,15 @@ class Run:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         self.facts: dict[str, Any] = json.loads((self.out / "facts.json").read_text())
+
+    def saved_by_one(self) -> tuple[Any, Any]:
+        """One process trains two steps and saves; what it would go on with."""
+        model = load_model(self.moe)
+        optimizer = make_optimizer(model, lr=LR, eps=EPS)
+        for step in range(2):
+            train_step(model, optimizer, step)
+        checkpoint.save(self.out / "one" / "step_000002", model, optimizer, {"version": 2})
+        return model, optimizer
 
     def alone(self, path: str, **options: Any) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
         model = parallel.shard(load_model(path), **options)
@@ -112,6 +122,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(run: Run) -> None:
     assert {float(tensor) for name, tensor in tensors.items() if name.endswith(".step")} == {2.0}
     loss, norm = train_step(model, optimizer, 2)
     assert [loss, norm] == pytest.approx(run.facts["after_save"][0], rel=1e-5)
+
+
+def test_a_checkpoint_of_one_process_goes_on_sharded_over_two(run: Run) -> None:
+    loss, norm = train_step(run.whole, run.whole_optimizer, 2)
+    assert run.facts["after_one"][0] == pytest.approx([loss, norm], rel=1e-5)
+
+
+def test_shards_are_written_beside_the_next_steps_as_they_were(run: Run) -> None:
+    assert run.facts["after_staged"] == run.facts["after_save"]
 
 
 @pytest.mark.parametrize("folder", ["hf", "step_000002/hf"])

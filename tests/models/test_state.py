@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +55,21 @@ def test_the_random_state_is_part_of_it() -> None:
     assert train_step(model, optimizer, 0) != first
     load_training_state(model, optimizer, kept, state)
     assert train_step(model, optimizer, 0) == first
+
+
+def test_numpy_s_and_python_s_random_states_come_back_with_the_half_of_a_pair_that_they_keep() -> None:
+    model, optimizer = made()
+    random.gauss(0, 1)  # both make normal numbers in pairs, and keep one
+    np.random.standard_normal()
+    kept, state = taken(model, optimizer)
+
+    def drawn() -> list[float]:
+        return [f() for _ in range(3) for f in (random.random, lambda: random.gauss(0, 1), np.random.standard_normal)]
+
+    first = drawn()
+    assert drawn() != first
+    load_training_state(model, optimizer, kept, state)
+    assert drawn() == first
 
 
 def test_a_snapshot_has_the_same_tensors_before_and_after_a_step_and_shares_their_memory() -> None:

@@ -1,0 +1,65 @@
+"""Deterministic runs of `task.py`: started in some mode, killed, stopped and resumed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.runs import ROOT, Ended, finish, left_behind, read_until, start
+
+RONDO = [sys.executable, "-m", "rondo.launch.cli"]
+TASK = ROOT / "tests" / "parity" / "task.py"
+NUM_STEPS = 17
+"""Seven passes of ten rows are 17 steps of four and two rows more: passes end inside of steps, and the data end the run."""
+
+GROUPS = {
+    "colocate": "[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages', 'reference']}]",
+    "hybrid": "[{'name': 'rollout', 'roles': ['rollout']}, {'name': 'actor', 'roles': ['actor', 'advantages', 'reference']}]",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run in a folder of its own."""
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "parity"
+
+    def train(
+        self, mode: str = "fully_async", *, task: Path = TASK, sets: Sequence[str] = (), kills: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        self.folder.mkdir(parents=True)
+        chosen = [f"run_dir={self.folder}", *([] if mode == "fully_async" else [f"groups={GROUPS[mode]}"]), *sets]
+        line = [*RONDO, "train", str(task), "--plain"]
+        line += [part for text in chosen for part in ("--set", text)]
+        return start([*line, *(part for kill in kills for part in ("--kill", kill))], self.folder)
+
+    def resume(self) -> subprocess.Popen[str]:
+        return start([*RONDO, "resume", str(self.path)], self.folder)
+
+    def ended(self, process: subprocess.Popen[str]) -> Ended:
+        """The run that has come to its end, with nothing left."""
+        ended = finish(process, self.path)
+        assert ended.code == 0, ended.output
+        assert left_behind(self.folder) == []
+        return ended
+
+    def stop(self, process: subprocess.Popen[str], at_step: int) -> None:
+        """Ask it to save and leave once `at_step` is told."""
+        read_until(process, f"step={at_step}/")
+        process.send_signal(signal.SIGTERM)
+        stopped = finish(process, self.path)
+        assert stopped.code == 75, stopped.output
+
+    def kill(self, process: subprocess.Popen[str], at_step: int) -> None:
+        """SIGKILL the supervisor, and with it everything it started, once `at_step` is told."""
+        read_until(process, f"step={at_step}/")
+        process.kill()
+        process.communicate(timeout=60)

@@ -1,0 +1,94 @@
+"""Equal settings, equal bits: in every mode, and through deaths, stops and resumes at random steps."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from rondo.launch.diff import first_difference
+from rondo.launch.records import step_records
+from rondo.roles.cursor import Order
+from rondo.roles.parity import read
+from tests.parity.runs import NUM_STEPS, TASK, Run
+
+STEPS = random.Random(1905)
+"""Draws the moments of deaths; a failure's message has them, since it has the run's output."""
+MODES = ("colocate", "hybrid", "fully_async")
+
+
+@pytest.fixture(scope="module")
+def modes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """An undisturbed run of each mode on policy; all at once, since most of a run is imports."""
+    folder = tmp_path_factory.mktemp("modes")
+    runs = {mode: Run(folder / mode) for mode in MODES}
+    processes = {mode: run.train(mode) for mode, run in runs.items()}
+    for mode, run in runs.items():
+        run.ended(processes[mode])
+    return runs
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_every_mode_trains_the_same_samples_in_the_same_rounds_to_the_same_bits(
+    modes: dict[str, Run], mode: str
+) -> None:
+    assert first_difference(modes["colocate"].path, modes[mode].path) is None
+    (steps,) = read(modes[mode].path).values()
+    assert sorted(steps) == list(range(-1, NUM_STEPS))  # -1 made version 0
+    assert len({step.checksum for step in steps.values()}) == NUM_STEPS + 1
+    ids = [row[:2] for step in range(NUM_STEPS) for rows in steps[step].rounds for row in rows]
+    assert ids == [(group, sample) for group in range(4 * NUM_STEPS) for sample in range(3)]
+    assert max(len(step.rounds) for step in steps.values()) > 1
+
+
+def test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits(
+    modes: dict[str, Run], tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "disturbed")
+    kills = [f"{role}@{STEPS.randint(1, 5)}" for role in ("actor", "rollout")]
+    run.stop(run.train("hybrid", kills=kills), at_step=STEPS.randint(6, 9))
+    run.kill(run.resume(), at_step=STEPS.randint(11, 13))
+    ended = run.ended(run.resume())
+    assert first_difference(modes["hybrid"].path, run.path) is None
+    assert ended.summary["attempt"] == 2
+    assert (ended.summary["samples_lost"], ended.summary["samples_trained_twice"]) == (0, 0)
+    assert ended.summary["samples_trained"] == NUM_STEPS * 4 * 3
+    final = [
+        next(each.path.glob(f"checkpoints/step_{NUM_STEPS:06d}/hf/model.safetensors"))
+        for each in (run, modes["colocate"])
+    ]
+    assert final[0].read_bytes() == final[1].read_bytes()
+
+
+def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same_order_within_the_bound(
+    modes: dict[str, Run], tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "stale")
+    kills = [f"rollout@{STEPS.randint(1, 4)}"]
+    run.kill(run.train("hybrid", sets=["max_staleness=2"], kills=kills), at_step=STEPS.randint(7, 12))
+    run.ended(run.resume())
+    assert first_difference(modes["hybrid"].path, run.path, ids_only=True) is None
+    assert first_difference(modes["hybrid"].path, run.path) is not None
+    records = step_records(run.path / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(NUM_STEPS))
+    assert 0 < max(record["staleness_max"] for record in records) <= 2
+
+
+def test_a_planted_fault_is_found_at_the_first_row_that_it_touches(modes: dict[str, Run], tmp_path: Path) -> None:
+    faulty = tmp_path / "task.py"
+    row, reward = '"abcdefghij"[n]', " % 7 / 7"
+    text = TASK.read_text()
+    assert text.count(row) == text.count(reward) == 1
+    # Row 3 has another prompt, and row 4 another reward: whichever the order of the data brings first.
+    faulty.write_text(text.replace(row, '"abcXefghij"[n]').replace(reward, ' % (5 if label == "4" else 7) / 7'))
+    run = Run(tmp_path / "faulty")
+    run.ended(run.train("colocate", task=faulty, sets=["num_steps=3"]))
+    found = first_difference(modes["colocate"].path, run.path)
+    order = Order(num_rows=10, seed=0)
+    first = next(position for position in range(12) if order.locate(position).row in (3, 4))
+    what = {3: "has other tokens", 4: "has equal tokens, but other log-probs, advantages"}[order.locate(first).row]
+    assert found is not None
+    told = rf"step {first // 4}, round \d+, rank 0: group {first} sample 0 {what}.*; weights of version \d+ are \w+ and \w+"
+    assert re.fullmatch(told, found), found
