@@ -31,6 +31,7 @@ from rondo.launch.provider import RunProvider
 from rondo.launch.rundir import RunDir, write_json
 from rondo.launch.summary import print_table, summarize, write
 from rondo.launch.view import open_view
+from rondo.runtime import timeline
 from rondo.runtime.admin import AdminServer
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError

@@ -28,7 +28,7 @@ from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
-from rondo.roles.job import SLAB, open_job
+from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
@@ -72,7 +72,8 @@ class ActorRole:
         config, job = self._job.config, self._job
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
-            metrics = await self._train(step)
+            with self._ctx.span("step", step=step):
+                metrics = await self._train(step)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
                 done = (await job.bus.call("committed"))["done"]
                 # Said at several moments; true on one rank is true. All ranks must save the same.
@@ -92,10 +93,12 @@ class ActorRole:
         busy, num_tokens, whole = 0.0, 0, False
         rewards: list[float] = []
         ages: list[int] = []
-        async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
+        rounds = self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step)
+        async for made in timed(self._ctx, rounds):
             rows, seen = await self._ctx.compute(self._read, made, step)
             since = time.monotonic()
-            await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.last)
+            with self._ctx.span("train", step=step, num_rows=len(rows)):
+                await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.last)
             busy += time.monotonic() - since
             self._job.bus.check(made)
             num_tokens += sum(row.length for row in made.rows)
@@ -107,7 +110,8 @@ class ActorRole:
             trainer.discard()
             return None
         since = time.monotonic()
-        figures, trained = await self._ctx.compute(trainer.finish, step)
+        with self._ctx.span("train", step=step, part="optimizer"):
+            figures, trained = await self._ctx.compute(trainer.finish, step)
         busy += time.monotonic() - since
         step_s = time.monotonic() - self._step_began
         self._step_began = time.monotonic()
@@ -123,10 +127,13 @@ class ActorRole:
         }  # fmt: skip
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
-            await self._ctx.report("metrics", metrics)
+            with self._ctx.span("report", step=step):
+                await self._ctx.report("metrics", metrics)
             await self._judge_gap(metrics)
-        await self._commit(step + 1, trained)
-        await self._publish(step + 1)
+        with self._ctx.span("commit", step=step):
+            await self._commit(step + 1, trained)
+        with self._ctx.span("publish", step=step):
+            await self._publish(step + 1)
         self._ctx.progress()
         return metrics
 
@@ -253,6 +260,10 @@ class ActorRole:
         return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=self._trainer.weights())
 
     async def _end_publish(self, copied: Copied) -> None:
+        with self._ctx.span("publish", beside="publication", version=copied.version):
+            await self._prove_and_send(copied)
+
+    async def _prove_and_send(self, copied: Copied) -> None:
         summed, sent = asyncio.wrap_future(copied.checksum), asyncio.wrap_future(copied.sent)
         checksum = await wait_for(summed, name="sums", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
         await self._job.bus.call("end_publish", copied.slot, copied.version, checksum)
