@@ -74,16 +74,19 @@ class ActorRole:
         for step in range(version, config.num_steps):
             with self._ctx.span("step", step=step):
                 metrics = await self._train(step)
+                if metrics is not None and self._saves_after(step):
+                    await self._save(step + 1, final=False)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
                 done = (await job.bus.call("committed"))["done"]
                 # Said at several moments; true on one rank is true. All ranks must save the same.
                 (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
                 await self._save(step, final=num_done > 0)
                 return
-            every = config.train.save_every
-            if every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps:
-                await self._save(step + 1, final=False)
         await self._save(config.num_steps, final=True)
+
+    def _saves_after(self, step: int) -> bool:
+        every = self._job.config.train.save_every
+        return every is not None and (step + 1) % every == 0 and step + 1 < self._job.config.num_steps
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ A lane is "role" or "role/activity"; what may overlap in time has a lane of its 
 
 Invariants: recording never waits for a disk and never raises; a process's files take `NUM_FILES * FILE_BYTES` at most, the
 oldest go first; a batch is one write, so that a killed process leaves whole lines but perhaps for the last one; what was
-open when it died is there with the time at which it was last seen open. A disk that takes no more ends the recording, not the run.
+open when it died is there with the time at which it was last seen open. A disk that is full ends the recording, not the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMAT = 1
 FILE_BYTES = 4 << 20
 NUM_FILES = 4
 FLUSH_S = 1.0
-CPU_S = 5.0
+CPU_S = 2.0
 """Seconds between two looks at processor time."""
 SHORTEST_WAIT_S = 0.001
 """Shorter waits are no spans; `waits.totals` has their sum."""
@@ -59,9 +59,7 @@ class Span:
 
     __slots__ = ("_timeline", "args", "lane", "name", "start_ns", "step")
 
-    def __init__(
-        self, timeline: Timeline, name: str, lane: str, step: int | None, args: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, timeline: Timeline, name: str, lane: str, step: int | None, args: dict[str, Any] | None) -> None:
         self._timeline = timeline
         self.name = name
         self.lane = lane
