@@ -19,7 +19,7 @@ when nine in ten of the step's prompt groups were there to the last of them, is 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -225,9 +225,11 @@ def _innermost(spans: Sequence[SpanRecord], window: Interval) -> dict[str, list[
 
 
 class Records:
-    """The steps of a run, each written once when it is over, in `timeline/steps.jsonl`. For one process: the leader's."""
+    """The steps of a run, each written once when it is over, in `timeline/steps.jsonl`. For one process: the leader's.
+    `clock` gives nanoseconds since the epoch."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, clock: Callable[[], int] = time.time_ns) -> None:
+        self._clock = clock
         self._folder = run / FOLDER
         self._reader = Reader(self._folder)
         self._spans: list[SpanRecord] = []
@@ -238,7 +240,7 @@ class Records:
         """Writes the steps that are over by now and returns them; `final`: every process has ended."""
         self._spans = whole_spans([*self._spans, *self._reader.read()])
         self._reader.figures.clear()
-        until = time.time_ns() - (0 if final else _LATE_NS)
+        until = self._clock() - (0 if final else _LATE_NS)
         found = [s for s in steps_of(self._spans, after=self._told) if final or (s.start + s.step_s) * 1e9 < until]
         if found:
             self._folder.mkdir(exist_ok=True)
