@@ -18,6 +18,7 @@ from rondo.comm.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.index import Index
 from rondo.comm.journal import Journal
 from rondo.comm.partitions.memory import unlink
+from rondo.runtime import timeline
 from rondo.runtime.actor import ActorRef, serve
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.process import die_with_parent
@@ -83,7 +84,11 @@ async def run() -> None:
 
 def main() -> None:
     die_with_parent()
+    variables = os.environ
+    incarnation, attempt = int(variables["RONDO_INCARNATION"]), int(variables["RONDO_ATTEMPT"])
+    timeline.begin(Path(variables["RONDO_RUN_DIR"]), "coordinator", 0, incarnation, attempt)
     uvloop.run(run())
+    timeline.end()
 
 
 if __name__ == "__main__":

@@ -163,6 +163,18 @@ def diff(options: argparse.Namespace) -> int:
     return show_diff(existing_run(options.first), existing_run(options.second), ids_only=options.ids)
 
 
+def timeline(options: argparse.Namespace) -> int:
+    from rondo.launch.timeline import export
+
+    return export(options.run, options.out, options.steps)
+
+
+def explain(options: argparse.Namespace) -> int:
+    from rondo.launch.explain import show
+
+    return show(options.run, options.steps, as_json=options.json)
+
+
 def bench(options: argparse.Namespace) -> int:
     from rondo.launch.bench import run
 
@@ -209,12 +221,18 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         ("status", status, "Show how a run is doing, or how it ended."),
         ("stop", stop, "Ask a run to save and end; `resume` goes on."),
         ("resume", resume, "Go on with a run from its newest checkpoint."),
+        ("explain", explain, "Say which role limits a run, who waits for whom, and what to change."),
+        ("timeline", timeline, "Write what every process did when as a Chrome trace."),
     ):
         made = verb(name, run, text)
         made.add_argument(
             "run", metavar="RUN", type=Path, nargs="?", default=Path("runs/latest"), help="default: runs/latest"
         )
-        if name == "status":
+        if name in ("explain", "timeline"):
+            made.add_argument("--steps", metavar="A:B", help="steps A to B - 1 only")
+        if name == "timeline":
+            made.add_argument("--out", metavar="TRACE.json", type=Path, help="default: trace.json in the run directory")
+        if name in ("status", "explain"):
             made.add_argument("--json", action="store_true", help="one JSON object")
         if name == "stop":
             made.add_argument("--reason", default="rondo stop", help="for the logs")

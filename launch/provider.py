@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from aiohttp import web
 
+from rondo.launch.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
 from rondo.runtime.actor import ActorRef
+from rondo.runtime.admin import Handler
 from rondo.runtime.broadcast import Broadcast
 from rondo.runtime.errors import RondoError
 from rondo.runtime.spec import COORDINATOR_NAME
@@ -25,6 +28,7 @@ from rondo.runtime.supervisor import Supervisor
 _PERIOD_S = 2.0
 _ANSWER_S = 1.0
 _NUM_SAMPLES = 20
+_NUM_STEPS = 10
 
 
 class RunProvider:
@@ -121,3 +125,18 @@ class RunProvider:
 
     def stop(self, reason: str) -> None:
         self._supervisor.request_stop(reason)
+
+
+def serve_trace(run_dir: Path) -> Handler:
+    """GET /timeline?steps=A:B: the Chrome trace of these steps, of the newest ones where none are named."""
+
+    def trace(steps: str | None) -> bytes:
+        spans, figures = read_run(run_dir)
+        chosen = newest_steps(spans, _NUM_STEPS) if steps is None else parse_steps(steps)
+        return orjson.dumps(chrome_trace(spans_of_steps(spans, *chosen), figures))
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await asyncio.to_thread(trace, request.query.get("steps"))
+        return web.Response(body=body, content_type="application/json")
+
+    return handler

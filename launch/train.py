@@ -27,10 +27,12 @@ from rondo.launch.check import Facts, require
 from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
-from rondo.launch.provider import RunProvider
+from rondo.launch.provider import RunProvider, serve_trace
 from rondo.launch.rundir import RunDir, write_json
+from rondo.launch.steps import Records
 from rondo.launch.summary import print_table, summarize, write
 from rondo.launch.view import open_view
+from rondo.runtime import timeline
 from rondo.runtime.admin import AdminServer
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError
@@ -39,6 +41,7 @@ from rondo.runtime.supervision import Limits
 from rondo.runtime.supervisor import Supervisor
 
 _PLOT_LIMIT_S = 120.0
+_STEPS_S = 2.0
 PREPARED = "prepared.json"
 
 
@@ -83,8 +86,11 @@ def _run(
 ) -> int:
     started = time.time()
     groups = groups or group_specs(config)
+    timeline.begin(run.path, "supervisor", incarnation=attempt, attempt=attempt)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome = runner.run(_supervise(config, run, options, attempt, groups))
+    timeline.end()
+    Records(run.path).advance(final=True)
     summary = summarize(
         run.path,
         exit_code=outcome.exit_code,
@@ -165,11 +171,16 @@ async def _supervise(
     provider = RunProvider(supervisor, rt_dir, token, run.path)
     listeners.append(provider.on_event)
     admin = AdminServer(config.admin, provider, token=token)
+    admin.route("GET", "/timeline", serve_trace(run.path), scope="read")
     port = await admin.start()
     run.write_supervisor(rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token")
     print(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}", flush=True)
     with view:
-        beside = [asyncio.create_task(view.run()), asyncio.create_task(provider.poll())]
+        beside = [
+            asyncio.create_task(view.run()),
+            asyncio.create_task(provider.poll()),
+            asyncio.create_task(_tell_steps(run.path)),
+        ]
         try:
             return await running
         finally:
@@ -177,6 +188,14 @@ async def _supervise(
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             await admin.close()
+
+
+async def _tell_steps(run: Path) -> None:
+    """Writes down, while the run lasts, who waited for whom in each step."""
+    records = Records(run)
+    while True:
+        await asyncio.sleep(_STEPS_S)
+        await asyncio.to_thread(records.advance)
 
 
 def _supervisor_config(

@@ -31,7 +31,7 @@ from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
-from rondo.roles.job import SLAB, open_job
+from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.parity import ParityLog, RowSum, row_sum
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
@@ -77,12 +77,14 @@ class ActorRole:
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job
         self._saving: asyncio.Task[None] | None = None
-        every = config.train.save_every
-        if every is not None and 0 < version < config.num_steps and version % every == 0:
+        if self._saves_at(version):
             await self._save(version, final=False)  # it may have died in the middle of it
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
-            metrics = await self._train(step)
+            with self._ctx.span("step", step=step):
+                metrics = await self._train(step)
+                if metrics is not None and self._saves_at(step + 1):
+                    await self._save(step + 1, final=False)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
                 done = (await job.bus.call("committed"))["done"]
                 # Said at several moments; true on one rank is true. All ranks must save the same.
@@ -91,9 +93,11 @@ class ActorRole:
                 with self._ctx.section("save", SAVE_LIMIT_S):
                     await self._settle_saving()
                 return
-            if every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps:
-                await self._save(step + 1, final=False)
         await self._save(config.num_steps, final=True)
+
+    def _saves_at(self, version: int) -> bool:
+        every = self._job.config.train.save_every
+        return every is not None and version % every == 0 and 0 < version < self._job.config.num_steps
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -107,14 +111,16 @@ class ActorRole:
             self._parity.begin()
         if config.algorithm.normalize_batch is not None and not await self._whiten(step):
             return None
-        async for made in self._rounds(step):
+        async for made in timed(self._ctx, self._rounds(step)):
             rows, seen = await self._ctx.compute(self._read, made, step)
             if self._parity is not None:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()
-            await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update)
+            with self._ctx.span("train", step=step, num_rows=len(rows)):
+                await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update)
             if made.closes and not made.last:
-                await self._ctx.compute(trainer.update, step)
+                with self._ctx.span("train", step=step, part="optimizer"):
+                    await self._ctx.compute(trainer.update, step)
             busy += time.monotonic() - since
             self._job.bus.check(made)
             if made.update < config.train.optimizer_steps_per_batch:  # later passes use the same rows
@@ -127,7 +133,8 @@ class ActorRole:
             await self._undo(step)
             return None
         since = time.monotonic()
-        figures, trained = await self._ctx.compute(trainer.finish, step)
+        with self._ctx.span("train", step=step, part="optimizer"):
+            figures, trained = await self._ctx.compute(trainer.finish, step)
         busy += time.monotonic() - since
         step_s = time.monotonic() - self._step_began
         self._step_began = time.monotonic()
@@ -143,10 +150,13 @@ class ActorRole:
         }  # fmt: skip
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
-            await self._ctx.report("metrics", metrics)
+            with self._ctx.span("report", step=step):
+                await self._ctx.report("metrics", metrics)
             await self._judge_gap(metrics)
-        await self._commit(step + 1, trained)
-        await self._publish(step + 1)
+        with self._ctx.span("commit", step=step):
+            await self._commit(step + 1, trained)
+        with self._ctx.span("publish", step=step):
+            await self._publish(step + 1)
         self._ctx.progress()
         return metrics
 
@@ -304,6 +314,10 @@ class ActorRole:
         return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=self._trainer.weights())
 
     async def _end_publish(self, copied: Copied) -> None:
+        with self._ctx.span("publish", beside="publication", version=copied.version):
+            await self._prove_and_send(copied)
+
+    async def _prove_and_send(self, copied: Copied) -> None:
         summed, sent = asyncio.wrap_future(copied.checksum), asyncio.wrap_future(copied.sent)
         checksum = await wait_for(summed, name="sums", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
         await self._job.bus.call("end_publish", copied.slot, copied.version, checksum)

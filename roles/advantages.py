@@ -11,7 +11,7 @@ import numpy as np
 
 from rondo.comm.bus import Row
 from rondo.roles import advantage_functions
-from rondo.roles.job import open_job
+from rondo.roles.job import groups_of, open_job, timed
 from rondo.runtime.context import WorkerContext
 
 TOKENS_PER_ROUND = 1 << 20  # no model runs here: as many groups at once as are ready
@@ -29,12 +29,13 @@ class AdvantagesRole:
         job = await open_job(self._ctx)
         compute = advantage_functions.ADVANTAGES[job.config.algorithm.resolved().advantage]
         await self._ctx.ready()
-        async for made in job.bus.stream(self.role, tokens=TOKENS_PER_ROUND):
-            columns: list[np.ndarray] = []
-            for _, rows in groupby(made.rows, key=lambda row: row.group):
-                columns += _advantages(list(rows), compute)
-            if columns:
-                job.bus.put_columns(made, {"advantages": columns})
+        async for made in timed(self._ctx, job.bus.stream(self.role, tokens=TOKENS_PER_ROUND)):
+            with self._ctx.span("advantages", step=made.step, groups=groups_of(made)):
+                columns: list[np.ndarray] = []
+                for _, rows in groupby(made.rows, key=lambda row: row.group):
+                    columns += _advantages(list(rows), compute)
+                if columns:
+                    job.bus.put_columns(made, {"advantages": columns})
             await job.bus.ack(made)
             self._ctx.progress()
             if self._ctx.stopping.is_set():

@@ -24,7 +24,7 @@ from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.determinism import settle
-from rondo.roles.job import Job, follow, open_job
+from rondo.roles.job import Job, follow, groups_of, open_job, timed
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
 
@@ -80,11 +80,12 @@ class _Forward:
 
     async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
         await self._ctx.ready()
-        async for made in job.bus.stream(self.role, tokens=job.config.train.micro_batch_tokens):
+        async for made in timed(self._ctx, job.bus.stream(self.role, tokens=job.config.train.micro_batch_tokens)):
             rows = [Packable(row.array("tokens"), row.response, media_of(row)) for row in made.rows]
             if rows:
-                version, log_probs = await self._ctx.compute(scorer.score, rows)
-                job.bus.put_columns(made, self.columns(version, log_probs))
+                with self._ctx.span("forward", step=made.step, groups=groups_of(made)):
+                    version, log_probs = await self._ctx.compute(scorer.score, rows)
+                    job.bus.put_columns(made, self.columns(version, log_probs))
             await job.bus.ack(made)
             self._ctx.progress()
             if self._ctx.stopping.is_set():

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from rondo.comm.bus import POLL_S, Bus, Member
+from rondo.comm.bus import POLL_S, Bus, Member, Round
 from rondo.comm.slab import WeightSlab
 from rondo.roles.config import JobConfig
 from rondo.runtime.context import WorkerContext
@@ -64,6 +64,23 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     return JobConfig.from_resolved(resolved), prepared["model_path"], device
 
 
+async def timed(ctx: WorkerContext, rounds: AsyncIterator[Round]) -> AsyncIterator[Round]:
+    """The same rounds; how long the role waits for each of them, and for which prompt groups, is in the timeline."""
+    while True:
+        with ctx.span("wait for a round") as waiting:
+            made = await anext(rounds, None)
+            if made is not None:
+                waiting.tell(step=made.step, groups=groups_of(made))
+        if made is None:
+            return
+        yield made
+
+
+def groups_of(made: Round) -> list[int]:
+    """The prompt groups of this rank's part of a round."""
+    return list(dict.fromkeys(row.group for row in made.rows))
+
+
 @asynccontextmanager
 async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> AsyncIterator[asyncio.Event]:
     """Install every newly published version while the body runs; the event is set once the first one is proved.
@@ -92,7 +109,8 @@ async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, fir
             slab.read, held["slot"], version=held["version"], checksum=held["checksum"], attempt=held["attempt"]
         )
         version = held["version"]
-        await install(version, tensors)
+        with ctx.span("load weights", beside="weights", version=version):
+            await install(version, tensors)
         del tensors
         await job.bus.call("proved", reader, version)
         first.set()

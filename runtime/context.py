@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -26,6 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 from rondo.runtime.actor import ActorRef
 from rondo.runtime.membership import Membership
 from rondo.runtime.segments import SegmentClient
+from rondo.runtime.timeline import Span, span
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,6 +86,7 @@ class WorkerContext:
         self.world_size, self.local_rank = process.world_size, process.local_rank
         self.run_dir, self.rt_dir, self.token, self.segments = me.run_dir, me.rt_dir, me.token, me.segments
         self.stopping, self.supervisor, self.coordinator = process.stopping, process.supervisor, process.coordinator
+        self.role = self.role_group  # what its spans are filed under; one of several roles of a group has its own name
         self.store = me.store  # (host, port) of the run's TCPStore, where process groups find each other
         self._process = process
         process.not_ready.add(self)
@@ -94,9 +96,15 @@ class WorkerContext:
         call = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._process.thread, call)
 
-    def section(self, name: str, limit_s: float) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def section(self, name: str, limit_s: float) -> Iterator[None]:
         """While it lasts this process may be silent, but no longer than `limit_s`; then it is killed and replaced."""
-        return self._process.me.heartbeat.section(name, limit_s)
+        with self.span(name), self._process.me.heartbeat.section(name, limit_s):
+            yield
+
+    def span(self, name: str, *, step: int | None = None, beside: str = "", **args: Any) -> Span:
+        """The body is a span of this role in the run's timeline; `beside` names what goes on beside its other spans."""
+        return span(name, f"{self.role}/{beside}" if beside else self.role, step, **args)
 
     def progress(self) -> None:
         """Counts one more thing done, for the status view."""

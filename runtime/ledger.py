@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rondo.runtime import process
+from rondo.runtime import process, timeline
 from rondo.runtime.incarnation import Incarnation
 from rondo.runtime.record import JsonLines
 from rondo.runtime.spec import Outcome
@@ -31,7 +31,7 @@ class Ledger:
         self._events = JsonLines(run_dir / "events.jsonl")
         self._on_event = on_event
         self._began_at = time.monotonic()
-        self._sampled_at = 0.0
+        self._sampled_at = self._told_at = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._cpu_s: dict[tuple[str, int], float] = {}
         self._own_cpu_s = time.process_time()
@@ -57,6 +57,9 @@ class Ledger:
                 usage = life.usage()
                 self._peak_bytes[life.name] = max(self._peak_bytes.get(life.name, 0), usage.rss_bytes)
                 self._cpu_s[life.name, life.number] = usage.cpu_s
+        if now >= self._told_at + timeline.CPU_S:
+            self._told_at = now
+            timeline.figures("cores", self._cpu_by_name())
 
     def sum_up(self, machine: Supervision, roles: Mapping[str, str], exit_code: int) -> Outcome:
         """The end of the run. `roles` gives the role of each role group."""
@@ -66,9 +69,8 @@ class Ledger:
         for name, seconds in machine.recoveries:
             role = roles.get(name, name)
             recovery_s[role] = max(recovery_s.get(role, 0.0), seconds)
-        cpu_s: dict[str, float] = {_SELF: time.process_time() - self._own_cpu_s}
-        for (name, _), seconds in self._cpu_s.items():
-            cpu_s[name] = cpu_s.get(name, 0.0) + seconds
+        cpu_s = self._cpu_by_name()
+        timeline.figures("cores", cpu_s)
         self.record("supervisor", "finished", {"exit_code": exit_code, "wall_s": wall_s})
         return Outcome(
             exit_code=exit_code,
@@ -81,6 +83,13 @@ class Ledger:
             cpu_share=sum(cpu_s.values()) / (wall_s * len(os.sched_getaffinity(0))),
             cores={name: seconds / wall_s for name, seconds in cpu_s.items()},
         )
+
+    def _cpu_by_name(self) -> dict[str, float]:
+        """Seconds of processor time of all lives of each role group and service so far, and of this process."""
+        cpu_s = {_SELF: time.process_time() - self._own_cpu_s}
+        for (name, _), seconds in self._cpu_s.items():
+            cpu_s[name] = cpu_s.get(name, 0.0) + seconds
+        return cpu_s
 
     def close(self) -> None:
         self._metrics.close()

@@ -64,6 +64,9 @@ class Waits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.waiter = "main"
+        self.on_end: Callable[[Wait, float], None] | None = None
+        """Told of every wait of `notable_s` seconds or more when it ends, on the thread that ends it."""
+        self.notable_s = _INF
         self._listed: dict[int, Wait] = {}
         self._totals: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -81,6 +84,8 @@ class Waits:
         with self._lock:
             del self._listed[id(wait)]
             self._totals[name] = self._totals.get(name, 0.0) + seconds
+        if seconds >= self.notable_s and self.on_end is not None:
+            self.on_end(wait, seconds)
 
     def exceeded(self, wait: Wait) -> DeadlineExceeded:
         """The error for a wait past its deadline."""

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 import uvloop
 
+from rondo.runtime import timeline
 from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.context import Process, WorkerContext
 from rondo.runtime.guard import PARENT_PID, die_with_parent
@@ -68,6 +69,8 @@ async def run(me: Membership, references: Sequence[str]) -> None:
             contexts = [WorkerContext(process) for _ in references]
             with me.heartbeat.section("load", LOAD_LIMIT_S):
                 classes = await contexts[0].compute(_load, references)
+            for context, role_class in zip(contexts, classes, strict=True):
+                context.role = getattr(role_class, "role", context.role_group)
             roles: list[Role] = [role(context) for role, context in zip(classes, contexts, strict=True)]
             async with asyncio.TaskGroup() as group:
                 for role, reference in zip(roles, references, strict=True):
@@ -92,6 +95,7 @@ def main(references: Sequence[str]) -> None:
     name = f"{me.group}.{me.rank}"
     set_waiter(name)
     log_to_stderr({"group": me.group, "rank": me.rank, "incarnation": me.incarnation})
+    timeline.begin(me.run_dir, me.group, me.rank, me.incarnation, me.attempt)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(me, references))
@@ -111,6 +115,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 def _leave(code: int) -> NoReturn:
     """Ends at once: gloo's threads free tensors while Python finalizes, and abort a process that has done its work."""
+    timeline.end()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

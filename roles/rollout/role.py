@@ -122,13 +122,15 @@ class RolloutRole:
         while not self._ctx.stopping.is_set():
             while len(self._running) >= limit:
                 await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
-            answer = await self._next(limit - len(self._running))
+            with self._ctx.span("wait for a lease", beside="leases"):
+                answer = await self._next(limit - len(self._running))
             if "grants" in answer:
                 for grant in answer["grants"]:
                     lease = Lease(**{**grant, "have": {sample: reward for sample, reward, _ in grant["have"]}})
                     self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
             elif "evaluate" in answer:
-                await self._evaluate(**answer["evaluate"])
+                with self._ctx.span("evaluate", beside="evaluation", version=answer["evaluate"]["version"]):
+                    await self._evaluate(**answer["evaluate"])
             else:
                 break
         for task in list(self._running.values()):
@@ -178,7 +180,8 @@ class RolloutRole:
 
     async def _run_group(self, lease: Lease) -> None:
         try:
-            await self._fill(lease)
+            with self._ctx.span("generate", step=lease.step, group=lease.group):
+                await self._fill(lease)
         except RowError as error:  # this prompt's own fault; the run goes on
             await self._job.bus.call("settle", lease.group, lease.epoch, "error", str(error))
         finally:
@@ -205,7 +208,8 @@ class RolloutRole:
             while tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 finished = sorted((tasks.pop(task), task.result()) for task in done)
-                samples = await self._score(row, finished)
+                with self._ctx.span("reward", beside="reward", step=lease.step, group=lease.group):
+                    samples = await self._score(row, finished)
                 if isinstance(samples, str):
                     await self._job.bus.call("settle", lease.group, lease.epoch, "error", samples)
                     return

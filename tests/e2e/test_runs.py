@@ -7,8 +7,12 @@ from pathlib import Path
 import orjson
 
 from rondo.launch.records import step_records
+from rondo.launch.rundir import supervisor_record
+from rondo.launch.status import ask
+from rondo.launch.steps import read_steps
 from rondo.runtime.checkpoints import newest_complete
 from tests.e2e.runs import ROOT, command, finish, left_behind, read_until, start, train
+from tests.launch.hand import crossing
 
 ROLES = ("rollout", "actor_fwd", "reference", "advantages", "actor", "coordinator")
 
@@ -31,12 +35,43 @@ def test_each_role_killed_once_comes_back_alone_and_nothing_is_lost_or_trained_t
     assert [record["step"] for record in step_records(ended.run_dir / "metrics.jsonl")] == list(range(12))
     assert (ended.run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert left_behind(tmp_path) == []
+    who_waited_for_whom(ended.run_dir)
     folder = newest_complete(ended.run_dir / "checkpoints")
     assert folder is not None and folder.name == "step_000012"
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
     prompt = tokenizer("s3142>", return_tensors="pt")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(folder / "hf")
     assert model.generate(prompt, max_new_tokens=4).shape[1] > prompt.shape[1]
+
+
+def who_waited_for_whom(run: Path) -> None:
+    """The timeline of a run whose every role was killed once: whole, with every role and step."""
+    told = subprocess.run(
+        [*command(run)[:3], "timeline", str(run)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "spans of 7 processes" in told.stdout
+    trace = orjson.loads((run / "trace.json").read_bytes())
+    processes = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    roles = ("actor", "actor_fwd", "advantages", "reference", "rollout")
+    assert processes == {f"{role}-0.0" for role in roles} | {"coordinator.0", "supervisor.0"}
+    names = {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert names >= {
+        "load", "generate", "reward", "forward", "advantages", "train", "commit", "publish", "save", "load weights",
+        "evaluate", "wait for a round", "wait for a lease",
+    }  # fmt: skip
+    assert crossing(trace) == []
+    steps = read_steps(run, [])
+    assert [step.step for step in steps] == list(range(12))
+    for step in steps:
+        assert abs(sum(step.trainer.values()) - step.step_s) < 1e-6
+        assert step.trainer["train"] > 0 and step.trainer["commit"] > 0 and step.trainer["other"] < 0.5 * step.step_s
+        assert set(step.roles) >= set(roles)
+        for use in step.roles.values():
+            assert 0 <= use.busy_s + sum(use.waits_s.values()) < use.num_processes * step.step_s + 1e-6
+    words = subprocess.run(
+        [*command(run)[:3], "explain", str(run)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "steps 1 to 11" in words.stdout and "  because " in words.stdout and "cores at work" in words.stdout
 
 
 def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> None:
@@ -53,6 +88,12 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     status = subprocess.run([*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=30, check=True)
     seen = orjson.loads(status.stdout)
     assert seen["alive"] and seen["health"]["ready"] and {role["name"] for role in seen["roles"]} >= {"actor-0"}
+    record = supervisor_record(stopped.run_dir)
+    assert record is not None
+    shown = ask(record, "/timeline?steps=6:8")
+    assert {event["args"]["step"] for event in shown["traceEvents"] if event["name"] == "train"} == {6, 7}
+    words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=30, check=True)
+    assert "steps 1 to " in words.stdout
     told = subprocess.run([*rondo, "stop", run, "--no-wait"], capture_output=True, text=True, timeout=30, check=True)
     assert "saves and ends" in told.stdout
     ended = finish(resumed, stopped.run_dir)
