@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rondo.launch.records import evaluation_records, read_records, step_records
+from rondo.launch.records import evaluation_figures, evaluation_records, read_records, step_records
 from rondo.launch.rundir import write_json
 from rondo.models.media.inputs import MODALITIES
 
@@ -43,6 +43,8 @@ class Summary:
     """Mean reward of sampled answers to held-out prompts under the first policy version that was evaluated."""
     reward_after: float | None = None
     """The same under the last one; None when only one version was evaluated."""
+    evaluations: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Policy version -> mean@k and pass@k of each evaluated set."""
     samples_admitted: int | None = None
     samples_trained: int | None = None
     samples_lost: int | None = None
@@ -99,6 +101,7 @@ def summarize(
         wall_s=wall_s,
         reward_before=evaluations[0]["reward"] if evaluations else None,
         reward_after=evaluations[-1]["reward"] if len(evaluations) > 1 else None,
+        evaluations={str(found["version"]): evaluation_figures(found) for found in evaluations},
         **counts,
         quarantined=quarantine_causes(run / "events.jsonl"),
         log_prob_gap=largest_gaps(steps),
@@ -198,6 +201,9 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "reward_before", f"{summary.reward_before:.3f}"
     if summary.reward_after is not None:
         yield "reward_after", f"{summary.reward_after:.3f}"
+    for version, figures in summary.evaluations.items():
+        if len(figures) > 1:  # a lone mean is the reward above
+            yield f"evaluation.{version}", "  ".join(f"{name}={value:.3f}" for name, value in figures.items())
     yield "steps", str(summary.steps)
     for name in ("samples_admitted", "samples_trained", "samples_lost", "samples_trained_twice"):
         value = getattr(summary, name)

@@ -178,7 +178,7 @@ class ActorRole:
             self._snapshot = HotSnapshot(ctx.segments.segment(f"snapshot/{ctx.group}/{ctx.rank}", num_bytes))
         weights = [tensor for _, tensor in self._trainer.weights()]
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-        num_slots = config.bus.weight_slots
+        num_slots = config.num_weight_slots
         self._publisher: Publisher | None = None
         self._publishing: asyncio.Task[None] | None = None
         if ctx.rank == 0:
