@@ -267,6 +267,13 @@ class RolloutConfig(Section):
     """Prompt groups sampled beyond a step's need; the last to finish are dropped."""
     max_consecutive_filtered: int = Field(1000, ge=1)
     """So many filtered prompt groups in a row end the run."""
+    on_new_weights: Literal["continue", "recompute", "interrupt"] = "continue"
+    """What becomes of samples in flight when new weights come: 'continue' goes on with the cache that the old ones filled,
+    'recompute' fills it anew at once, 'interrupt' hands them back, to be taken up again from where they were."""
+    max_interruptions: int | None = Field(None, ge=1)
+    """A sample that was recomputed or interrupted so often goes on in place; None: as often as new weights come."""
+    mask_old_tokens: bool = False
+    """Leaves tokens out of the loss that are older than the newest version among their sample's tokens."""
     lease_deadline_s: float = Field(120.0, gt=0)
     """A prompt group without progress for so long is given to another replica."""
     straggler_deadline_s: float | None = Field(None, gt=0)
@@ -276,6 +283,11 @@ class RolloutConfig(Section):
     def _limits_make_sense(self) -> RolloutConfig:
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"rollout.top_k must be at least 1, or -1 for all tokens, got {self.top_k}. Change it")
+        if self.max_interruptions is not None and self.on_new_weights == "continue":
+            raise ValueError(
+                "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue', which interrupts nothing, "
+                f"got {self.max_interruptions}. Set rollout.on_new_weights to 'recompute' or 'interrupt', or remove it"
+            )
         if self.straggler_deadline_s is not None and self.straggler_deadline_s < self.lease_deadline_s:
             raise ValueError(
                 "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s, "

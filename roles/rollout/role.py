@@ -237,7 +237,7 @@ class RolloutRole:
         rewards = dict(lease.have)
         params = self._params(config.rollout.temperature)
         tasks = {
-            asyncio.create_task(self._engine.generate(self._request(lease, number, prompt, media, params))): number
+            asyncio.create_task(self._generate(self._request(lease, number, prompt, media, params))): number
             for number in missing
         }
         try:
@@ -273,7 +273,19 @@ class RolloutRole:
         self, lease: Lease, number: int, prompt: np.ndarray, media: MediaInputs | None, params: SamplingParams
     ) -> Request:
         seed = sample_seed(self._job.config.seed, "train", lease.position, number)
-        return Request(f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed, media=media)
+        rollout = self._job.config.rollout
+        return Request(
+            f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed, media=media,
+            on_new_weights=rollout.on_new_weights, interruptions=rollout.max_interruptions,
+        )  # fmt: skip
+
+    async def _generate(self, request: Request) -> Completion:
+        """One whole sample: where new weights interrupt it, it is asked for again with what it has, prompt and media the same."""
+        done = await self._engine.generate(request)
+        while done.finish_reason == "interrupted":
+            request = request.resumed(done)
+            done = await self._engine.generate(request)
+        return done
 
     def _params(self, temperature: float) -> SamplingParams:
         rollout = self._job.config.rollout
@@ -306,7 +318,7 @@ class RolloutRole:
         done = [sample.completion for sample in samples]
         columns = [
             Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
-            Column("loss_mask", "uint8", [np.ones(len(c.tokens), np.uint8) for c in done]),
+            Column("loss_mask", "uint8", [self._trained(c) for c in done]),
             Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
             Column("policy_versions", "int32", [c.policy_versions for c in done]),
         ]
@@ -317,6 +329,13 @@ class RolloutRole:
         self._job.bus.put_samples(
             lease.ring, lease.group, lease.epoch, [sample.number for sample in samples], columns, info
         )
+
+    def _trained(self, completion: Completion) -> np.ndarray:
+        """The tokens that the loss counts, uint8 [R]: all, or those of the newest weights that the sample saw."""
+        versions = completion.policy_versions
+        if not self._job.config.rollout.mask_old_tokens:
+            return np.ones(len(versions), np.uint8)
+        return (versions == versions.max()).astype(np.uint8)
 
     def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
         """The group's first sample, for people to read: one line in samples/step_N.jsonl."""
