@@ -40,6 +40,7 @@ def draw(run: Path, out: Path | None = None) -> Path:
     _line(seconds, steps, "step_s", "step")
     _line(seconds, steps, "train_s", "training")
     _line(seconds, steps, "wait_s", "waiting for data")
+    _line(seconds, steps, "longest_wait_s", "waiting for the longest trajectory")
     seconds.set_ylabel("seconds")
     seconds.set_ylim(bottom=0)
     seconds.set_xlabel("step")

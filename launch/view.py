@@ -231,7 +231,7 @@ class LiveView:
 
 
 _FIGURES = (
-    "loss", "grad_norm", "lr", "staleness_mean", "staleness_max", "step_s", "train_s", "wait_s", "tokens", "kl",
+    "loss", "grad_norm", "lr", "staleness_mean", "staleness_max", "step_s", "train_s", "wait_s", "longest_wait_s", "tokens", "kl",
     "clip_fraction", "log_prob_gap",
 )  # fmt: skip
 
