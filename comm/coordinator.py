@@ -40,6 +40,8 @@ from rondo.runtime.segments import SegmentClient
 
 ROLLOUT_READER = "rollout.0"
 """Who proves the weights that a replica's leases depend on: a replica generates on one rank."""
+EVALUATION_READER = "evaluation.0"
+"""Who holds the weights that a replica evaluates beside the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class CoordinatorConfig:
     straggler_deadline_s: float | None = None
     evaluate_start: bool = True
     evaluate_end: bool = True
+    evaluate_every: int | None = None  # steps; these evaluations run beside the training
+    num_pinned: int = 0  # versions that the slab keeps for them
 
     @classmethod
     def load(cls, path: Path) -> CoordinatorConfig:
@@ -187,6 +191,9 @@ class Coordinator(PartitionEndpoints, Actor):
     def _lives(self, member: str) -> bool:
         return self.index.members.get(member, [0, 0, 0])[2] == 1
 
+    def _is_living(self, member: str, incarnation: int) -> bool:
+        return self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]
+
     def _birth(self, member: str, incarnation: int) -> Event:
         ranks = self.config.ranks[member]
         return {"event": "started", "member": member, "incarnation": incarnation, "ranks": ranks}
@@ -268,7 +275,7 @@ class Coordinator(PartitionEndpoints, Actor):
         if label is not None:
             target = 0 if label == "start" else self.index.version
             holder = self._evaluators.get(label)
-            busy = holder is not None and self.index.members.get(holder[0], [None, 0, 0])[::2] == [holder[1], 1]
+            busy = holder is not None and self._is_living(*holder)
             if version != target or (busy and holder != (member, incarnation)):
                 return None
             self._evaluators[label] = (member, incarnation)
@@ -282,6 +289,60 @@ class Coordinator(PartitionEndpoints, Actor):
         if self.config.evaluate_end and self.index.done and "end" not in self.index.evaluations:
             return "end"
         return None
+
+    @endpoint
+    async def evaluation(self, member: str, incarnation: int) -> dict[str, Any]:
+        """An evaluation beside the training; waits until there is one that no living member works on. One of:
+
+        {"evaluate": {"label", "version", "slot", "checksum", "attempt"}}: the slot is held until "evaluation.0" proves the
+        version, and stays pinned until the label has a result, so that another replica can begin anew; {"end": True}.
+        """
+
+        def work() -> dict[str, Any] | None:
+            versions = self.index.versions
+            for label, slot in () if self._draining else versions.pins.items():
+                holder, life = self._evaluators.get(label, (member, incarnation))
+                if (holder, life) != (member, incarnation) and self._is_living(holder, life):
+                    continue
+                self._evaluators[label] = (member, incarnation)
+                ready = versions.slots[slot]
+                self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{EVALUATION_READER}"})
+                attempt = self.index.attempt
+                place = {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": attempt}
+                return {"evaluate": {"label": label, **place}}
+            return {"end": True} if self.index.done and not self._unevaluated() else None
+
+        return await self._until(member, incarnation, work, wakes.EVALUATIONS)
+
+    def _unevaluated(self) -> dict[str, int]:
+        """Label -> committed version, of the evaluations beside the training that have no result."""
+        every, newest = self.config.evaluate_every, self.index.version or 0
+        if every is None:
+            return {}
+        due = {f"version_{version}": version for version in range(every, newest + 1, every)}
+        at_end = (
+            self.config.rules.num_steps if self.config.evaluate_end else None
+        )  # the evaluation at the end does that
+        return {
+            label: version
+            for label, version in due.items()
+            if label not in self.index.evaluations and version != at_end
+        }
+
+    def _keep_for_evaluation(self, slot: int, version: int) -> None:
+        """Pin what is to be evaluated. What has no slot, or lost its weights with the attempt, is told and left out."""
+        for label, due in self._unevaluated().items():
+            pins = self.index.versions.pins
+            if label in pins or due > version:
+                continue
+            if due == version and len(pins) < self.config.num_pinned:
+                self._emit({"event": "pin", "label": label, "slot": slot})
+                continue
+            why = "its weights are gone, with the process or the run that held them"
+            if due == version:
+                why = f"the evaluation of {', '.join(pins)} still runs; raise evaluation.every or evaluation.share"
+            self._emit({"event": "evaluated", "label": label, "result": {"version": due, "skipped": why}})
+            self._report("evaluation_skipped", {"version": due, "why": why})
 
     def _grants(self, member: str, incarnation: int, version: int, max_groups: int) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []
@@ -495,6 +556,7 @@ class Coordinator(PartitionEndpoints, Actor):
     async def end_publish(self, member: str, incarnation: int, slot: int, version: int, checksum: int) -> None:
         self._fence(member, incarnation)
         self._emit({"event": "published", "slot": slot, "version": version, "checksum": checksum})
+        self._keep_for_evaluation(slot, version)
 
     @endpoint
     async def weights(self, member: str, incarnation: int, reader: str, newer_than: int) -> dict[str, Any]:
@@ -560,7 +622,7 @@ class Coordinator(PartitionEndpoints, Actor):
         }  # fmt: skip
 
     def _closed(self) -> bool:
-        return self.index.done and self._due_evaluation() is None
+        return self.index.done and self._due_evaluation() is None and not self._unevaluated()
 
     # ---- events and waiting -----------------------------------------------------------------------------------------
 

@@ -296,8 +296,13 @@ class Index:
     def _on_proved(self, event: Event) -> None:
         self.versions.prove(event["reader"], event["version"])
 
+    def _on_pin(self, event: Event) -> None:
+        """The version in this slot stays there until its evaluation has a result."""
+        self.versions.pins[event["label"]] = event["slot"]
+
     def _on_evaluated(self, event: Event) -> None:
         self.evaluations[event["label"]] = event["result"]
+        self.versions.pins.pop(event["label"], None)
 
     # ---- state changes shared by handlers ---------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ Owns slot states, holders and proved versions; not the bytes (`slab.py`) and not
 Invariant: the publisher writes only a slot that nobody holds and that is not the newest complete one; a dead holder's hold
 ends with its proved death; a member serves only a version that it has proved by checksum.
 
-    free -> writing(version) -> ready(version, checksum) -> free again when a newer one is ready and nobody holds it
+    free -> writing(version) -> ready(version, checksum) -> free again when a newer one is ready, nobody holds it and it
+                                                            is not pinned: kept for an evaluation of its version
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Versions:
     def __init__(self, num_slots: int) -> None:
         self.slots = [Slot() for _ in range(num_slots)]
         self.proved: dict[str, int] = {}  # reader -> version
+        self.pins: dict[str, int] = {}  # evaluation's label -> the slot that is kept for it
 
     @property
     def newest(self) -> int | None:
@@ -37,9 +39,9 @@ class Versions:
         return max(ready, key=lambda i: self.slots[i].version, default=None)
 
     def writable(self) -> int | None:
-        """A slot that may be written now, or None while every other one is held."""
-        newest = self.newest
-        candidates = [i for i, slot in enumerate(self.slots) if not slot.holders and i != newest]
+        """A slot that may be written now, or None while every other one is held or pinned."""
+        kept = {self.newest, *self.pins.values()}
+        candidates = [i for i, slot in enumerate(self.slots) if not slot.holders and i not in kept]
         return min(candidates, key=lambda i: (self.slots[i].state != "free", self.slots[i].version), default=None)
 
     def begin(self, slot: int, version: int) -> None:
@@ -72,13 +74,13 @@ class Versions:
 
     def dump(self) -> dict[str, Any]:
         slots = [[slot.state, slot.version, slot.checksum, sorted(slot.holders)] for slot in self.slots]
-        return {"slots": slots, "proved": dict(self.proved)}
+        return {"slots": slots, "proved": dict(self.proved), "pins": dict(self.pins)}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Versions:
         versions = cls(len(state["slots"]))
         versions.slots = [Slot(kind, version, checksum, set(held)) for kind, version, checksum, held in state["slots"]]
-        versions.proved = dict(state["proved"])
+        versions.proved, versions.pins = dict(state["proved"]), dict(state["pins"])
         return versions
 
 

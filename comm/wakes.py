@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from rondo.comm.journal import Event
 
-ROUNDS, SLOTS, WEIGHTS = "rounds", "slots", "weights"
+ROUNDS, SLOTS, WEIGHTS, EVALUATIONS = "rounds", "slots", "weights", "evaluations"
 _EVERYBODY, _ANYTHING = "*", "?"
 
 

@@ -136,8 +136,9 @@ def look_at_frozen(config: RunConfig, report: Report, model: Any) -> None:
 def look_at_media(config: RunConfig, path: str, model_type: str, family: Family | None) -> None:
     """The settings of media name what the model takes."""
     parts = {"data": config.data}
-    if config.evaluation is not None and config.evaluation.data is not None:
-        parts["evaluation.data"] = config.evaluation.data
+    for name, each in config.evaluation.named_sets().items() if config.evaluation is not None else ():
+        if each.data is not None:
+            parts[f"evaluation.sets.{name}.data" if each is not config.evaluation else "evaluation.data"] = each.data
     if config.sft is not None and config.sft.data is not None:
         parts["sft.data"] = config.sft.data
     takes: tuple[str, ...] = () if family is None else family.modalities
@@ -171,13 +172,16 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
     from rondo.roles.datasets import open_splits
     from rondo.roles.prompts import render_prompt
 
-    train, held_out = open_splits(config)
+    train, sets = open_splits(config)
     parts = [("data", train, config.data)]
-    if held_out is not None:
-        own = config.evaluation.data if config.evaluation is not None else None
-        parts.append(("evaluation", held_out, own or config.data))
+    for name, rows in sets.items():
+        assert config.evaluation is not None
+        each = config.evaluation.named_sets()[name]
+        parts.append(
+            (f"evaluation.sets.{name}" if config.evaluation.sets else "evaluation", rows, each.data or config.data)
+        )
     report.facts["num_rows"] = len(train)
-    report.facts["num_held_out"] = len(held_out) if held_out is not None else 0
+    report.facts["num_held_out"] = sum(map(len, sets.values()))
     most, prepare = config.rollout.max_prompt_tokens, None
     for name, data, settings in parts:
         with_media = []

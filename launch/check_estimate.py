@@ -150,9 +150,14 @@ def scoring_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
 def generating_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
     """Of a process with the embedded engine, whose cache is there in full from the start."""
     rollout, width = config.rollout, WIDTHS[config.model.dtype]
-    cached = rollout.num_slots * (rollout.max_prompt_tokens + rollout.max_new_tokens)
+    evaluation, most, beside = config.evaluation, rollout.max_new_tokens, 0
+    if evaluation is not None:
+        longest = max(each.max_new_tokens or most for each in evaluation.named_sets().values())
+        beside = (rollout.max_prompt_tokens + max(most, longest)) * evaluation.num_slots if evaluation.every else 0
+        most = max(most, longest) if evaluation.at_start or evaluation.at_end else most
+    cached = rollout.num_slots * (rollout.max_prompt_tokens + most) + beside
     return {
-        "weights": width * shape.parameters,
+        "weights": width * shape.parameters * (2 if beside else 1),
         "key-value cache": cached * shape.num_caching * 2 * shape.decoder.keys * width,
         "activations": max(_PREFILL_TOKENS, rollout.max_prompt_tokens) * _passing(shape, width),
         "logits": _LOGIT_COPIES * _FLOAT * rollout.num_slots * shape.vocab_size,

@@ -165,7 +165,7 @@ def segment_bytes(
         "column rings": sum(n for group, n in groups if _WRITERS & set(group.roles) and "rollout" not in group.roles)
         * config.bus.column_ring_bytes,
         # Every tensor starts at a multiple of 64 bytes.
-        "weight slab": config.bus.weight_slots * (num_parameters * width + num_tensors * 64) if takes_weights else 0,
+        "weight slab": config.num_weight_slots * (num_parameters * width + num_tensors * 64) if takes_weights else 0,
     }
     if config.train.hot_snapshot:
         found["hot snapshots"] = sum(

@@ -53,6 +53,24 @@ class RunConfig(JobConfig):
         return self
 
     @model_validator(mode="after")
+    def _new_weights_meet_samples(self) -> RunConfig:
+        # A lease of step k begins under k - max_staleness or later, and k + 1 needs the whole step: in between, a sample
+        # sees max_staleness new versions at most.
+        rollout, most = self.rollout, self.max_staleness
+        if most == 0 and (rollout.on_new_weights != "continue" or rollout.mask_old_tokens):
+            name = "mask_old_tokens" if rollout.mask_old_tokens else "on_new_weights"
+            raise ValueError(
+                f"rollout.{name} must not be set with max_staleness 0, where no sample ever sees new weights, "
+                f"got {getattr(rollout, name)!r}. Raise max_staleness, or remove it"
+            )
+        if rollout.max_interruptions is not None and rollout.max_interruptions >= most:
+            raise ValueError(
+                "rollout.max_interruptions must be less than max_staleness, since a sample sees at most that many new versions, "
+                f"got {rollout.max_interruptions} and {most}. Lower it, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_make_a_run(self) -> RunConfig:
         names = [group.name for group in self.groups]
         for name in names:

@@ -68,7 +68,7 @@ def coordinator_config(config: RunConfig, num_rows: int) -> CoordinatorConfig:
         streams=streams_of(config, roles),
         row_bytes=row_bytes(rollout),
         media_bytes=media_bytes(config),
-        num_slots=config.bus.weight_slots,
+        num_slots=config.num_weight_slots,
         spare_groups=rollout.spare_groups,
         max_consecutive_filtered=rollout.max_consecutive_filtered,
         max_data_failures=config.reward.max_failures,
@@ -86,6 +86,8 @@ def coordinator_config(config: RunConfig, num_rows: int) -> CoordinatorConfig:
         straggler_deadline_s=rollout.straggler_deadline_s,
         evaluate_start=evaluation is not None and evaluation.at_start,
         evaluate_end=evaluation is not None and evaluation.at_end,
+        evaluate_every=evaluation.every if evaluation is not None else None,
+        num_pinned=config.num_pinned,
     )
 
 

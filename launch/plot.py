@@ -31,9 +31,8 @@ def draw(run: Path, out: Path | None = None) -> Path:
     figure, (reward, staleness, seconds) = pyplot.subplots(3, 1, sharex=True, figsize=(8, 9), layout="constrained")
     figure.suptitle(run.resolve().name)
     _line(reward, steps, "reward_mean", "training samples")
-    if evaluations:
-        versions, values = [e["version"] for e in evaluations], [e["reward"] for e in evaluations]
-        reward.plot(versions, values, "o--", label="held-out prompts")
+    for name, points in evaluation_lines(evaluations).items():
+        reward.plot([x for x, _ in points], [y for _, y in points], "o--", markersize=4, label=name)
     reward.set_ylabel("reward")
     _line(staleness, steps, "staleness_mean", "mean")
     _line(staleness, steps, "staleness_max", "max")
@@ -41,6 +40,7 @@ def draw(run: Path, out: Path | None = None) -> Path:
     _line(seconds, steps, "step_s", "step")
     _line(seconds, steps, "train_s", "training")
     _line(seconds, steps, "wait_s", "waiting for data")
+    _line(seconds, steps, "longest_wait_s", "waiting for the longest trajectory")
     seconds.set_ylabel("seconds")
     seconds.set_ylim(bottom=0)
     seconds.set_xlabel("step")
@@ -52,6 +52,20 @@ def draw(run: Path, out: Path | None = None) -> Path:
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
     return out
+
+
+def evaluation_lines(evaluations: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Label -> (version, value) of what evaluations found: every set's mean, and its pass@k for the greatest k."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for found in evaluations:
+        for name, figures in found.get("sets", {}).items():
+            passes = [figure for figure in figures if figure.startswith("pass@")]
+            for figure in (*(f for f in figures if f.startswith("mean@")), *passes[-1:]):
+                if figure != "pass@1":  # the share of solved prompts: the mean, where rewards are 0 and 1
+                    lines.setdefault(f"{name} {figure}", []).append((found["version"], figures[figure]))
+        if "sets" not in found:
+            lines.setdefault("held-out prompts", []).append((found["version"], found["reward"]))
+    return lines
 
 
 def _line(axes: Any, steps: list[dict[str, Any]], name: str, label: str) -> None:

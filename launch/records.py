@@ -6,7 +6,7 @@ line without its end is left out, any other line that is not JSON is an error th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,19 @@ def step_records(path: Path) -> list[dict[str, Any]]:
 
 
 def evaluation_records(path: Path) -> list[dict[str, Any]]:
-    """One evaluation a policy version, in order of versions: {"version", "reward", "num_prompts"}."""
+    """One evaluation a policy version, in order of versions: {"version", "reward", "num_prompts", "sets"}. One that was made
+    again after a restart counts as its last."""
     found = (record["evaluation"] for record in read_records(path) if "evaluation" in record)
     versions = {record["version"]: record for record in found}
     return [versions[version] for version in sorted(versions)]
+
+
+def evaluation_figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """mean@k and pass@k of an evaluation by "set pass@k", without the set's name where it is the only one."""
+    sets = evaluation.get("sets", {})
+    return {
+        figure if len(sets) == 1 else f"{name} {figure}": value
+        for name, figures in sets.items()
+        for figure, value in figures.items()
+        if "@" in figure
+    }

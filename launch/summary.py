@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rondo.launch.records import evaluation_records, read_records, step_records
+from rondo.launch.records import evaluation_figures, evaluation_records, read_records, step_records
 from rondo.launch.rundir import write_json
 from rondo.models.media.inputs import MODALITIES
 
@@ -43,6 +43,8 @@ class Summary:
     """Mean reward of sampled answers to held-out prompts under the first policy version that was evaluated."""
     reward_after: float | None = None
     """The same under the last one; None when only one version was evaluated."""
+    evaluations: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Policy version -> mean@k and pass@k of each evaluated set."""
     samples_admitted: int | None = None
     samples_trained: int | None = None
     samples_lost: int | None = None
@@ -59,6 +61,10 @@ class Summary:
     """Seconds from a death to a role group that is ready again; the slowest of each role."""
     first_step_s: float | None = None
     """Seconds from the start of the run to its first committed step."""
+    longest_wait_s: float | None = None
+    """Seconds a step that the trainer stood still for the last rows, those of the step's longest trajectories; the mean."""
+    staleness_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Policy versions between a token's step and its own version -> tokens trained."""
     staleness_histogram: Mapping[str, int] = field(default_factory=dict)
     """Samples trained at each staleness, in policy versions."""
     waits_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -99,18 +105,27 @@ def summarize(
         wall_s=wall_s,
         reward_before=evaluations[0]["reward"] if evaluations else None,
         reward_after=evaluations[-1]["reward"] if len(evaluations) > 1 else None,
+        evaluations={str(found["version"]): evaluation_figures(found) for found in evaluations},
         **counts,
         quarantined=quarantine_causes(run / "events.jsonl"),
         log_prob_gap=largest_gaps(steps),
         restarts=dict(restarts or {}),
         recovery_s=dict(recovery_s or {}),
         first_step_s=first_time - started if first_time is not None and started is not None else None,
+        longest_wait_s=_mean([record["longest_wait_s"] for record in steps if "longest_wait_s" in record]),
+        staleness_tokens=dict(
+            sum((collections.Counter(r.get("staleness_tokens", {})) for r in steps), collections.Counter())
+        ),
         waits_s=waits_by_role(read_records(metrics)),
         memory_bytes=dict(memory_bytes or {}),
         cores=dict(cores or {}),
         cpu_share=cpu_share,
         first_cause=first_cause,
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def quarantine_causes(events: Path) -> dict[str, int]:
@@ -198,6 +213,9 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "reward_before", f"{summary.reward_before:.3f}"
     if summary.reward_after is not None:
         yield "reward_after", f"{summary.reward_after:.3f}"
+    for version, figures in summary.evaluations.items():
+        if len(figures) > 1:  # a lone mean is the reward above
+            yield f"evaluation.{version}", "  ".join(f"{name}={value:.3f}" for name, value in figures.items())
     yield "steps", str(summary.steps)
     for name in ("samples_admitted", "samples_trained", "samples_lost", "samples_trained_twice"):
         value = getattr(summary, name)
@@ -217,6 +235,10 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "first_step_s", f"{summary.first_step_s:.1f}"
     if summary.staleness_histogram:
         yield "staleness_histogram", _pairs(summary.staleness_histogram)
+    if len(summary.staleness_tokens) > 1:
+        yield "staleness_tokens", _pairs(summary.staleness_tokens)
+    if summary.longest_wait_s is not None:
+        yield "longest_wait_s", f"{summary.longest_wait_s:.3f}"
     for role, waits in sorted(summary.waits_s.items()):
         longest = sorted(waits.items(), key=lambda item: -item[1])
         yield f"waits_s.{role}", _pairs({name: seconds for name, seconds in longest if seconds >= _SHOWN_WAIT_S}) or "0"

@@ -21,12 +21,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rondo.launch.machine import show_bytes
+from rondo.launch.records import evaluation_figures
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _REFRESH_S = 0.25
 _NUM_EVENTS = 6
+_NUM_EVALUATIONS = 5
 _RECENT_STEPS = 10
 _SPARK = " ▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
@@ -95,7 +97,8 @@ class Progress:
         if "evaluation" in record:
             evaluation = record["evaluation"]
             self.evaluations[evaluation["version"]] = evaluation["reward"]
-            line = f"{_clock(record)} evaluation {pairs(evaluation)}"
+            figures = {name.replace(" ", "."): value for name, value in evaluation_figures(evaluation).items()}
+            line = f"{_clock(record)} evaluation {pairs({**evaluation, **figures})}"
         elif record.get("kind") in _COUNTED:
             return None
         else:
@@ -219,7 +222,8 @@ class LiveView:
             parts.append(Text(f"reward {progress.rewards[-1]:.3f} {sparkline(progress.rewards)}", no_wrap=True))
             parts.append(Text(pairs({k: progress.last[k] for k in _FIGURES if k in progress.last}), overflow="fold"))
         if progress.evaluations:
-            shown = "  ".join(f"version {version}: {reward:.3f}" for version, reward in progress.evaluations.items())
+            newest = list(progress.evaluations.items())[-_NUM_EVALUATIONS:]
+            shown = "  ".join(f"version {version}: {reward:.3f}" for version, reward in newest)
             parts.append(Text(f"held-out reward  {shown}", style="bold"))
         parts.append(roles)
         parts.extend(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in progress.events)
@@ -227,7 +231,7 @@ class LiveView:
 
 
 _FIGURES = (
-    "loss", "grad_norm", "lr", "staleness_mean", "staleness_max", "step_s", "train_s", "wait_s", "tokens", "kl",
+    "loss", "grad_norm", "lr", "staleness_mean", "staleness_max", "step_s", "train_s", "wait_s", "longest_wait_s", "tokens", "kl",
     "clip_fraction", "log_prob_gap",
 )  # fmt: skip
 

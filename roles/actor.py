@@ -21,6 +21,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from rondo.comm.bus import POLL_S, Round, Row
@@ -106,12 +107,15 @@ class ActorRole:
         config, trainer = self._job.config, self._trainer
         busy, num_tokens, whole = 0.0, 0, False
         rewards: list[float] = []
-        ages: list[int] = []
+        ages: list[np.ndarray] = []
         if self._parity is not None:
             self._parity.begin()
         if config.algorithm.normalize_batch is not None and not await self._whiten(step):
             return None
+        longest_wait_s, asked = 0.0, time.monotonic()
         async for made in timed(self._ctx, self._rounds(step)):
+            if made.closes and made.update == config.train.optimizer_steps_per_batch - 1:
+                longest_wait_s = time.monotonic() - asked  # what the step's longest trajectories cost the trainer
             rows, seen = await self._ctx.compute(self._read, made, step)
             if self._parity is not None:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
@@ -129,6 +133,7 @@ class ActorRole:
                 ages += seen
             whole = made.last
             self._ctx.progress()
+            asked = time.monotonic()
         if not whole:
             await self._undo(step)
             return None
@@ -138,15 +143,19 @@ class ActorRole:
         busy += time.monotonic() - since
         step_s = time.monotonic() - self._step_began
         self._step_began = time.monotonic()
-        by_age = [ages.count(age) for age in range(config.max_staleness + 1)]
-        sums = [sum(rewards), float(len(rewards)), float(num_tokens), *map(float, by_age)]
-        reward, num_samples, tokens, *by_age_all = await self._ctx.compute(trainer.sum_over_ranks, sums)
+        num_ages = config.max_staleness + 1
+        by_age = np.bincount([int(each.max()) for each in ages], minlength=num_ages)
+        by_token = np.bincount(np.concatenate([np.zeros(0, np.int64), *ages]), minlength=num_ages)
+        sums = [sum(rewards), float(len(rewards)), float(num_tokens), *map(float, by_age), *map(float, by_token)]
+        reward, num_samples, tokens, *counts = await self._ctx.compute(trainer.sum_over_ranks, sums)
+        by_age_all, by_token_all = counts[:num_ages], counts[num_ages:]
         metrics: dict[str, Any] = figures | {
             "step": step, "version": step + 1, "reward_mean": reward / num_samples, "tokens": int(tokens),
             "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
             "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / num_samples,
             "staleness_max": max(age for age, count in enumerate(by_age_all) if count),
-            "waits_s": totals(),
+            "staleness_tokens": {str(age): int(count) for age, count in enumerate(by_token_all) if count},
+            "longest_wait_s": longest_wait_s, "waits_s": totals(),
         }  # fmt: skip
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
@@ -201,8 +210,8 @@ class ActorRole:
             await self._ctx.stopping.wait()
             raise RondoError(cause)
 
-    def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[int]]:
-        """Views of a round's rows as the loss needs them, and how many versions old each sample's oldest token is."""
+    def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[np.ndarray]]:
+        """Views of a round's rows as the loss needs them, and how many versions old each token is, int64 [R] a sample."""
         algorithm = self._job.config.algorithm
         has_fwd = bool(made.rows) and all("log_probs" in row.columns for row in made.rows)
         source = old_log_probs_source(algorithm, on_policy=self._job.config.on_policy, has_actor_fwd=has_fwd)
@@ -222,7 +231,7 @@ class ActorRole:
             )
             for row in made.rows
         ]
-        return rows, [step - int(row.array("policy_versions").min()) for row in made.rows]
+        return rows, [step - row.array("policy_versions").astype(np.int64) for row in made.rows]
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +246,7 @@ class ActorRole:
             self._snapshot = HotSnapshot(ctx.segments.segment(f"snapshot/{ctx.group}/{ctx.rank}", num_bytes))
         weights = [tensor for _, tensor in self._trainer.weights()]
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-        num_slots = config.bus.weight_slots
+        num_slots = config.num_weight_slots
         self._publisher: Publisher | None = None
         self._publishing: asyncio.Task[None] | None = None
         if ctx.rank == 0:

@@ -107,29 +107,37 @@ class DataConfig(Section):
         return self
 
 
-class EvalConfig(Section):
-    """When and how the policy is measured, by the reward function, on prompts that it is not trained on."""
+class EvalSet(Section):
+    """Prompts to measure the policy on, and how they are sampled. What is None is taken from the rollout section."""
 
     num_prompts: int = Field(256, ge=1)
     data: DataConfig | None = None
     """Prompts of their own; without it the rows that `data.held_out` keeps back."""
-    at_start: bool = True
-    at_end: bool = True
     samples_per_prompt: int = Field(1, ge=1)
     temperature: float = Field(1.0, ge=0)
     """0 takes the most probable token."""
+    top_p: Fraction | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
+    solved_from: float = 1.0
+    """A sample with at least this reward solves its prompt; pass@k counts these."""
+    pass_at: tuple[int, ...] | None = None
+    """The k of pass@k: how probable it is that one of k samples solves the prompt. None: 1, 2, 4, ... samples_per_prompt."""
 
     @model_validator(mode="after")
-    def _evaluates_at_all(self) -> EvalConfig:
-        if not (self.at_start or self.at_end):
-            raise ValueError(
-                "evaluation.at_start or evaluation.at_end must be True, got False for both. "
-                "Set one, or remove the evaluation section"
-            )
+    def _samples_suffice(self) -> EvalSet:
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError(
                 "evaluation.samples_per_prompt must be 1 with evaluation.temperature 0, where all samples are equal, "
                 f"got {self.samples_per_prompt}. Raise the temperature or take one sample"
+            )
+        if self.top_k is not None and (self.top_k == 0 or self.top_k < -1):
+            raise ValueError(f"evaluation.top_k must be at least 1, or -1 for all tokens, got {self.top_k}. Change it")
+        beyond = [k for k in self.pass_at or () if not 1 <= k <= self.samples_per_prompt]
+        if beyond:
+            raise ValueError(
+                f"evaluation.pass_at must hold numbers from 1 to evaluation.samples_per_prompt, {self.samples_per_prompt}, "
+                f"got {beyond[0]}. Take more samples, or remove it"
             )
         if self.data is not None and self.data.held_out:
             raise ValueError(
@@ -137,6 +145,53 @@ class EvalConfig(Section):
                 f"got {self.data.held_out}. Remove it"
             )
         return self
+
+
+class EvalConfig(EvalSet):
+    """When and how the policy is measured, by the reward function, on prompts that it is not trained on: one set of them, or
+    several with names."""
+
+    at_start: bool = True
+    at_end: bool = True
+    every: int | None = Field(None, ge=1)
+    """Measures the version that every so many steps make, beside the training and never under any other version's weights.
+    The replica that measures holds a second copy of the model, and the slab one more slot, for it."""
+    share: float = Field(0.25, gt=0, le=1)
+    """Of the engine's time that this may take while there are training samples to generate."""
+    num_slots: int = Field(16, ge=4)
+    """Sequences that are decoded at once beside the training."""
+    sets: dict[str, EvalSet] = Field(default_factory=dict)
+    """Name -> prompts and sampling of their own, in the place of the fields above."""
+
+    @model_validator(mode="after")
+    def _evaluates_at_all(self) -> EvalConfig:
+        if not (self.at_start or self.at_end or self.every):
+            raise ValueError(
+                "evaluation.at_start or evaluation.at_end must be True, or evaluation.every be set, got none of them. "
+                "Set one, or remove the evaluation section"
+            )
+        for name in EvalSet.model_fields if self.sets else ():
+            if getattr(self, name) != EvalSet.model_fields[name].default:
+                raise ValueError(
+                    f"evaluation.{name} must not be set beside evaluation.sets, which have their own, "
+                    f"got {getattr(self, name)!r}. Set evaluation.sets.NAME.{name}"
+                )
+        for name in self.sets:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                raise ValueError(
+                    f"evaluation.sets must have names of letters, digits, _ and -, got {name!r}. Rename the set"
+                )
+        for name in ("share", "num_slots") if self.every is None else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"evaluation.{name} must not be set without evaluation.every, for which it counts, "
+                    f"got {getattr(self, name)}. Set evaluation.every, or remove it"
+                )
+        return self
+
+    def named_sets(self) -> dict[str, EvalSet]:
+        """Name -> set; the only one is called "held_out" where it has no name."""
+        return self.sets or {"held_out": self}
 
 
 class RewardConfig(Section):
@@ -232,6 +287,13 @@ class RolloutConfig(Section):
     """Prompt groups sampled beyond a step's need; the last to finish are dropped."""
     max_consecutive_filtered: int = Field(1000, ge=1)
     """So many filtered prompt groups in a row end the run."""
+    on_new_weights: Literal["continue", "recompute", "interrupt"] = "continue"
+    """What becomes of samples in flight when new weights come: 'continue' goes on with the cache that the old ones filled,
+    'recompute' fills it anew at once, 'interrupt' hands them back, to be taken up again from where they were."""
+    max_interruptions: int | None = Field(None, ge=1)
+    """A sample that was recomputed or interrupted so often goes on in place; None: as often as new weights come."""
+    mask_old_tokens: bool = False
+    """Leaves tokens out of the loss that are older than the newest version among their sample's tokens."""
     lease_deadline_s: float = Field(120.0, gt=0)
     """A prompt group without progress for so long is given to another replica."""
     straggler_deadline_s: float | None = Field(None, gt=0)
@@ -241,6 +303,11 @@ class RolloutConfig(Section):
     def _limits_make_sense(self) -> RolloutConfig:
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"rollout.top_k must be at least 1, or -1 for all tokens, got {self.top_k}. Change it")
+        if self.max_interruptions is not None and self.on_new_weights == "continue":
+            raise ValueError(
+                "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue', which interrupts nothing, "
+                f"got {self.max_interruptions}. Set rollout.on_new_weights to 'recompute' or 'interrupt', or remove it"
+            )
         if self.straggler_deadline_s is not None and self.straggler_deadline_s < self.lease_deadline_s:
             raise ValueError(
                 "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s, "
@@ -397,9 +464,19 @@ class JobConfig(Section):
         return self.data if self.sft.demonstrate is not None else self.sft.source()
 
     def _data_sections(self) -> list[DataConfig]:
-        evaluated = self.evaluation.data if self.evaluation is not None else None
+        evaluated = [each.data for each in self.evaluation.named_sets().values()] if self.evaluation is not None else []
         shown = self.sft.data if self.sft is not None else None
-        return [data for data in (self.data, evaluated, shown) if data is not None]
+        return [data for data in (self.data, *evaluated, shown) if data is not None]
+
+    @property
+    def num_pinned(self) -> int:
+        """Slots of the weight slab for versions that are being evaluated."""
+        return int(self.evaluation is not None and self.evaluation.every is not None)
+
+    @property
+    def num_weight_slots(self) -> int:
+        """Slots of the weight slab."""
+        return self.bus.weight_slots + self.num_pinned
 
     @model_validator(mode="after")
     def _sections_agree(self) -> JobConfig:
@@ -438,11 +515,17 @@ class JobConfig(Section):
                 f"got {train.warmup_steps} and {self.num_steps}. Lower it"
             )
         evaluation = self.evaluation
-        if evaluation is not None and evaluation.data is None and self.data.held_out < evaluation.num_prompts:
+        for name, each in evaluation.named_sets().items() if evaluation is not None else ():
+            if each.data is None and self.data.held_out < each.num_prompts:
+                section = f"evaluation.sets.{name}" if evaluation is not None and evaluation.sets else "evaluation"
+                raise ValueError(
+                    f"data.held_out must be at least {section}.num_prompts without {section}.data, "
+                    f"got {self.data.held_out} and {each.num_prompts}. "
+                    f"Set data.held_out to {each.num_prompts}, or name a data set in {section}.data"
+                )
+        if evaluation is not None and evaluation.every is not None and evaluation.every > self.num_steps:
             raise ValueError(
-                "data.held_out must be at least evaluation.num_prompts without evaluation.data, "
-                f"got {self.data.held_out} and {evaluation.num_prompts}. "
-                f"Set data.held_out to {evaluation.num_prompts}, or name a data set in evaluation.data"
+                f"evaluation.every must be at most num_steps, got {evaluation.every} and {self.num_steps}. Lower it"
             )
         return self
 

@@ -128,8 +128,8 @@ def open_dataset(config: DataConfig) -> Dataset:
     return data
 
 
-def open_splits(job: JobConfig) -> tuple[Dataset, Dataset | None]:
-    """(what is trained on, what is evaluated on or None). ConfigError when either has too few rows."""
+def open_splits(job: JobConfig) -> tuple[Dataset, dict[str, Dataset]]:
+    """(what is trained on, what is evaluated on, by name). ConfigError when either has too few rows."""
     data = open_dataset(job.data)
     if job.data.held_out >= len(data):
         raise ConfigError(
@@ -137,17 +137,20 @@ def open_splits(job: JobConfig) -> tuple[Dataset, Dataset | None]:
         )
     train, held_out = data.split(job.data.held_out, job.seed)
     if job.evaluation is None:
-        return train, None
-    num_prompts, own = job.evaluation.num_prompts, job.evaluation.data
-    if own is None:
-        return train, held_out.first(num_prompts)
-    found = open_dataset(own)
-    if len(found) < num_prompts:
-        raise ConfigError(
-            f"evaluation.num_prompts must be at most the rows of evaluation.data, {len(found)}, got {num_prompts}. "
-            "Lower it"
-        )
-    return train, (found.split(num_prompts, job.seed)[1] if own.shuffle else found.first(num_prompts))
+        return train, {}
+    sets = {}
+    for name, each in job.evaluation.named_sets().items():
+        if each.data is None:
+            sets[name] = held_out.first(each.num_prompts)
+            continue
+        found, section = open_dataset(each.data), f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
+        if len(found) < each.num_prompts:
+            raise ConfigError(
+                f"{section}.num_prompts must be at most the rows of {section}.data, {len(found)}, got {each.num_prompts}. "
+                "Lower it"
+            )
+        sets[name] = found.split(each.num_prompts, job.seed)[1] if each.data.shuffle else found.first(each.num_prompts)
+    return train, sets
 
 
 class _Demonstrated:

@@ -104,7 +104,7 @@ async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, fir
         if "slot" not in held:
             return
         if slab is None:
-            slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.bus.weight_slots)
+            slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
         tensors = await asyncio.to_thread(
             slab.read, held["slot"], version=held["version"], checksum=held["checksum"], attempt=held["attempt"]
         )

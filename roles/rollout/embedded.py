@@ -257,7 +257,8 @@ class EmbeddedEngine:
         error: Exception | None = None
         if not withdrawn:
             try:
-                self._slots.load_weights(version, tensors)
+                interrupted = self._slots.load_weights(version, tensors)
+                outcomes += [(self._running.pop(each.request_id).done, each, None) for each in interrupted]
                 self._torn = None
             except ConfigError as refused:  # before anything was written
                 error = refused

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["train", "evaluation", "judge", "agent"]
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "interrupted"]
+OnNewWeights = Literal["continue", "recompute", "interrupt"]
+"""What new weights do to a sequence in flight: it goes on with the cache that the old ones filled, its cache is computed anew, or
+it ends as "interrupted", to be asked for again with what it has as its prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """What was sampled of a request before: as in `Completion`, at least one token. It is continued as though it had never
+    been interrupted, and is the beginning of the completion."""
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    policy_versions: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sample to generate.
 
     `prompt` is int32 [T], T >= 1. `seed` (0 <= seed < 2**63) belongs to the sample: the draw at a position depends on the
     seed and that position alone. `media` are what the processor made of the prompt's images, audios and videos, whose
-    placeholders are among its tokens; engines of text models refuse them.
+    placeholders are among its tokens; engines of text models refuse them. `max_new_tokens` counts the tokens of `prefix` too.
+    After `interruptions` of them (None: without end), new weights let the sequence go on in place.
     """
 
     id: str
@@ -71,6 +85,20 @@ class Request:
     seed: int
     kind: Kind = "train"
     media: MediaInputs | None = field(default=None, repr=False)
+    prefix: Prefix | None = field(default=None, repr=False)
+    on_new_weights: OnNewWeights = "continue"
+    interruptions: int | None = None
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """Prompt and prefix, int32 [T + P]: the tokens that are there before the next one is sampled."""
+        return self.prompt if self.prefix is None else np.concatenate([self.prompt, self.prefix.tokens])
+
+    def resumed(self, completion: Completion) -> Request:
+        """The request that goes on where an interrupted one ended."""
+        prefix = Prefix(completion.tokens, completion.log_probs, completion.policy_versions)
+        left = None if self.interruptions is None else self.interruptions - 1
+        return replace(self, prefix=prefix, interruptions=left)
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or self.prompt.dtype.kind not in "iu" or self.prompt.size == 0:
@@ -81,6 +109,15 @@ class Request:
         if not 0 <= self.seed < 2**63:
             raise ConfigError(
                 f"the seed of request {self.id!r} must be in [0, 2**63), got {self.seed}. Mask it to 63 bits."
+            )
+        prefix = self.prefix
+        if prefix is None:
+            return
+        sizes = [len(prefix.tokens), len(prefix.log_probs), len(prefix.policy_versions)]
+        if len(set(sizes)) > 1 or not 1 <= sizes[0] < self.params.max_new_tokens:
+            raise ConfigError(
+                f"the prefix of request {self.id!r} must hold 1 to {self.params.max_new_tokens - 1} tokens, each with its "
+                f"log-prob and version, got {sizes}. Take the arrays of the interrupted completion."
             )
 
 
@@ -114,6 +151,8 @@ class EngineStats:
     prefill_tokens: int
     shared_prompt_tokens: int
     """Prompt tokens that were copied from another sample of the same prompt instead of being computed."""
+    num_interrupted: int = 0
+    """Sequences that new weights took out of their slots, to be computed anew here or asked for again."""
 
 
 class Engine(Protocol):
@@ -132,8 +171,9 @@ class Engine(Protocol):
         since a request may finish while its cancellation is under way."""
 
     async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Flips to `tensors` (Hugging Face disk names) between two decode steps; sequences in flight go on under them. On
-        return the tensors are no longer read. Raises ConfigError, and keeps the old weights, if names or shapes differ."""
+        """Flips to `tensors` (Hugging Face disk names) between two decode steps; sequences in flight go on under them as their
+        `on_new_weights` says. On return the tensors are no longer read. Raises ConfigError, and keeps the old weights, if names
+        or shapes differ."""
 
     def stats(self) -> EngineStats: ...
 

@@ -253,8 +253,9 @@ class HFForward:
         media = collate(
             self._model, [prompt.media for prompt in prompts if prompt.media is not None], device=self._device
         )
-        features = np.array([prompt.media is not None for prompt in prompts])[:, None]
-        hidden = hide_placeholders(ids, np.broadcast_to(features, ids.shape), self._placeholders)
+        # A placeholder that was sampled stands for no medium: only those of the prompt do.
+        ends = np.array([0 if prompt.media is None else prompt.media.positions.shape[1] for prompt in prompts])
+        hidden = hide_placeholders(ids, np.arange(ids.shape[1]) < ends[:, None], self._placeholders)
         embedded = None if hidden is None else torch.from_numpy(ids).to(self._device)
         heads = self._heads_of(torch.from_numpy(lengths - 1).to(self._device))
         with heads, encoded_once(self._model, media), embedding(self._model, embedded):
@@ -273,9 +274,11 @@ class HFForward:
         for row, prompt in enumerate(prompts):
             self._offsets[prompt.slot] = 0.0
             if prompt.media is not None:
-                length = prompt.tokens.size
+                length = prompt.media.positions.shape[1]
+                offset = prompt.media.positions.max() + 1 - length
                 axes[1:, row, :length] = prompt.media.positions
-                self._offsets[prompt.slot] = prompt.media.positions.max() + 1 - length
+                axes[1:, row, length:] += offset
+                self._offsets[prompt.slot] = offset
         return axes
 
     @contextmanager

@@ -15,7 +15,7 @@ beside this process, when its lease begins; so what is looked ahead is bounded b
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -25,19 +25,23 @@ import numpy as np
 import orjson
 
 from rondo.comm.bus import POLL_S
+from rondo.comm.coordinator import EVALUATION_READER
 from rondo.comm.records import Column
+from rondo.comm.slab import WeightSlab
 from rondo.models.load import load_model, load_tokenizer
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
 from rondo.roles.datasets import Row, RowError, open_splits, train_order
 from rondo.roles.determinism import settle
 from rondo.roles.forward import LOAD_LIMIT_S, REPORT_S
-from rondo.roles.job import follow, open_job
+from rondo.roles.job import SLAB, follow, open_job
 from rondo.roles.media import MediaPool
 from rondo.roles.prompts import render_prompt
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
-from rondo.roles.rollout.rewards import RewardItem, RewardPool, RewardResult
+from rondo.roles.rollout.evaluation import Evaluator, item_of, sample_seed
+from rondo.roles.rollout.rewards import RewardPool, RewardResult
+from rondo.roles.rollout.share import Share
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
@@ -90,30 +94,62 @@ class RolloutRole:
                         opening.create_task(pools.enter_async_context(pool))
                 with ctx.section("load", LOAD_LIMIT_S):
                     self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
-                    self._data, self._held_out = await ctx.compute(open_splits, config)
+                    self._data, held_out = await ctx.compute(open_splits, config)
                     self._order = train_order(config, len(self._data))
                     self._engine: Engine = await self._open_engine()
+                    self._beside = await self._open_beside()
+                    self._evaluator = Evaluator(
+                        config,
+                        held_out,
+                        self._tokenizer,
+                        self._rewards,
+                        self._prompt,
+                        self._params(config.rollout.temperature),
+                    )
             async with follow(ctx, job, self.role, self._engine.update_weights) as first:
                 await first.wait()
                 await ctx.ready()
                 async with asyncio.TaskGroup() as tasks:
                     beside = [tasks.create_task(self._renew()), tasks.create_task(self._report())]
+                    evaluating = tasks.create_task(self._evaluate_beside())
                     await self._work(tasks)
-                    for task in beside:
+                    if not ctx.stopping.is_set():
+                        await self._unless_leaving(evaluating)
+                    for task in (*beside, evaluating):
                         task.cancel()
         await self._engine.close()
+        if self._beside is not None:
+            await self._beside.close()
 
     async def _open_engine(self) -> Engine:
-        config, device = self._job.config, self._job.device
-        rollout = config.rollout
+        evaluation = self._job.config.evaluation
+        evaluates = evaluation is not None and (evaluation.at_start or evaluation.at_end)
+        slots = await self._ctx.compute(self._build, self._job.config.rollout.num_slots, evaluates=evaluates)
+        return EmbeddedEngine(slots, self._ctx.compute)
 
-        def build() -> SlotEngine:
-            settle(config)
-            model = load_model(self._job.model_path, dtype=config.model.dtype, device=device, attn=config.model.attn)
-            length = rollout.max_prompt_tokens + rollout.max_new_tokens
-            return slot_engine(model, num_slots=rollout.num_slots, max_length=length, fixed_shapes=config.deterministic)
+    async def _open_beside(self) -> Engine | None:
+        """The engine of evaluations beside the training, with a copy of the weights of its own."""
+        evaluation = self._job.config.evaluation
+        if evaluation is None or evaluation.every is None:
+            return None
+        slots = await self._ctx.compute(self._build, evaluation.num_slots, evaluates=True)
+        return EmbeddedEngine(slots, Share(self._ctx.compute, evaluation.share, self._generates).compute)
 
-        return EmbeddedEngine(await self._ctx.compute(build), self._ctx.compute)
+    def _generates(self) -> bool:
+        stats = self._engine.stats()
+        return stats.num_running + stats.num_waiting > 0
+
+    def _build(self, num_slots: int, *, evaluates: bool) -> SlotEngine:
+        """On the compute thread. Long enough for the rollout's responses, and an evaluation's if it has some."""
+        config, rollout = self._job.config, self._job.config.rollout
+        settle(config)
+        model = load_model(
+            self._job.model_path, dtype=config.model.dtype, device=self._job.device, attn=config.model.attn
+        )
+        sets = config.evaluation.named_sets().values() if evaluates and config.evaluation is not None else ()
+        most = max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
+        length = rollout.max_prompt_tokens + most
+        return slot_engine(model, num_slots=num_slots, max_length=length, fixed_shapes=config.deterministic)
 
     # ---- leases -----------------------------------------------------------------------------------------------------
 
@@ -143,12 +179,18 @@ class RolloutRole:
     async def _next(self, room: int) -> dict[str, Any]:
         """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""
         asking = asyncio.create_task(self._job.bus.call("lease", room, self._held(), deadline_s=POLL_S))
-        leaving = asyncio.create_task(self._ctx.stopping.wait())
         try:
-            await asyncio.wait([asking, leaving], return_when=asyncio.FIRST_COMPLETED)
+            await self._unless_leaving(asking)
             return asking.result() if asking.done() else {"end": True}
         finally:
             asking.cancel()
+
+    async def _unless_leaving(self, task: asyncio.Task[Any]) -> None:
+        """Until the task is done, or this replica is asked to leave."""
+        leaving = asyncio.create_task(self._ctx.stopping.wait())
+        try:
+            await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
             leaving.cancel()
 
     def _held(self) -> list[list[int]]:
@@ -201,7 +243,7 @@ class RolloutRole:
         rewards = dict(lease.have)
         params = self._params(config.rollout.temperature)
         tasks = {
-            asyncio.create_task(self._engine.generate(self._request(lease, number, prompt, media, params))): number
+            asyncio.create_task(self._generate(self._request(lease, number, prompt, media, params))): number
             for number in missing
         }
         try:
@@ -238,7 +280,19 @@ class RolloutRole:
         self, lease: Lease, number: int, prompt: np.ndarray, media: MediaInputs | None, params: SamplingParams
     ) -> Request:
         seed = sample_seed(self._job.config.seed, "train", lease.position, number)
-        return Request(f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed, media=media)
+        rollout = self._job.config.rollout
+        return Request(
+            f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed, media=media,
+            on_new_weights=rollout.on_new_weights, interruptions=rollout.max_interruptions,
+        )  # fmt: skip
+
+    async def _generate(self, request: Request) -> Completion:
+        """One whole sample: where new weights interrupt it, it is asked for again with what it has, prompt and media the same."""
+        done = await self._engine.generate(request)
+        while done.finish_reason == "interrupted":
+            request = request.resumed(done)
+            done = await self._engine.generate(request)
+        return done
 
     def _params(self, temperature: float) -> SamplingParams:
         rollout = self._job.config.rollout
@@ -253,7 +307,7 @@ class RolloutRole:
 
     async def _score(self, row: Row, finished: Sequence[tuple[int, Completion]]) -> list[Sample] | str:
         """Samples with their rewards, or why this group's reward failed."""
-        items = [self._item(row, completion) for _, completion in finished]
+        items = [item_of(self._tokenizer, row, completion) for _, completion in finished]
         results: Sequence[RewardResult] = await self._rewards.score(items)
         samples = []
         for (number, completion), result in zip(finished, results, strict=True):
@@ -261,10 +315,6 @@ class RolloutRole:
                 return f"reward of {row.name}, sample {number}: {result.error}"
             samples.append(Sample(number, completion, result.score, result.details))
         return samples
-
-    def _item(self, row: Row, completion: Completion) -> RewardItem:
-        text = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
-        return RewardItem(response=text, label=row.label, prompt=row.prompt, metadata=row.metadata)
 
     def _put_media(self, lease: Lease, media: MediaInputs) -> None:
         """Before the first sample, so that a group that is ready has its media."""
@@ -275,7 +325,7 @@ class RolloutRole:
         done = [sample.completion for sample in samples]
         columns = [
             Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
-            Column("loss_mask", "uint8", [np.ones(len(c.tokens), np.uint8) for c in done]),
+            Column("loss_mask", "uint8", [self._trained(c) for c in done]),
             Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
             Column("policy_versions", "int32", [c.policy_versions for c in done]),
         ]
@@ -286,6 +336,13 @@ class RolloutRole:
         self._job.bus.put_samples(
             lease.ring, lease.group, lease.epoch, [sample.number for sample in samples], columns, info
         )
+
+    def _trained(self, completion: Completion) -> np.ndarray:
+        """The tokens that the loss counts, uint8 [R]: all, or those of the newest weights that the sample saw."""
+        versions = completion.policy_versions
+        if not self._job.config.rollout.mask_old_tokens:
+            return np.ones(len(versions), np.uint8)
+        return (versions == versions.max()).astype(np.uint8)
 
     def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
         """The group's first sample, for people to read: one line in samples/step_N.jsonl."""
@@ -304,52 +361,34 @@ class RolloutRole:
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
     async def _evaluate(self, label: str, version: int) -> None:
-        """Mean reward of sampled answers to the held-out prompts, under exactly this version."""
-        config = self._job.config
-        evaluation = config.evaluation
-        assert evaluation is not None and self._held_out is not None
-        params = self._params(evaluation.temperature)
-        data = self._held_out.first(evaluation.num_prompts)
+        """With the engine itself, before and after the training: it has this version, and gets no other meanwhile."""
+        num_slots = self._job.config.rollout.num_slots
+        found = await self._evaluator.evaluate(self._engine, label, version, num_slots=num_slots)
+        await self._job.bus.call("evaluated", label, found)
 
-        room = asyncio.Semaphore(self._most_groups(evaluation.samples_per_prompt))
-
-        async def one(index: int) -> list[float]:
-            async with room:
-                row = await asyncio.to_thread(data.row, index)
-                prompt, media = await self._prompt(row, evaluation.data or config.data)
-                requests = [
-                    Request(
-                        f"{label}/{index}/{number}", prompt, params,
-                        sample_seed(config.seed, "evaluation", index, number), kind="evaluation", media=media,
-                    )
-                    for number in range(evaluation.samples_per_prompt)
-                ]  # fmt: skip
-                done = await asyncio.gather(*map(self._engine.generate, requests))
-                results = await self._rewards.score([self._item(row, completion) for completion in done])
-                return [result.score if result.score is not None else 0.0 for result in results]
-
-        found = await asyncio.gather(*map(one, range(len(data))), return_exceptions=True)
-        scores, unusable = [], []
-        for scored in found:
-            if isinstance(scored, RowError):  # told, counted as no reward, and the run goes on
-                unusable.append(str(scored))
-                scores += [0.0] * evaluation.samples_per_prompt
-            elif isinstance(scored, BaseException):
-                raise scored
-            else:
-                scores += scored
-        result: dict[str, Any] = {"version": version, "reward": float(np.mean(scores)), "num_prompts": len(data)}
-        if unusable:
-            result |= {"num_unusable": len(unusable), "first_unusable": unusable[0]}
-        await self._job.bus.call("evaluated", label, result)
+    async def _evaluate_beside(self) -> None:
+        """Beside the training, with an engine whose weights change only here."""
+        evaluation = self._job.config.evaluation
+        if self._beside is None or evaluation is None:
+            return
+        slab: WeightSlab | None = None
+        while True:
+            answer = await self._job.bus.call("evaluation", deadline_s=POLL_S)
+            if "evaluate" not in answer:
+                return
+            due = answer["evaluate"]
+            label, version = due["label"], due["version"]
+            if slab is None:
+                slab = WeightSlab(self._ctx.segments.segment(SLAB, 0), self._job.config.num_weight_slots)
+            place = {"attempt": due["attempt"], "version": version, "checksum": due["checksum"]}
+            tensors = await asyncio.to_thread(functools.partial(slab.read, due["slot"], **place))
+            await self._beside.update_weights(version, tensors)
+            del tensors
+            await self._job.bus.call("proved", EVALUATION_READER, version)
+            found = await self._evaluator.evaluate(self._beside, label, version, num_slots=evaluation.num_slots)
+            await self._job.bus.call("evaluated", label, found)
 
 
 def _versions(completion: Completion) -> tuple[int, int]:
     """The oldest and the newest policy version among its tokens."""
     return int(completion.policy_versions.min()), int(completion.policy_versions.max())
-
-
-def sample_seed(run_seed: int, kind: str, position: int, sample: int) -> int:
-    """63 bits from (run seed, position in the data order, sample): the same in every epoch, replica and attempt."""
-    digest = hashlib.blake2b(f"{run_seed}/{kind}/{position}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -26,17 +26,17 @@ import numpy as np
 import torch
 
 from rondo.models.media.inputs import MediaInputs
-from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Request
+from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request
 from rondo.roles.rollout.sampling import Sampler, uniforms
 from rondo.runtime.errors import ConfigError, CorruptData
 
 
 class Prefill(NamedTuple):
-    """A prompt to compute into a slot."""
+    """A prompt to compute into a slot, with what was sampled after it before an interruption."""
 
     slot: int
     tokens: np.ndarray
-    """int64 [T], placeholders of media included"""
+    """int64 [T], placeholders of media included; the media's positions are of the prompt alone"""
     media: MediaInputs | None = None
 
 
@@ -146,7 +146,7 @@ class SlotEngine:
         self._limit = np.zeros(num_slots, np.int64)
         self._stop_ids = np.full((num_slots, 1), -1, np.int64)
         self._all_slots = np.arange(num_slots)
-        self._num_completed = self._num_cancelled = 0
+        self._num_completed = self._num_cancelled = self._num_interrupted = 0
         self._tokens_generated = self._decode_steps = self._prefill_tokens = self._shared_prompt_tokens = 0
 
     @property
@@ -161,7 +161,7 @@ class SlotEngine:
                 f"prompt and max_new_tokens of request {request.id!r} must fit into max_length {self.max_length}, "
                 f"got {num_prompt} + {num_new}. Shorten the prompt, ask for fewer tokens or raise the engine's max_length."
             )
-        low, high = int(request.prompt.min()), int(request.prompt.max())
+        low, high = int(request.sequence.min()), int(request.sequence.max())
         if low < 0 or high >= self._forward.vocab_size:
             raise ConfigError(
                 f"the tokens of request {request.id!r} must be in [0, {self._forward.vocab_size}), "
@@ -193,10 +193,12 @@ class SlotEngine:
     @torch.inference_mode()
     def cancel(self, request_id: str) -> Completion | None:
         """Ends a request with what it has; None if it is not here (any more)."""
-        if self._waiting.pop(request_id, None) is not None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
             self._num_cancelled += 1
             empty = np.zeros(0, np.int32)
-            return Completion(request_id, empty, np.zeros(0, np.float32), empty, "cancelled")
+            has = waiting.prefix or Prefix(empty, np.zeros(0, np.float32), empty)
+            return Completion(request_id, has.tokens, has.log_probs, has.policy_versions, "cancelled")
         for slot, running in enumerate(self._running):
             if running.request.id == request_id:
                 return self._finish(slot, "cancelled")
@@ -210,12 +212,28 @@ class SlotEngine:
         self._prompts.clear()
         self._forward.clear()
 
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Flips to other weights between two steps: sequences in flight keep their cache and go on under the new ones.
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> list[Completion]:
+        """Flips to other weights between two steps: sequences in flight keep their cache and go on under the new ones, or wait
+        in front of all others to be computed anew, or are returned as interrupted, as each asked for.
         Raises ConfigError, with weights and version unchanged, if names or shapes are not exactly the model's."""
         self._forward.load(tensors)
         self.version = version
         self._prompts.clear()  # a prompt computed under the old weights is not shared any more
+        return self._interrupt()
+
+    @torch.inference_mode()
+    def _interrupt(self) -> list[Completion]:
+        """Takes out what new weights interrupt; returns those who are to ask again, in the order of their slots."""
+        taken: list[tuple[Request, Completion]] = []
+        for slot in range(len(self._running) - 1, -1, -1):
+            request = self._running[slot].request
+            if request.on_new_weights != "continue" and request.interruptions != 0:
+                taken.append((request, self._finish(slot, "interrupted")))
+        for request, completion in taken:  # from the last slot on: the first comes to stand in front
+            if request.on_new_weights == "recompute":
+                self._waiting[request.id] = request.resumed(completion)
+                self._waiting.move_to_end(request.id, last=False)
+        return [completion for request, completion in reversed(taken) if request.on_new_weights == "interrupt"]
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -229,6 +247,7 @@ class SlotEngine:
             decode_steps=self._decode_steps,
             prefill_tokens=self._prefill_tokens,
             shared_prompt_tokens=self._shared_prompt_tokens,
+            num_interrupted=self._num_interrupted,
         )
 
     @torch.inference_mode()
@@ -243,8 +262,9 @@ class SlotEngine:
         budget = self._max_prefill_tokens
         while self._waiting and len(self._running) < self.num_slots:
             request = next(iter(self._waiting.values()))
-            slot, num_tokens, media = len(self._running), request.prompt.size, request.media
-            tokens = request.prompt.astype(np.int64)
+            slot, media = len(self._running), request.media
+            tokens = request.sequence.astype(np.int64)
+            num_tokens = tokens.size
             key = tokens.tobytes() + (media.key.encode() if media is not None else b"")
             prompt = self._prompts.get(key)
             if prompt is not None and prompt.logits is not None and not self._forward.keeps_prefixes:
@@ -327,11 +347,13 @@ class SlotEngine:
 
     def _place(self, slot: int, request: Request) -> None:
         """Writes a request's state into a free slot."""
-        params, start = request.params, request.prompt.size
-        end = start + params.max_new_tokens
+        params, size, sequence, has = request.params, request.prompt.size, request.sequence, request.prefix
+        start, end = sequence.size, size + params.max_new_tokens
         self._sampler.set(slot, params)
-        self._tokens[slot, :start] = request.prompt
-        self._uniforms[slot, start:end] = uniforms(request.seed, start, params.max_new_tokens)
+        self._tokens[slot, :start] = sequence
+        if has is not None:
+            self._log_probs[slot, size:start], self._versions[slot, size:start] = has.log_probs, has.policy_versions
+        self._uniforms[slot, start:end] = uniforms(request.seed, start, end - start)
         self._length[slot], self._limit[slot] = start, end
         num_stop = len(params.stop_token_ids)
         if num_stop > self._stop_ids.shape[1]:
@@ -361,5 +383,6 @@ class SlotEngine:
                 row[slot] = row[last]
             self._length[slot], self._limit[slot] = self._length[last], self._limit[last]
         self._num_cancelled += reason == "cancelled"
-        self._num_completed += reason != "cancelled"
+        self._num_interrupted += reason == "interrupted"
+        self._num_completed += reason in ("stop", "length")
         return completion

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rondo.launch.plot import evaluation_lines
 from rondo.launch.records import evaluation_records, read_records, step_records
-from rondo.launch.summary import Summary, print_table, read, summarize, waits_by_role, write
+from rondo.launch.summary import Summary, print_table, read, rows, summarize, waits_by_role, write
 from rondo.runtime.errors import CorruptData
 
 
@@ -163,3 +164,25 @@ def test_a_broken_line_in_the_middle_is_told_with_its_number(tmp_path: Path) -> 
     file.write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
     with pytest.raises(CorruptData, match=r"metrics.jsonl:2 must be a line of JSON"):
         list(read_records(file))
+
+
+def test_the_figures_of_every_set_and_version_are_in_the_summary_and_the_curves(tmp_path: Path) -> None:
+    def found(version: int, value: float) -> dict[str, Any]:
+        record = evaluation(version, value)
+        sets = {"easy": {"mean@2": value, "pass@1": value, "pass@2": 1.0, "num_prompts": 4}, "hard": {"mean@1": 0.25}}
+        return record | {"evaluation": record["evaluation"] | {"sets": sets}}
+
+    run = run_with(tmp_path, [found(4, 0.1), found(2, 0.5), found(4, 0.75)])  # version 4 again, after a restart
+    summary = summarize(run, exit_code=0, wall_s=1.0)
+    assert summary.evaluations == {
+        "2": {"easy mean@2": 0.5, "easy pass@1": 0.5, "easy pass@2": 1.0, "hard mean@1": 0.25},
+        "4": {"easy mean@2": 0.75, "easy pass@1": 0.75, "easy pass@2": 1.0, "hard mean@1": 0.25},
+    }
+    assert ("evaluation.2", "easy mean@2=0.500  easy pass@1=0.500  easy pass@2=1.000  hard mean@1=0.250") in rows(
+        summary
+    )
+    assert evaluation_lines(evaluation_records(run / "metrics.jsonl")) == {
+        "easy mean@2": [(2, 0.5), (4, 0.75)],
+        "easy pass@2": [(2, 1.0), (4, 1.0)],
+        "hard mean@1": [(2, 0.25), (4, 0.25)],
+    }

@@ -160,3 +160,12 @@ def test_a_sparkline_keeps_the_course_in_a_bounded_width() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(42.9, "42 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")])
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_an_evaluation_of_named_sets_is_one_line_with_the_figures_of_each() -> None:
+    progress = Progress(num_steps=4)
+    sets = {"easy": {"mean@2": 0.5, "num_prompts": 4}, "hard": {"pass@1": 0.25, "num_prompts": 4}}
+    record = {"kind": "metrics", "evaluation": {"version": 2, "reward": 0.375, "num_prompts": 8, "sets": sets}}
+    line = progress.add(record)
+    assert line is not None
+    assert line.endswith("evaluation version=2 reward=0.375 num_prompts=8 easy.mean@2=0.5 hard.pass@1=0.25")

@@ -73,13 +73,28 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
         ([("data.held_out", 255)], "data.held_out must be at least evaluation.num_prompts .*got 255 and 256"),
         (
             [("evaluation.at_start", False), ("evaluation.at_end", False)],
-            "evaluation.at_start or evaluation.at_end must",
+            "evaluation.at_start or evaluation.at_end must be True, or evaluation.every be set",
         ),
         (
             [("evaluation.temperature", 0), ("evaluation.samples_per_prompt", 2)],
             "evaluation.samples_per_prompt must be 1 with evaluation.temperature 0",
         ),
         ([("evaluation.data", {"path": "a", "held_out": 3})], "evaluation.data.held_out must be 0"),
+        ([("evaluation.every", 11)], "evaluation.every must be at most num_steps, got 11 and 10"),
+        ([("evaluation.share", 0.5)], "evaluation.share must not be set without evaluation.every"),
+        (
+            [("evaluation.pass_at", (2,))],
+            "evaluation.pass_at must hold numbers from 1 to evaluation.samples_per_prompt, 1",
+        ),
+        (
+            [("evaluation.sets", {"a": {}}), ("evaluation.num_prompts", 3)],
+            "evaluation.num_prompts must not be set beside evaluation.sets.*Set evaluation.sets.NAME.num_prompts",
+        ),
+        ([("evaluation.sets", {"a b": {}})], "evaluation.sets must have names of letters"),
+        (
+            [("evaluation.sets", {"a": {"num_prompts": 301}})],
+            "data.held_out must be at least evaluation.sets.a.num_prompts without evaluation.sets.a.data, got 300 and 301",
+        ),
         (
             [("rollout.samples_per_prompt", 1)],
             "rollout.samples_per_prompt must be at least 2 with algorithm.name 'grpo'",

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from rondo.models.media.refs import MediaRef
-from rondo.roles.config import DataConfig, EvalConfig, JobConfig, ModelConfig, RewardConfig, RolloutConfig, SftConfig
+from rondo.roles.config import (
+    DataConfig,
+    EvalConfig,
+    EvalSet,
+    JobConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SftConfig,
+)
 from rondo.roles.datasets import (
     Dataset,
     Row,
@@ -224,8 +233,8 @@ def test_without_leaves_out_exactly_what_it_was_told() -> None:
 
 def test_evaluation_takes_what_training_never_sees(tmp_path: Path) -> None:
     settings = config(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out=10, limit=30)
-    train, held_out = open_splits(job(settings, EvalConfig(num_prompts=6)))
-    assert held_out is not None
+    train, sets = open_splits(job(settings, EvalConfig(num_prompts=6)))
+    (held_out,) = sets.values()
     assert (len(train), len(held_out)) == (20, 6)
     assert not set(prompts(train)) & set(prompts(held_out))
     order = train_order(job(settings), len(train))
@@ -235,12 +244,15 @@ def test_evaluation_takes_what_training_never_sees(tmp_path: Path) -> None:
 def test_evaluation_takes_rows_of_its_own_where_it_has_them(tmp_path: Path) -> None:
     train = config(write_jsonl(tmp_path / "a.jsonl", ROWS))
     own = config(write_jsonl(tmp_path / "test.jsonl", ROWS))
-    rows, evaluation = open_splits(job(train, EvalConfig(num_prompts=10, data=own)))
-    assert len(rows) == 40 and evaluation is not None and len(evaluation) == 10
+    rows, sets = open_splits(job(train, EvalConfig(num_prompts=10, data=own)))
+    evaluation = sets["held_out"]
+    assert len(rows) == 40 and len(evaluation) == 10
     assert evaluation.row(0).name.startswith("test.jsonl")
     assert prompts(evaluation) != [row["question"] for row in ROWS[:10]]
-    first = open_splits(job(train, EvalConfig(num_prompts=10, data=own.model_copy(update={"shuffle": False}))))[1]
-    assert first is not None and prompts(first) == [row["question"] for row in ROWS[:10]]
+    unshuffled = EvalSet(num_prompts=10, data=own.model_copy(update={"shuffle": False}))
+    sets = open_splits(job(train, EvalConfig(sets={"first": unshuffled, "some": EvalSet(num_prompts=3, data=own)})))[1]
+    assert list(sets) == ["first", "some"] and len(sets["some"]) == 3
+    assert prompts(sets["first"]) == [row["question"] for row in ROWS[:10]]
     with pytest.raises(ConfigError, match=r"evaluation.num_prompts must be at most the rows of evaluation.data, 40"):
         open_splits(job(train, EvalConfig(num_prompts=41, data=own)))
 

@@ -26,7 +26,7 @@ from rondo.models.packing import Packing, Sequence
 from rondo.models.parallel import full_tensors
 from rondo.models.tiny import qwen3_5, qwen3_omni, qwen3_vl
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
-from rondo.roles.rollout.engine import Completion, Request
+from rondo.roles.rollout.engine import Completion, Prefix, Request
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError
 from tests.e2e.omni import picture, sound
@@ -462,3 +462,36 @@ def test_bfloat16_is_finite_and_near_the_trainers_bfloat16(make: Make, name: str
     done = run(engine_for(model, max_length=420), requests)
     assert all(np.isfinite(each.log_probs).all() for each in done.values())
     assert gap(model, requests, done) < 2e-2
+
+
+@pytest.mark.parametrize("name", WAYS_TO_CACHE)
+def test_new_weights_recompute_a_sample_with_its_media_as_the_trainer_would_score_it(make: Make, name: str) -> None:
+    old, new = make(name), make(name, 1)
+    engine = engine_for(copy.deepcopy(old.model))
+    prompts = (old.everything(), old.ask(image(1)), old.ask(text="words"))
+    requests = [replace(sample(f"r{n}", p, 14), on_new_weights="recompute") for n, p in enumerate(prompts)]
+    for each in requests:
+        engine.add(each)
+    for _ in range(6):
+        engine.step()
+    engine.load_weights(1, dict(full_tensors(new.model)))
+    done = run(engine)
+    by_old, by_new = trained(old.model, requests, done), trained(new.model, requests, done)
+    for each in requests:
+        versions, log_probs = done[each.id].policy_versions, done[each.id].log_probs
+        assert versions.tolist() == [0] * 6 + [1] * 8
+        expected = np.where(versions == 0, by_old[each.id], by_new[each.id])
+        np.testing.assert_allclose(log_probs, expected, rtol=0, atol=CLOSE)
+        assert np.abs(by_old[each.id] - by_new[each.id])[6:].max() > 1e-2
+
+
+def test_a_sampled_placeholder_is_no_medium_when_its_sequence_is_recomputed(make: Make) -> None:
+    made = make("vl")
+    prompt = made.ask(image(0))
+    placeholder = int(made.model.config.image_token_id)
+    prefix = Prefix(np.array([7, placeholder, 9], np.int32), np.zeros(3, np.float32), np.zeros(3, np.int32))
+    each = replace(sample("a", prompt, 8), prefix=prefix)
+    done = run(engine_for(made.model), [each])
+    assert done["a"].tokens[:3].tolist() == [7, placeholder, 9]
+    expected = trained(made.model, [each], done)["a"]
+    np.testing.assert_allclose(done["a"].log_probs[3:], expected[3:], rtol=0, atol=CLOSE)

@@ -1,0 +1,46 @@
+"""A run on words with two evaluated sets every third step and samples that new weights interrupt. For the tests."""
+
+from __future__ import annotations
+
+from rondo.launch.config import RunConfig
+from rondo.launch.modes import fully_async
+from rondo.models.config import ModelConfig
+from rondo.roles.config import DataConfig, EvalConfig, EvalSet, RewardConfig, RolloutConfig, TrainConfig
+
+
+def words() -> list[dict[str, str]]:
+    return [{"prompt": f"{n}>", "label": str(n)} for n in range(40)]
+
+
+def other_words() -> list[dict[str, str]]:
+    return [{"prompt": f"{n}?", "label": str(n)} for n in range(4)]
+
+
+def moody(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
+    return float(len(response) % 2)
+
+
+config = RunConfig(
+    name="evaluated",
+    num_steps=8,
+    max_staleness=2,
+    groups=fully_async(),
+    model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
+    data=DataConfig(rows=words, shuffle=False, held_out=4),
+    evaluation=EvalConfig(
+        at_start=False,
+        at_end=False,
+        every=4,
+        num_slots=4,
+        sets={
+            "kept": EvalSet(num_prompts=4, samples_per_prompt=4),
+            "own": EvalSet(num_prompts=4, data=DataConfig(rows=other_words), temperature=0, max_new_tokens=3),
+        },
+    ),
+    reward=RewardConfig(function=moody),
+    rollout=RolloutConfig(
+        prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=100, num_slots=8,
+        on_new_weights="interrupt", max_interruptions=1, mask_old_tokens=True,
+    ),
+    train=TrainConfig(lr=1e-4, micro_batch_tokens=128),
+)  # fmt: skip

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+
+from rondo.launch.records import evaluation_records, step_records
+from tests.e2e.runs import ROOT, command, finish, left_behind, start
+
+
+def test_versions_are_evaluated_beside_training_while_new_weights_interrupt_samples_and_a_replica_dies(
+    tmp_path: Path,
+) -> None:
+    module = str(ROOT / "tests" / "e2e" / "evaluated.py")
+    line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--kill", "rollout@4"]
+    ended = finish(start(line, tmp_path), tmp_path / "evaluated")
+    assert ended.code == 0, ended.output
+    summary, metrics = ended.summary, ended.run_dir / "metrics.jsonl"
+    assert (summary["steps"], summary["restarts"]) == (8, {"rollout": 1})
+    assert (summary["samples_lost"], summary["samples_trained_twice"], summary["samples_trained"]) == (0, 0, 8 * 4 * 2)
+    found = evaluation_records(metrics)
+    assert [each["version"] for each in found] == [4, 8] and list(summary["evaluations"]) == ["4", "8"]
+    assert all(each["sets"].keys() == {"kept", "own"} for each in found)
+    assert all(0 <= each["sets"]["kept"]["pass@1"] <= each["sets"]["kept"]["pass@4"] <= 1 for each in found)
+    told = [orjson.loads(text) for text in metrics.read_bytes().splitlines()]
+    assert sum("evaluation" in each for each in told) == 2  # nothing is told twice
+    steps = step_records(metrics)
+    assert all(0 <= each["longest_wait_s"] <= each["step_s"] for each in steps)
+    tokens = sum(sum(each["staleness_tokens"].values()) for each in steps)
+    assert tokens == sum(summary["staleness_tokens"].values()) > 0
+    assert max(map(int, summary["staleness_histogram"])) <= 2
+    logged = [orjson.loads(text) for file in (ended.run_dir / "samples").iterdir() for text in file.read_bytes().splitlines()]
+    assert any(len(each["versions"]) > 1 for each in logged)  # went on under other weights than it began with
+    assert left_behind(tmp_path) == []
