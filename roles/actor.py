@@ -51,12 +51,9 @@ class ActorRole:
     async def run(self) -> None:
         ctx = self._ctx
         self._job = job = await open_job(ctx)
-        config = job.config
         with ctx.section("load", LOAD_LIMIT_S):
             await ctx.compute(ctx.init_process_group, job.device)
-            self._trainer = await ctx.compute(
-                Trainer, config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device
-            )
+            self._trainer = await ctx.compute(self._open_trainer)
             self._open_memory()
             version = await self._restore()
         async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
@@ -67,6 +64,11 @@ class ActorRole:
         # Only where all went well: after an error the process ends, and must not wait for a gathering that no peer will join.
         if self._publisher is not None:
             self._publisher.close()
+
+    def _open_trainer(self) -> Trainer:
+        """On the compute thread."""
+        job, ctx = self._job, self._ctx
+        return Trainer(job.config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device)
 
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job

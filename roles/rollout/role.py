@@ -267,12 +267,7 @@ class RolloutRole:
 
     def _put(self, lease: Lease, prompt: np.ndarray, samples: Sequence[Sample]) -> None:
         done = [sample.completion for sample in samples]
-        columns = [
-            Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
-            Column("loss_mask", "uint8", [np.ones(len(c.tokens), np.uint8) for c in done]),
-            Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
-            Column("policy_versions", "int32", [c.policy_versions for c in done]),
-        ]
+        columns = self._columns(prompt, done)
         info = [
             (len(prompt) + len(c.tokens), len(c.tokens), sample.reward, *_versions(c))
             for sample, c in zip(samples, done, strict=True)
@@ -280,6 +275,15 @@ class RolloutRole:
         self._job.bus.put_samples(
             lease.ring, lease.group, lease.epoch, [sample.number for sample in samples], columns, info
         )
+
+    def _columns(self, prompt: np.ndarray, done: Sequence[Completion]) -> list[Column]:
+        """The base columns of some samples of a prompt."""
+        return [
+            Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
+            Column("loss_mask", "uint8", [np.ones(len(c.tokens), np.uint8) for c in done]),
+            Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
+            Column("policy_versions", "int32", [c.policy_versions for c in done]),
+        ]
 
     def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
         """The group's first sample, for people to read: one line in samples/step_N.jsonl."""
