@@ -2,21 +2,21 @@
 
     rondo bench paper [--time-scale 20 60] [--steps 7] [--models qwen3_4b qwen3_omni_30b] [--modes colocate fully_async]
 
-`paper_stages.json` has the seconds that each stage of arXiv 2604.11554 takes in a step, read from it or assumed, for a 4B text model
-and a 30B omni model on 16 devices. A replay divides all of them by one time scale and lets each role wait for its own; rows, media,
-routed experts, rounds, leases, commits, snapshots and weights are those of a real run (`replay_roles.py`), in processes that a
-supervisor starts. What a step takes beyond its bound is what rondo costs.
+`paper_stages.json` has the seconds that each stage of arXiv 2604.11554 takes in a step, read from it or assumed, for a 4B text
+model and a 30B omni model on 16 devices. A replay divides all of them by one time scale and lets each role wait for its own; rows,
+media, routed experts, rounds, leases, commits, snapshots and weights are those of a real run (`replay_roles.py`), in processes that
+a supervisor starts. What a step takes beyond its bound is what rondo costs.
 
 - bound: `colocate` the sum of its stages, `fully_async` (staleness 1) the slowest one, each role on its own devices.
 - Rows, media and routed experts keep their full size, so that the bus carries `time scale` times the paper's bytes a second.
 - Weights and optimizer are scaled by the time scale and by the 16 devices, since one process stands for all of them: it copies as
   many bytes a second as each device's would.
 - Rounds hold a micro-batch of every device.
-- The first two steps fill the pipeline and are left out; the others' mean counts.
+- The first two steps fill the pipeline, and touch shared memory for the first time; they are left out, the others' mean counts.
 
-Of several time scales the first is the result and the last line's; the others show the trend: what rondo adds is seconds, not a share,
-so a smaller time scale comes closer to the bound. `data_wait_share` is the trainer's wait for rows in `fully_async`, the larger of the
-two models. Relax's own figures stand beside: 1.76x and 2.00x, which is 97.6 % of its bound.
+Of several time scales the first is the result and the last line's; the others show the trend: most of what rondo adds is seconds, not
+a share, so a smaller time scale comes closer to the bound. `data_wait_share` is the trainer's wait from the end of a step or a round
+to the next round, in `fully_async`, the larger of the two models. Relax's own figures stand beside: 1.76x and 2.00x over colocate.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ def measure(replay: Replay, folder: Path, *, hot_snapshot: bool) -> dict[str, An
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    lines = ["scale  model           mode         bound      step   of bound  (worst)  data wait  rounds  commit (snapshot)  publish"]
+    lines = [
+        "scale  model           mode         bound      step   of bound  (worst)  data wait  rounds  commit (snapshot)  publish"
+    ]
     for r in results:
         lines.append(
             f"{r['time_scale']:<6g} {r['model']:<15} {r['mode']:<11} {r['bound_s']:6.3f} s  {r['step_s']:6.3f} s  "
@@ -221,7 +223,9 @@ def main() -> None:
         of_scale = ratios([r for r in results if r["time_scale"] == scale])
         for model, short in SHORT.items():
             if f"speedup_{short}" in of_scale:
-                print(f"scale {scale:g}: {model} {of_scale[f'speedup_{short}']:.3f}x over colocate (paper {PAPER[model]:.2f}x)")
+                print(
+                    f"scale {scale:g}: {model} {of_scale[f'speedup_{short}']:.3f}x over colocate (paper {PAPER[model]:.2f}x)"
+                )
     print(json.dumps({name: round(value, 5) for name, value in ratios(results[: _num_of_first(results)]).items()}))
 
 

@@ -1,15 +1,15 @@
 """The roles of a replay: the real ones, with an engine, a scorer and a trainer that wait where others compute.
 
-Owns the waiting alone. Leases, prompts, rewards, media, rows, rounds, commits, snapshots, and weights through the slab are the roles'
-own; so is every byte that a stage reads or writes. Copies that belong to a stage (weights into the engine, inputs to the device) are
-made within its seconds.
+Owns the waiting alone. Leases, prompts, rewards, media, rows, rounds, commits, snapshots, and weights through the slab are the
+roles' own; so is every byte that a stage reads or writes. Copies that belong to a stage (weights into the engine, inputs to the
+device) are made within its seconds.
 
     RolloutRole  -> ReplayEngine     a sample waits as long as its drawn length takes beside the longest of its step
     ReferenceRole, ActorForwardRole  -> ReplayScorer     so many seconds a token
     ActorRole    -> ReplayTrainer    the real one, whose forward and backward wait; its weights, moments and snapshots are real
 
-In `colocate` all stages take turns on the process's compute thread, as they would on the devices that they share: the engine holds
-it from waking up to falling asleep.
+In `colocate` all stages take turns on the process's compute thread, as they would on the devices that they share: the engine
+holds it from waking up to falling asleep.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rondo.comm.bus import Round
 from rondo.comm.records import Column
 from rondo.comm.spans import Span
 from rondo.models.media.inputs import MediaInputs
-from rondo.roles.actor import ActorRole
+from rondo.roles.actor import ActorRole, Taken
 from rondo.roles.advantages import AdvantagesRole
 from rondo.roles.config import DataConfig
 from rondo.roles.datasets import Row
@@ -71,8 +71,8 @@ class Device:
 class ReplayEngine:
     """An `Engine` that answers after the time that its drawn length takes.
 
-    All samples of a step run side by side, as in one continuous batch; a step begins when its first request comes and the one before
-    is done, so the rollout devices never do more than the stage says.
+    All samples of a step run side by side, as in one continuous batch; a step begins when its first request comes and the one
+    before is done, so the rollout devices never do more than the stage says.
     """
 
     def __init__(self, replay: Replay, run_seed: int, ctx: WorkerContext) -> None:
@@ -272,6 +272,8 @@ class ReplayTrainer(Trainer):
     """The real trainer of a real model, as many bytes as the replay publishes; forward, backward and optimizer wait instead."""
 
     replay: Replay
+    turnover: dict[str, float]
+    """Seconds of what follows a step."""
 
     def prepare(self, replay: Replay) -> ReplayTrainer:
         """Make the optimizer's moments, which snapshots hold too."""
@@ -279,7 +281,7 @@ class ReplayTrainer(Trainer):
         self.idle_since, self._waited, self._num_rounds = time.monotonic(), 0.0, 0
         self._spans: list[Span] = []
         self.read_s = 0.0
-        self.turnover: dict[str, float] = {}
+        self.turnover = {}
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for group in self.optimizer.param_groups:
@@ -303,6 +305,7 @@ class ReplayTrainer(Trainer):
         figures = {"data_wait_s": self._waited, "num_rounds": float(self._num_rounds), "read_s": self.read_s}
         figures |= {f"{name}_s": seconds for name, seconds in self.turnover.items()}
         self._waited, self._num_rounds, self.read_s = 0.0, 0, 0.0
+        self.idle_since = time.monotonic()
         return figures, spans
 
 
@@ -334,22 +337,18 @@ class ReplayActor(ActorRole):
         self._trainer.read_s += time.monotonic() - began
         return found
 
-    async def _write_snapshot(self, version: int) -> int:
+    async def _write_snapshot(self, version: int, taken: Taken) -> int:
         began = time.monotonic()
-        checksum = await super()._write_snapshot(version)
+        checksum = await super()._write_snapshot(version, taken)
         self._trainer.turnover["snapshot"] = time.monotonic() - began
         return checksum
 
-    async def _save(self, version: int, *, final: bool) -> None:
-        """What follows the last step is not measured, and nobody resumes a replay."""
-
-    async def _commit(self, version: int, spans: list[Span]) -> None:
+    async def _commit(self, version: int, spans: list[Span], taken: Taken) -> None:
         began = time.monotonic()
-        await super()._commit(version, spans)
+        await super()._commit(version, spans, taken)
         self._trainer.turnover["commit"] = time.monotonic() - began
 
-    async def _publish(self, version: int) -> None:
+    async def _publish(self, version: int, taken: Taken) -> None:
         began = time.monotonic()
-        await super()._publish(version)
-        self._trainer.turnover["publish"] = (now := time.monotonic()) - began
-        self._trainer.idle_since = now
+        await super()._publish(version, taken)
+        self._trainer.turnover["publish"] = time.monotonic() - began

@@ -7,8 +7,9 @@ who waits (`replay_roles.py`) or how a run is started (`paper.py`).
     replay.bound_s                      125.5 / 20: the trainer is the slowest role
     replay.draws(run_seed)[seed]        (step, response tokens) of the request with this seed
 
-Invariant: every step holds the same drawn lengths, dealt anew to its prompts, so that each has the file's law, its long tail and its
-totals: the longest sample takes the whole generation stage, and a token of a forward or of the training always takes equally long.
+Invariant: every step holds the same drawn lengths, dealt anew to its prompts, so that each has the file's law, its long tail and
+its totals: the longest sample takes the whole generation stage, and a token of a forward or of the training always takes equally
+long.
 """
 
 from __future__ import annotations

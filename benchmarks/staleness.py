@@ -2,11 +2,11 @@
 
     rondo bench staleness docs/staleness [--staleness 0 1 2 4 8] [--seeds 0 1 2] [--steps 150]
 
-Each run is `examples/quickstart.py` with one setting and the seed changed; at staleness 0 the role `actor_fwd` is left out, since the
-trainer's own log-probs are the old ones. Runs are made one after the other, seed by seed. Writes docs/staleness.csv, a row a step, and
-docs/staleness.png; runs that the csv already holds are not made again, so a figure can be filled in over days. `wall_s` counts from
-the beginning of the first step: loading and warm-up, which are equal for all, are left out. The last line is JSON: per staleness,
-steps a second and the mean reward of the last tenth of the steps, over the seeds there are.
+Each run is `examples/quickstart.py` with one setting and the seed changed; at staleness 0 the role `actor_fwd` is left out, since
+the trainer's own log-probs are the old ones. Runs are made one after the other, seed by seed. Writes docs/staleness.csv, a row a
+step, and docs/staleness.png; runs that the csv already holds are not made again, so a figure can be filled in over days. `wall_s`
+counts from the beginning of the first step: loading and warm-up, which are equal for all, are left out. The last line is JSON: per
+staleness, steps a second and the mean reward of the last tenth of the steps, over the seeds there are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def run(staleness: int, seed: int, num_steps: int, sets: Sequence[str], folder: 
     command += [part for setting in settings for part in ("--set", setting)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_RUN_LIMIT_S, check=False)
     if done.returncode:
-        raise SystemExit(f"the run must end with exit code 0, got {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"the run must end with exit code 0, got {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     rows, wall_s = [], 0.0
     for record in step_records(folder / "quickstart" / "metrics.jsonl"):
         wall_s += record["step_s"]
@@ -96,7 +98,7 @@ def summary(rows: Rows) -> dict[str, dict[str, float]]:
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Reward by step, reward by wall clock, and steps a second; one line a staleness, the mean of its seeds; seeds as faint lines."""
+    """Reward by step, by wall clock, and steps a second: a line a staleness, the mean of its seeds, which are faint lines."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -110,8 +112,12 @@ def draw(rows: Rows, path: Path) -> None:
         smooth = [_smoothed(run) for run in runs]
         colour = f"C{number}"
         for points in smooth if len(smooth) > 1 else []:
-            by_step.plot([p["step"] for p in points], [p["reward_mean"] for p in points], colour, alpha=0.25, linewidth=0.8)
-            by_clock.plot([p["wall_s"] for p in points], [p["reward_mean"] for p in points], colour, alpha=0.25, linewidth=0.8)
+            by_step.plot(
+                [p["step"] for p in points], [p["reward_mean"] for p in points], colour, alpha=0.25, linewidth=0.8
+            )
+            by_clock.plot(
+                [p["wall_s"] for p in points], [p["reward_mean"] for p in points], colour, alpha=0.25, linewidth=0.8
+            )
         mean = [
             {name: statistics.fmean(p[name] for p in at) for name in ("step", "wall_s", "reward_mean")}
             for at in zip(*smooth, strict=False)
@@ -144,7 +150,9 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150, help="equal for all runs of one csv")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="further settings of the quick start")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="further settings of the quick start"
+    )
     parser.add_argument("--draw-only", action="store_true", help="make the picture of the runs that there are")
     options = parser.parse_args()
     table, picture = options.out.with_suffix(".csv"), options.out.with_suffix(".png")

@@ -8,6 +8,9 @@ Owns the order of a commit, which is what makes a killed actor harmless:
     4. the coordinator releases the rows
     5. k+1 is published
 
+In a group of one process all of it runs beside the first rounds of step k+1, which leave the weights alone; the optimizer waits
+for its end. With more ranks, gathering is collective like the rounds are, and the step waits.
+
 A restart restores the newest committed version, which all ranks hold by construction, publishes it again, and gets the rounds
 of the uncommitted step again. Owns no computation (`trainer.py`) and no decision about rows (the coordinator).
 """
@@ -16,7 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 import orjson
 
@@ -38,8 +43,21 @@ from rondo.runtime.waits import totals, wait_for
 
 SAVE_LIMIT_S = 1800.0
 PUBLISH_LIMIT_S = 600.0
+SETTLE_LIMIT_S = 1800.0
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _WARM_UP_RECORD = 20
 """Steps of the warm-up from one record of it to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a version is copied from: the live tensors, looked up between two steps, and the random states of that moment."""
+
+    state: tuple[dict[str, Any], dict[str, Any]] | None
+    """As a snapshot holds it; None without one."""
+    weights: Iterator[tuple[str, Any]]
 
 
 class ActorRole:
@@ -47,6 +65,7 @@ class ActorRole:
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
+        self._settling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         ctx = self._ctx
@@ -58,7 +77,7 @@ class ActorRole:
             version = await self._restore()
         async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
             self._tasks = tasks
-            await self._publish(version)
+            await self._publish(version, self._taken())
             await ctx.ready()
             await self._train_and_save(version)
         # Only where all went well: after an error the process ends, and must not wait for a gathering that no peer will join.
@@ -75,15 +94,19 @@ class ActorRole:
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             metrics = await self._train(step)
+            every = config.train.save_every
+            saving = every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps
+            if metrics is None or saving:
+                await self._settled()
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
                 done = (await job.bus.call("committed"))["done"]
                 # Said at several moments; true on one rank is true. All ranks must save the same.
                 (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
                 await self._save(step, final=num_done > 0)
                 return
-            every = config.train.save_every
-            if every is not None and (step + 1) % every == 0 and step + 1 < config.num_steps:
+            if saving:
                 await self._save(step + 1, final=False)
+        await self._settled()
         await self._save(config.num_steps, final=True)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
@@ -108,6 +131,7 @@ class ActorRole:
         if not whole:
             trainer.discard()
             return None
+        await self._settled()  # the optimizer changes what the version before is still copied from
         since = time.monotonic()
         figures, trained = await self._ctx.compute(trainer.finish, step)
         busy += time.monotonic() - since
@@ -127,10 +151,30 @@ class ActorRole:
         if self._ctx.rank == 0:
             await self._ctx.report("metrics", metrics)
             await self._judge_gap(metrics)
-        await self._commit(step + 1, trained)
-        await self._publish(step + 1)
+        settling = self._settle(step + 1, trained, self._taken())
+        if self._ctx.world_size == 1:
+            self._settling = self._tasks.create_task(settling, name="settle")
+        else:
+            await settling
         self._ctx.progress()
         return metrics
+
+    async def _settle(self, version: int, spans: list[Span], taken: Taken) -> None:
+        """Commit and publish a version."""
+        await self._commit(version, spans, taken)
+        await self._publish(version, taken)
+
+    async def _settled(self) -> None:
+        """The newest version is committed and copied out of the trainer."""
+        if self._settling is not None:
+            await wait_for(self._settling, name="settle", peer="actor", deadline_s=SETTLE_LIMIT_S)
+            self._settling = None
+
+    async def _copying(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What reads the trainer's tensors and changes none: beside the compute thread where no other rank takes part in it."""
+        if self._ctx.world_size == 1:
+            return await asyncio.to_thread(function, *args, **kwargs)
+        return await self._ctx.compute(function, *args, **kwargs)
 
     async def _judge_gap(self, metrics: dict[str, Any]) -> None:
         """End the run where engine and trainer disagree by more than the settings allow; the step is not committed."""
@@ -209,7 +253,7 @@ class ActorRole:
                 "Set train.hot_snapshot=True, or train.save_every, to survive a death of the actor."
             )
         await self._ctx.compute(self._trainer.load_checkpoint, folder)
-        await self._write_snapshot(int(version))
+        await self._write_snapshot(int(version), self._taken())
         return int(version)
 
     async def _begin(self) -> int:
@@ -218,41 +262,44 @@ class ActorRole:
                 await run_warm_up(self._ctx, self._trainer, every=_WARM_UP_RECORD)
         if self._job.config.algorithm.resolved().needs_reference and self._job.config.sft is not None:
             await self._ctx.compute(self._trainer.export, self._ctx.run_dir / REFERENCE, self._job.model_path)
-        await self._commit(0, [])
+        await self._commit(0, [], self._taken())
         return 0
 
-    async def _commit(self, version: int, spans: list[Span]) -> None:
+    async def _commit(self, version: int, spans: list[Span], taken: Taken) -> None:
         """Steps 1 to 4 of the commit order."""
-        checksum = await self._write_snapshot(version)
+        checksum = await self._write_snapshot(version, taken)
         await self._ctx.compute(self._trainer.barrier)
         if self._ctx.rank == 0:
             await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans)
         await self._job.bus.call("await_version", version)
 
-    async def _write_snapshot(self, version: int) -> int:
-        """The snapshot of this rank, and the checksum of its part of the weights."""
-        if self._snapshot is not None:
-            tensors, state = self._trainer.state()
-            await self._ctx.compute(self._snapshot.write, version, tensors, state)
-        return await self._ctx.compute(self._trainer.checksum)
+    def _taken(self) -> Taken:
+        state = None if self._snapshot is None else self._trainer.state()
+        return Taken(state, self._trainer.weights())
 
-    async def _publish(self, version: int) -> None:
+    async def _write_snapshot(self, version: int, taken: Taken) -> int:
+        """The snapshot of this rank, and the checksum of its part of the weights."""
+        if self._snapshot is not None and taken.state is not None:
+            await self._copying(self._snapshot.write, version, *taken.state)
+        return await self._copying(self._trainer.checksum)
+
+    async def _publish(self, version: int, taken: Taken) -> None:
         """Step 5. Every rank takes part in gathering; rank 0 copies into the slab. Sums and sends run beside the next step."""
         slot = -1
         if self._ctx.rank == 0:
             if self._publishing is not None:  # its slot counts as free until it is told complete
                 await self._publishing
             slot = (await self._job.bus.call("begin_publish", version, deadline_s=POLL_S))["slot"]
-        copied = await self._ctx.compute(self._copy_weights, slot, version)
+        copied = await self._copying(self._copy_weights, slot, version, taken.weights)
         if copied is not None:
             self._publishing = self._tasks.create_task(self._end_publish(copied), name="publication")
 
-    def _copy_weights(self, slot: int, version: int) -> Copied | None:
+    def _copy_weights(self, slot: int, version: int, weights: Iterator[tuple[str, Any]]) -> Copied | None:
         if self._publisher is None:
-            for _ in self._trainer.weights():
+            for _ in weights:
                 pass  # this rank's part of the gathering
             return None
-        return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=self._trainer.weights())
+        return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=weights)
 
     async def _end_publish(self, copied: Copied) -> None:
         summed, sent = asyncio.wrap_future(copied.checksum), asyncio.wrap_future(copied.sent)
