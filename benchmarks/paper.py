@@ -3,20 +3,21 @@
     rondo bench paper [--time-scale 20 60] [--steps 7] [--models qwen3_4b qwen3_omni_30b] [--modes colocate fully_async]
 
 `paper_stages.json` has the seconds that each stage of arXiv 2604.11554 takes in a step, read from it or assumed, for a 4B text
-model and a 30B omni model on 16 devices. A replay divides all of them by one time scale and lets each role wait for its own; rows,
-media, routed experts, rounds, leases, commits, snapshots and weights are those of a real run (`replay_roles.py`), in processes that
-a supervisor starts. What a step takes beyond its bound is what rondo costs.
+model and a 30B omni model on 16 devices. A replay divides all of them by one time scale and lets each role wait for its own;
+rows, media, routed experts, rounds, leases, commits, snapshots and weights are those of a real run (`replay_roles.py`), in
+processes that a supervisor starts. What a step takes beyond its bound is what rondo costs.
 
 - bound: `colocate` the sum of its stages, `fully_async` (staleness 1) the slowest one, each role on its own devices.
 - Rows, media and routed experts keep their full size, so that the bus carries `time scale` times the paper's bytes a second.
-- Weights and optimizer are scaled by the time scale and by the 16 devices, since one process stands for all of them: it copies as
-  many bytes a second as each device's would.
+- Weights and optimizer are scaled by the time scale and by the 16 devices, since one process stands for all of them: it copies
+  as many bytes a second as each device's would.
 - Rounds hold a micro-batch of every device.
-- The first two steps fill the pipeline, and touch shared memory for the first time; they are left out, the others' mean counts.
+- The first three steps fill the pipeline, and touch shared memory for the first time; they are left out, the others' mean counts.
 
-Of several time scales the first is the result and the last line's; the others show the trend: most of what rondo adds is seconds, not
-a share, so a smaller time scale comes closer to the bound. `data_wait_share` is the trainer's wait from the end of a step or a round
-to the next round, in `fully_async`, the larger of the two models. Relax's own figures stand beside: 1.76x and 2.00x over colocate.
+Of several time scales the first is the result and the last line's; the others show the trend: most of what rondo adds is
+seconds, not a share, so a smaller time scale comes closer to the bound. `data_wait_share` is the trainer's wait from the end of
+a step or a round to the next round, in `fully_async`, the larger of the two models. Relax's own figures stand beside: 1.76x and
+2.00x over colocate.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ ROLE_CLASSES = {
 }
 PAPER = {"qwen3_4b": 1.76, "qwen3_omni_30b": 2.00}
 SHORT = {"qwen3_4b": "4b", "qwen3_omni_30b": "omni"}
-_FILL = 2
-"""Steps until every role of `fully_async` works on another step."""
+_FILL = 3
+"""Steps until every role of `fully_async` works on another step, and all shared memory was touched."""
 _MIB = 1 << 20
 
 

@@ -15,17 +15,19 @@ holds it from waking up to falling asleep.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import heapq
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from benchmarks.replay_stages import Replay
-from rondo.comm.bus import Round
+from rondo.comm.bus import Bus, Round
 from rondo.comm.records import Column
 from rondo.comm.spans import Span
 from rondo.models.media.inputs import MediaInputs
@@ -278,9 +280,8 @@ class ReplayTrainer(Trainer):
     def prepare(self, replay: Replay) -> ReplayTrainer:
         """Make the optimizer's moments, which snapshots hold too."""
         self.replay, self._device = replay, Device()
-        self.idle_since, self._waited, self._num_rounds = time.monotonic(), 0.0, 0
+        self.waited_s, self._num_rounds = 0.0, 0
         self._spans: list[Span] = []
-        self.read_s = 0.0
         self.turnover = {}
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -293,19 +294,19 @@ class ReplayTrainer(Trainer):
     def accumulate(
         self, step: int, rows: Sequence[TrainRow], spans: Sequence[Span], *, last: bool, update: int = 0
     ) -> None:
-        self._waited += time.monotonic() - self.idle_since
         self._num_rounds += 1
         seconds = self.replay.stage_s("train", sum(len(row.tokens) for row in rows))
         self._device.work(seconds, lambda: _to_device(rows))
         self._spans += spans
-        self.idle_since = time.monotonic()
+
+    def waited(self, seconds: float) -> None:
+        self.waited_s += seconds
 
     def finish(self, step: int) -> tuple[dict[str, float], list[Span]]:
         spans, self._spans = self._spans, []
-        figures = {"data_wait_s": self._waited, "num_rounds": float(self._num_rounds), "read_s": self.read_s}
+        figures = {"data_wait_s": self.waited_s, "num_rounds": float(self._num_rounds)}
         figures |= {f"{name}_s": seconds for name, seconds in self.turnover.items()}
-        self._waited, self._num_rounds, self.read_s = 0.0, 0, 0.0
-        self.idle_since = time.monotonic()
+        self.waited_s, self._num_rounds = 0.0, 0
         return figures, spans
 
 
@@ -313,6 +314,26 @@ def _to_device(rows: Sequence[TrainRow]) -> None:
     for name in ("tokens", "mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs"):
         np.concatenate([getattr(row, name) for row in rows])
     _read_media([row.media for row in rows])
+
+
+class TimedBus:
+    """A bus that says how long rounds are waited for: asking, planning, and making their views."""
+
+    def __init__(self, bus: Bus, waited: Callable[[float], None]) -> None:
+        self._bus, self._waited = bus, waited
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Round]:
+        async with aclosing(self._bus.stream(*args, **kwargs)) as rounds:  # type: ignore[type-var]
+            while True:
+                began = time.monotonic()
+                made = await anext(rounds, None)
+                self._waited(time.monotonic() - began)
+                if made is None:
+                    return
+                yield made
 
 
 class ReplayActor(ActorRole):
@@ -326,6 +347,7 @@ class ReplayActor(ActorRole):
         trainer = ReplayTrainer(
             job.config, job.model_path, rank=self._ctx.rank, world_size=self._ctx.world_size, device=job.device
         )
+        self._job = dataclasses.replace(job, bus=cast(Bus, TimedBus(job.bus, trainer.waited)))
         return trainer.prepare(replay)
 
     def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[int]]:
@@ -334,7 +356,7 @@ class ReplayActor(ActorRole):
         if self._trainer.replay.routed_bytes:
             for row in made.rows:
                 row.array("routed_experts")
-        self._trainer.read_s += time.monotonic() - began
+        self._trainer.waited_s += time.monotonic() - began
         return found
 
     async def _write_snapshot(self, version: int, taken: Taken) -> int:

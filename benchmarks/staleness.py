@@ -2,11 +2,11 @@
 
     rondo bench staleness docs/staleness [--staleness 0 1 2 4 8] [--seeds 0 1 2] [--steps 150]
 
-Each run is `examples/quickstart.py` with one setting and the seed changed; at staleness 0 the role `actor_fwd` is left out, since
-the trainer's own log-probs are the old ones. Runs are made one after the other, seed by seed. Writes docs/staleness.csv, a row a
-step, and docs/staleness.png; runs that the csv already holds are not made again, so a figure can be filled in over days. `wall_s`
-counts from the beginning of the first step: loading and warm-up, which are equal for all, are left out. The last line is JSON: per
-staleness, steps a second and the mean reward of the last tenth of the steps, over the seeds there are.
+Each run is `examples/quickstart.py` with one setting and the seed changed; at staleness 0 the role `actor_fwd` is left out,
+since the trainer's own log-probs are the old ones. Runs are made one after the other, seed by seed. Writes docs/staleness.csv,
+a row a step, and docs/staleness.png; runs that the csv already holds are not made again, so a figure can be filled in over
+days. `wall_s` counts from the beginning of the first step: loading and warm-up, which are equal for all, are left out. The last
+line is JSON: per staleness, steps a second and the mean reward of the last tenth of the steps, over the seeds there are.
 """
 
 from __future__ import annotations

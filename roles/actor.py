@@ -268,7 +268,7 @@ class ActorRole:
     async def _commit(self, version: int, spans: list[Span], taken: Taken) -> None:
         """Steps 1 to 4 of the commit order."""
         checksum = await self._write_snapshot(version, taken)
-        await self._ctx.compute(self._trainer.barrier)
+        await self._copying(self._trainer.barrier)
         if self._ctx.rank == 0:
             await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans)
         await self._job.bus.call("await_version", version)
