@@ -45,10 +45,21 @@ _STEPS_S = 2.0
 PREPARED = "prepared.json"
 
 
-def main(config: RunConfig, options: TrainOptions) -> int:
-    """Check `config` and run it in a new run directory. The exit code of the run; ConfigError when nothing was started."""
+def main(
+    config: RunConfig,
+    options: TrainOptions,
+    *,
+    groups: tuple[GroupSpec, ...] | None = None,
+    before: Callable[[RunDir], None] | None = None,
+) -> int:
+    """Check `config` and run it in a new run directory. The exit code of the run; ConfigError when nothing was started.
+
+    `groups`: other role classes than the plan's, in the same places. `before` sees the directory before anything is started.
+    """
     with _prepared(config, config.name, options) as run:
-        return _run(config, run, options, attempt=0)
+        if before is not None:
+            before(run)
+        return _run(config, run, options, attempt=0, groups=groups)
 
 
 def fine_tune(config: RunConfig, options: TrainOptions) -> int:

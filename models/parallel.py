@@ -20,7 +20,7 @@ micro-batches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -203,11 +203,16 @@ def discard_gradients(model: Any) -> None:
 def full_tensors(model: Any, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """(name on disk, whole tensor), one group of tensors at a time; cast to `dtype` before they are gathered.
 
-    Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own.
+    Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own. Which
+    tensors these are is looked up in the call, so that a forward of the unsharded model may run while they are iterated.
     """
     drop_copies(model)
-    memory = memory_tensors(model)
-    target = getattr(torch, dtype) if dtype is not None else None
+    return _gathered(model, memory_tensors(model), getattr(torch, dtype) if dtype is not None else None)
+
+
+def _gathered(
+    model: Any, memory: Mapping[str, torch.Tensor], target: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     for group in disk_groups(model):
         whole = {name: _whole(memory[name], target) for name in group.sources}
         yield from to_disk(model, group, whole).items()

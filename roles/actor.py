@@ -8,6 +8,9 @@ Owns the order of a commit, which is what makes a killed actor harmless:
     4. the coordinator releases the rows
     5. k+1 is published
 
+In a group of one process all of it runs beside the first rounds of step k+1, which leave the weights alone; the optimizer waits
+for its end. With more ranks, gathering is collective like the rounds are, and the step waits.
+
 A restart restores the newest committed version, which all ranks hold by construction, publishes it again, and gets the rounds
 of the uncommitted step again. Owns no computation (`trainer.py`) and no decision about rows (the coordinator).
 """
@@ -16,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import orjson
@@ -44,8 +48,23 @@ from rondo.runtime.waits import totals, wait_for
 
 SAVE_LIMIT_S = 1800.0
 PUBLISH_LIMIT_S = 600.0
+SETTLE_LIMIT_S = 1800.0
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _WARM_UP_RECORD = 20
 """Steps of the warm-up from one record of it to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a version is copied from: the live tensors, looked up between two steps, and the random states of that moment."""
+
+    state: tuple[dict[str, Any], dict[str, Any]] | None
+    """As a snapshot holds it; None without one."""
+    weights: Iterator[tuple[str, Any]]
+    trained: Sequence[Sequence[RowSum]]
+    """For the parity file: the rows of every round of the step that made it."""
 
 
 class ActorRole:
@@ -53,31 +72,36 @@ class ActorRole:
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
+        self._settling: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._parity: ParityLog | None = None
 
     async def run(self) -> None:
         ctx = self._ctx
         self._job = job = await open_job(ctx)
-        config = job.config
         with ctx.section("load", LOAD_LIMIT_S):
             await ctx.compute(ctx.init_process_group, job.device)
-            self._trainer = await ctx.compute(
-                Trainer, config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device
-            )
-            self._parity = ParityLog(ctx.run_dir, ctx.rank) if config.deterministic else None
+            self._trainer = await ctx.compute(self._open_trainer)
+            if job.config.deterministic:
+                self._parity = ParityLog(ctx.run_dir, ctx.rank)
             self._open_memory()
             version = await self._restore()
         async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
             self._tasks = tasks
-            await self._publish(version)
+            await self._publish(version, self._taken())
             await ctx.ready()
             await self._train_and_save(version)
         # Only where all went well: after an error the process ends, and must not wait for a gathering that no peer will join.
         if self._publisher is not None:
             self._publisher.close()
 
+    def _open_trainer(self) -> Trainer:
+        """On the compute thread."""
+        job, ctx = self._job, self._ctx
+        return Trainer(job.config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device)
+
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job
-        self._saving: asyncio.Task[None] | None = None
         if self._saves_at(version):
             await self._save(version, final=False)  # it may have died in the middle of it
         self._step_began = time.monotonic()
@@ -87,6 +111,7 @@ class ActorRole:
                 if metrics is not None and self._saves_at(step + 1):
                     await self._save(step + 1, final=False)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
+                await self._settled()
                 done = (await job.bus.call("committed"))["done"]
                 # Said at several moments; true on one rank is true. All ranks must save the same.
                 (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
@@ -109,7 +134,7 @@ class ActorRole:
         rewards: list[float] = []
         ages: list[np.ndarray] = []
         if self._parity is not None:
-            self._parity.begin()
+            self._parity.taken()  # of a step that ran before and was not whole
         if config.algorithm.normalize_batch is not None and not await self._whiten(step):
             return None
         longest_wait_s, asked = 0.0, time.monotonic()
@@ -121,8 +146,11 @@ class ActorRole:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()
             with self._ctx.span("train", step=step, num_rows=len(rows)):
-                await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update)
+                await self._ctx.compute(
+                    trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update
+                )
             if made.closes and not made.last:
+                await self._settled()  # the optimizer changes what the version before is still copied from
                 with self._ctx.span("train", step=step, part="optimizer"):
                     await self._ctx.compute(trainer.update, step)
             busy += time.monotonic() - since
@@ -137,6 +165,7 @@ class ActorRole:
         if not whole:
             await self._undo(step)
             return None
+        await self._settled()
         since = time.monotonic()
         with self._ctx.span("train", step=step, part="optimizer"):
             figures, trained = await self._ctx.compute(trainer.finish, step)
@@ -162,10 +191,11 @@ class ActorRole:
             with self._ctx.span("report", step=step):
                 await self._ctx.report("metrics", metrics)
             await self._judge_gap(metrics)
-        with self._ctx.span("commit", step=step):
-            await self._commit(step + 1, trained)
-        with self._ctx.span("publish", step=step):
-            await self._publish(step + 1)
+        settling = self._settle(step + 1, trained, self._taken())
+        if self._ctx.world_size == 1:
+            self._settling = self._tasks.create_task(settling, name="settle")
+        else:
+            await settling
         self._ctx.progress()
         return metrics
 
@@ -197,6 +227,26 @@ class ActorRole:
             tensors, state = self._snapshot.read(step)
             await self._ctx.compute(self._trainer.load_state, tensors, state)
         self._trainer.discard()
+
+    async def _settle(self, version: int, spans: list[Span], taken: Taken) -> None:
+        """Commit and publish a version."""
+        beside = "settle" if self._ctx.world_size == 1 else ""
+        with self._ctx.span("commit", beside=beside, step=version - 1):
+            await self._commit(version, spans, taken)
+        with self._ctx.span("publish", beside=beside, step=version - 1):
+            await self._publish(version, taken)
+
+    async def _settled(self) -> None:
+        """The newest version is committed and copied out of the trainer, which may change it now."""
+        if self._settling is not None:
+            await wait_for(self._settling, name="settle", peer="actor", deadline_s=SETTLE_LIMIT_S)
+            self._settling = None
+
+    async def _copying(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What reads the trainer's tensors and changes none: beside the compute thread where no other rank takes part in it."""
+        if self._ctx.world_size == 1:
+            return await asyncio.to_thread(function, *args, **kwargs)
+        return await self._ctx.compute(function, *args, **kwargs)
 
     async def _judge_gap(self, metrics: dict[str, Any]) -> None:
         """End the run where engine and trainer disagree by more than the settings allow; the step is not committed."""
@@ -275,7 +325,7 @@ class ActorRole:
                 "Set train.hot_snapshot=True, or train.save_every, to survive a death of the actor."
             )
         await self._ctx.compute(self._trainer.load_checkpoint, folder)
-        await self._write_snapshot(int(version))
+        await self._write_snapshot(int(version), self._taken())
         return int(version)
 
     async def _begin(self) -> int:
@@ -284,43 +334,46 @@ class ActorRole:
                 await run_warm_up(self._ctx, self._trainer, every=_WARM_UP_RECORD)
         if self._job.config.algorithm.resolved().needs_reference and self._job.config.sft is not None:
             await self._ctx.compute(self._trainer.export, self._ctx.run_dir / REFERENCE, self._job.model_path)
-        await self._commit(0, [])
+        await self._commit(0, [], self._taken())
         return 0
 
-    async def _commit(self, version: int, spans: list[Span]) -> None:
+    async def _commit(self, version: int, spans: list[Span], taken: Taken) -> None:
         """Steps 1 to 4 of the commit order."""
-        part = await self._write_snapshot(version)
-        checksum = await self._ctx.compute(self._trainer.join_checksums, part)
+        part = await self._write_snapshot(version, taken)
+        checksum = await self._copying(self._trainer.join_checksums, part)
         if self._parity is not None:
-            self._parity.write(version, checksum)
+            self._parity.write(version, checksum, taken.trained)
         if self._ctx.rank == 0:
             await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans)
         await self._job.bus.call("await_version", version)
 
-    async def _write_snapshot(self, version: int) -> int:
-        """The snapshot of this rank, and the checksum of its part of the weights."""
-        if self._snapshot is not None:
-            tensors, state = self._trainer.state()
-            await self._ctx.compute(self._snapshot.write, version, tensors, state)
-        return await self._ctx.compute(self._trainer.checksum)
+    def _taken(self) -> Taken:
+        state = None if self._snapshot is None else self._trainer.state()
+        return Taken(state, self._trainer.weights(), self._parity.taken() if self._parity is not None else ())
 
-    async def _publish(self, version: int) -> None:
+    async def _write_snapshot(self, version: int, taken: Taken) -> int:
+        """The snapshot of this rank, and the checksum of its part of the weights."""
+        if self._snapshot is not None and taken.state is not None:
+            await self._copying(self._snapshot.write, version, *taken.state)
+        return await self._copying(self._trainer.checksum)
+
+    async def _publish(self, version: int, taken: Taken) -> None:
         """Step 5. Every rank takes part in gathering; rank 0 copies into the slab. Sums and sends run beside the next step."""
         slot = -1
         if self._ctx.rank == 0:
             if self._publishing is not None:  # its slot counts as free until it is told complete
                 await self._publishing
             slot = (await self._job.bus.call("begin_publish", version, deadline_s=POLL_S))["slot"]
-        copied = await self._ctx.compute(self._copy_weights, slot, version)
+        copied = await self._copying(self._copy_weights, slot, version, taken.weights)
         if copied is not None:
             self._publishing = self._tasks.create_task(self._end_publish(copied), name="publication")
 
-    def _copy_weights(self, slot: int, version: int) -> Copied | None:
+    def _copy_weights(self, slot: int, version: int, weights: Iterator[tuple[str, Any]]) -> Copied | None:
         if self._publisher is None:
-            for _ in self._trainer.weights():
+            for _ in weights:
                 pass  # this rank's part of the gathering
             return None
-        return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=self._trainer.weights())
+        return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=weights)
 
     async def _end_publish(self, copied: Copied) -> None:
         with self._ctx.span("publish", beside="publication", version=copied.version):
@@ -339,6 +392,7 @@ class ActorRole:
         since = time.monotonic()
         folder = folder_of(ctx.run_dir / "checkpoints", version)
         with ctx.section("save", SAVE_LIMIT_S):
+            await self._settled()
             await self._settle_saving()
             if folder in complete(folder.parent):  # a run that ends, or is stopped, before its next commit
                 if final and not (folder / HF).exists():

@@ -78,6 +78,10 @@ class _Forward:
         """What is put for the rows of a round."""
         raise NotImplementedError
 
+    def _open_scorer(self, path: str, job: Job) -> Scorer:
+        """On the compute thread."""
+        return Scorer(path, job)
+
     async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
         await self._ctx.ready()
         async for made in timed(self._ctx, job.bus.stream(self.role, tokens=job.config.train.micro_batch_tokens)):
@@ -112,7 +116,7 @@ class ReferenceRole(_Forward):
             await job.bus.call("await_version", 0, deadline_s=POLL_S)
             path = self._ctx.run_dir / REFERENCE
         with self._ctx.section("load", LOAD_LIMIT_S):
-            scorer = await self._ctx.compute(Scorer, str(path), job)
+            scorer = await self._ctx.compute(self._open_scorer, str(path), job)
         await self._score_rounds(job, scorer)
 
 
@@ -125,7 +129,7 @@ class ActorForwardRole(_Forward):
     async def run(self) -> None:
         job = await open_job(self._ctx)
         with self._ctx.section("load", LOAD_LIMIT_S):
-            scorer = await self._ctx.compute(Scorer, job.model_path, job)
+            scorer = await self._ctx.compute(self._open_scorer, job.model_path, job)
 
         async def install(version: int, tensors: Mapping[str, Any]) -> None:
             await self._ctx.compute(scorer.load, version, tensors)

@@ -55,19 +55,19 @@ class ParityLog:
             os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         self._rounds: list[Sequence[RowSum]] = []
 
-    def begin(self) -> None:
-        """A step starts, perhaps again: what was added of it before counts for nothing."""
-        self._rounds = []
-
     def add(self, rows: Sequence[RowSum]) -> None:
         """The rows of one round in their order; none where this rank ran a dummy."""
         self._rounds.append(rows)
 
-    def write(self, version: int, checksum: int) -> None:
-        line = {"step": version - 1, "version": version, "checksum": checksum, "rounds": self._rounds}
+    def taken(self) -> Sequence[Sequence[RowSum]]:
+        """What was added since the last time."""
+        rounds, self._rounds = self._rounds, []
+        return rounds
+
+    def write(self, version: int, checksum: int, rounds: Sequence[Sequence[RowSum]]) -> None:
+        line = {"step": version - 1, "version": version, "checksum": checksum, "rounds": rounds}
         with self._path.open("ab", buffering=0) as file:
             file.write(orjson.dumps(line) + b"\n")
-        self._rounds = []
 
 
 def read(run_dir: Path) -> dict[int, dict[int, Step]]:

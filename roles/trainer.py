@@ -96,6 +96,7 @@ class Trainer:
             self.model, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, eps=train.eps
         )
         self._saving_group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._parameters = list(self.model.parameters())  # as they are between two forwards
         self._sums: losses.LossSums | None = None
         self._gap = Gap()
         self._trained: list[Span] = []
@@ -308,7 +309,7 @@ class Trainer:
     def checksum(self) -> int:
         """32 bits over this rank's weights, which tell equal versions of equal layouts apart from others; no collective."""
         crc = 0
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             part = bucket_sum(shard.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
             crc = zlib.crc32(part.to_bytes(4, "little"), crc)
@@ -323,7 +324,8 @@ class Trainer:
         return zlib.crc32(b"".join(int(each).to_bytes(4, "little") for each in parts))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(disk name, whole tensor) one by one, gathered from the shards (collective: every rank iterates to the end)."""
+        """(disk name, whole tensor) one by one, gathered from the shards (collective: every rank iterates to the end). Asked for
+        between two forwards; in one process the next may run while they are iterated, but not the optimizer."""
         return parallel.full_tensors(self.model, self.config.model.dtype)
 
     def save(self, folder: Path, extra: dict[str, Any], *, tokenizer_path: str | None = None) -> None:

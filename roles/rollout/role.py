@@ -323,12 +323,7 @@ class RolloutRole:
 
     def _put(self, lease: Lease, prompt: np.ndarray, samples: Sequence[Sample]) -> None:
         done = [sample.completion for sample in samples]
-        columns = [
-            Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
-            Column("loss_mask", "uint8", [self._trained(c) for c in done]),
-            Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
-            Column("policy_versions", "int32", [c.policy_versions for c in done]),
-        ]
+        columns = self._columns(prompt, done)
         info = [
             (len(prompt) + len(c.tokens), len(c.tokens), sample.reward, *_versions(c))
             for sample, c in zip(samples, done, strict=True)
@@ -336,6 +331,15 @@ class RolloutRole:
         self._job.bus.put_samples(
             lease.ring, lease.group, lease.epoch, [sample.number for sample in samples], columns, info
         )
+
+    def _columns(self, prompt: np.ndarray, done: Sequence[Completion]) -> list[Column]:
+        """The base columns of some samples of a prompt."""
+        return [
+            Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
+            Column("loss_mask", "uint8", [self._trained(c) for c in done]),
+            Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
+            Column("policy_versions", "int32", [c.policy_versions for c in done]),
+        ]
 
     def _trained(self, completion: Completion) -> np.ndarray:
         """The tokens that the loss counts, uint8 [R]: all, or those of the newest weights that the sample saw."""

@@ -29,6 +29,8 @@ def test_versions_are_evaluated_beside_training_while_new_weights_interrupt_samp
     tokens = sum(sum(each["staleness_tokens"].values()) for each in steps)
     assert tokens == sum(summary["staleness_tokens"].values()) > 0
     assert max(map(int, summary["staleness_histogram"])) <= 2
-    logged = [orjson.loads(text) for file in (ended.run_dir / "samples").iterdir() for text in file.read_bytes().splitlines()]
+    logged = [
+        orjson.loads(text) for file in (ended.run_dir / "samples").iterdir() for text in file.read_bytes().splitlines()
+    ]
     assert any(len(each["versions"]) > 1 for each in logged)  # went on under other weights than it began with
     assert left_behind(tmp_path) == []

@@ -20,10 +20,9 @@ def write(run: Path, steps: list[tuple[int, list[list[RowSum]]]], *, rank: int =
     run.mkdir(exist_ok=True)
     log = ParityLog(run, rank)
     for version, (checksum, rounds) in enumerate(steps, 1):
-        log.begin()
         for rows in rounds:
             log.add(rows)
-        log.write(version, checksum)
+        log.write(version, checksum, log.taken())
     return run
 
 
@@ -44,16 +43,16 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_incarnation(tmp_pa
     path = run / "parity" / "rank_0.jsonl"
     path.write_bytes(path.read_bytes()[:-7])
     assert read(run)[0].keys() == {0}
-    ParityLog(run, 0).write(2, 12)
+    ParityLog(run, 0).write(2, 12, [])
     assert read(run)[0].keys() == {0, 1}
 
 
 def test_a_step_that_begins_again_forgets_the_rounds_it_had(tmp_path: Path) -> None:
     log = ParityLog(tmp_path, 0)
     log.add([row(9, 0)])
-    log.begin()
+    log.taken()
     log.add([row(0, 0)])
-    log.write(1, 3)
+    log.write(1, 3, log.taken())
     assert read(tmp_path)[0][0].rounds == ((row(0, 0),),)
 
 

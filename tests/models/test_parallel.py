@@ -178,3 +178,14 @@ def test_layers_of_encoders_are_units_too() -> None:
         "Qwen3OmniMoeVisionBlock": 2,
         "Qwen3OmniMoeThinkerTextDecoderLayer": 2,
     }
+
+
+def test_weights_that_were_asked_for_stay_the_models_own_while_a_forward_runs_on_copies() -> None:
+    model = parallel.shard(tiny("qwen3"), param_dtype="bfloat16")
+    before = {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
+    asked = parallel.full_tensors(model)
+    seen: dict[str, torch.Tensor] = {}
+    model.model.norm.register_forward_pre_hook(lambda *_: seen.update(asked))
+    scores(model)
+    assert seen.keys() == before.keys()
+    assert all(torch.equal(seen[name], before[name]) and seen[name].dtype == torch.float32 for name in before)

@@ -14,6 +14,7 @@ from rondo.roles.actor import ActorRole
 from rondo.roles.config import JobConfig
 from rondo.roles.trainer import TrainRow
 from rondo.roles.whitening import Whitening, contribution
+from rondo.runtime.timeline import Span, span
 from tests.comm.memory import MemorySegment
 from tests.roles.test_trainer import model, rows, trainer
 from tests.roles.test_trainer_updates import several
@@ -29,7 +30,7 @@ class Given:
     """A row of the bus over the arrays of a `TrainRow`."""
 
     columns = tuple(COLUMNS)
-    media = None
+    group, media = 0, None
     reward = 1.0
 
     def __init__(self, row: TrainRow) -> None:
@@ -69,6 +70,9 @@ class Here:
     def progress(self) -> None:
         """Nobody watches."""
 
+    def span(self, name: str, **_: Any) -> Span:
+        return span(name, "actor")
+
 
 def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
     """Two rows a mini-batch; `sizes`: rows of each round, of the first pass."""
@@ -76,7 +80,7 @@ def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
     for index, size in enumerate(sizes):
         spans = [[at, 0, 1] for at in range(at, at + size)]
         part = SimpleNamespace(
-            index=index, rows=tuple(Given(row) for row in batch[at : at + size]), spans=spans, last=False,
+            index=index, step=0, rows=tuple(Given(row) for row in batch[at : at + size]), spans=spans, last=False,
             update=at // 2, closes=(at + size) % 2 == 0,
         )  # fmt: skip
         made.append(part)

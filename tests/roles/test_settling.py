@@ -1,0 +1,113 @@
+"""The actor between two steps, with a trainer and a bus that only write down what is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rondo.launch.config import load
+from rondo.roles.actor import ActorRole, Taken
+from rondo.runtime.timeline import span
+
+ROOT = Path(__file__).parents[2]
+CONFIG = load(ROOT / "examples" / "quickstart.py")
+
+
+class Told:
+    """A trainer whose every method writes its name down."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*_: Any, **__: Any) -> Any:
+            self._log.append(name)
+            return {"finish": ({}, []), "sum_over_ranks": [1.0] * 8}.get(name)
+
+        method.__name__ = name
+        return method
+
+
+class OneRound:
+    """A bus with one round a step, whose commits wait for `may_commit`."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.may_commit = asyncio.Event()
+        self._log = log
+
+    async def stream(self, *_: Any, step: int, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(rows=(), spans=[], last=True, closes=True, update=0, step=step)
+
+    async def call(self, method: str, *_: Any, **__: Any) -> dict[str, Any]:
+        if method == "commit":
+            await self.may_commit.wait()
+        self._log.append(method)
+        return {"slot": 0}
+
+    def check(self, made: Any) -> None: ...
+
+
+class Actor(ActorRole):
+    """With nothing to snapshot and nothing to publish into."""
+
+    def __init__(self, log: list[str], world_size: int) -> None:
+        async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            log.append(f"compute {getattr(function, '__name__', '')}")
+            return function(*args, **kwargs)
+
+        async def report(*_: Any) -> None: ...
+
+        ctx: Any = SimpleNamespace(
+            world_size=world_size, rank=0, attempt=0, compute=compute, report=report,
+            progress=lambda: None, span=lambda name, **_: span(name, "actor"),
+        )  # fmt: skip
+        super().__init__(ctx)
+        self.bus, self.log = OneRound(log), log
+        self._trainer: Any = Told(log)
+        self._job: Any = SimpleNamespace(config=CONFIG, bus=self.bus)
+        self._snapshot, self._publisher, self._publishing, self._parity = None, None, None, None
+        self._step_began = 0.0
+
+    def _read(self, made: Any, step: int) -> tuple[list[Any], list[np.ndarray]]:
+        return [], [np.zeros(1, np.int64)]
+
+    async def _publish(self, version: int, taken: Taken) -> None:
+        self.log.append(f"publish {version}")
+
+
+async def until(log: list[str], name: str, times: int) -> None:
+    async with asyncio.timeout(20):
+        while log.count(name) < times:  # noqa: ASYNC110 - the log belongs to what is tested, and has no event
+            await asyncio.sleep(0)
+
+
+async def test_rounds_of_the_next_step_run_beside_a_commit_and_its_optimizer_waits_for_the_publication() -> None:
+    log: list[str] = []
+    actor = Actor(log, world_size=1)
+    async with asyncio.TaskGroup() as tasks:
+        actor._tasks = tasks
+        await actor._train(0)
+        second = tasks.create_task(actor._train(1))
+        await until(log, "accumulate", 2)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert "commit" not in log
+        assert log.count("finish") == 1
+        actor.bus.may_commit.set()
+        await second
+    # What runs beside a round must not stand in line behind it.
+    assert not {"compute checksum", "compute join_checksums"} & set(log)
+    assert log.index("publish 1") < [at for at, name in enumerate(log) if name == "finish"][1]
+
+
+async def test_with_several_ranks_a_step_ends_with_its_publication() -> None:
+    log: list[str] = []
+    actor = Actor(log, world_size=2)
+    actor.bus.may_commit.set()
+    await actor._train(0)
+    assert log[-1] == "publish 1"
