@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ from rondo.comm.records import Column
 from rondo.comm.rounds import Rounds
 from rondo.comm.spans import rows_of
 from rondo.runtime.errors import CorruptData, Refused
+from tests.comm.driver import STREAMS
 from tests.comm.inprocess import MEMBERS, RESPONSE, InProcess, Store, ask, payload, put, put_scores
 
 BUDGET_S = float(os.environ.get("RONDO_MODEL_S", "0"))
 P, N, STALENESS, STEPS = 2, 2, 1, 6
+MINI_BATCHES, PASSES = 2, 2
 MAX_DATA, MAX_INFRA = 1, 3
 ROLLOUTS, FORWARDS = ("rollout-0", "rollout-1"), ("actor_fwd", "advantages")
 MEDIA_BYTES = 704
@@ -68,6 +71,7 @@ class BusMachine(RuleBasedStateMachine):
         self.run_ = InProcess(
             Path(self.folder.name), self.store, ring_bytes=1 << 13, num_steps=STEPS, groups_per_step=P, samples_per_group=N,
             max_staleness=STALENESS, max_data_failures=MAX_DATA, max_infra_failures=MAX_INFRA, media_bytes=MEDIA_BYTES,
+            streams=(*STREAMS[:2], replace(STREAMS[2], mini_batches=MINI_BATCHES, passes=PASSES)),
         )  # fmt: skip
         self.buses: dict[str, Bus] = {}
         self.incarnations = dict.fromkeys(MEMBERS, 0)
@@ -437,7 +441,9 @@ class BusMachine(RuleBasedStateMachine):
     @rule(tokens=st.sampled_from((14, 28, 1 << 20)), commit=st.booleans())
     def train(self, tokens: int, commit: bool) -> None:
         """All rounds of the step that there are; with the last of them the step commits, once, with exactly its rows."""
-        member, step, rows, index, last = "actor-0", self.version, [], 0, False
+        member, step, index, last = "actor-0", self.version, 0, False
+        updates: list[list[tuple[int, int]]] = [[] for _ in range(MINI_BATCHES * PASSES)]
+        closed: list[int] = []
         self.call(member, "join", "actor", 1, tokens)
         held = []
         while not last:
@@ -446,8 +452,14 @@ class BusMachine(RuleBasedStateMachine):
                 break
             made = self.buses[member]._round(answer["round"])
             held += self.compare("actor", made)
-            rows += [tuple(row) for row in rows_of(made.spans)]
+            assert made.update == len(closed), "updates come one behind the other"
+            updates[made.update] += [(group, sample) for group, sample in rows_of(made.spans)]
+            closed += [made.update] * made.closes
             last, index = made.last, index + 1
+        rows = [row for update in updates[:MINI_BATCHES] for row in update]
+        for update in closed:
+            assert sorted(updates[update]) == sorted(updates[update % MINI_BATCHES]), "every pass has the same rows"
+        assert all(len(set(update)) == len(update) for update in updates)
         assert len(set(rows)) == len(rows)
         assert all(self.step_of[group] == step for group, _ in rows)
         spans = [[group, sample, 1] for group, sample in rows]
@@ -456,6 +468,7 @@ class BusMachine(RuleBasedStateMachine):
                 self.call(member, "commit", 0, step + 1, 7, spans)
             return
         assert len(rows) == P * N, "a step is P whole groups"
+        assert closed == list(range(MINI_BATCHES * PASSES))
         self.check_bytes(held)
         if not commit:
             return

@@ -43,6 +43,7 @@ def all_rounds(bus: Driver, step: int) -> list[Event]:
     made: list[Event] = []
     while planned := bus.train_rounds(step):
         made += planned
+        assert len(made) < 200
     return made
 
 
@@ -151,6 +152,7 @@ def test_whatever_comes_when_each_survivor_is_in_one_update_of_a_pass_with_one_r
     made: list[Event] = []
     waiting = bus.admit(0)
     while not (made and made[-1]["last"]):
+        assert len(made) < 200
         if not waiting:
             made += bus.train_rounds(0)
             waiting = bus.admit(0)
