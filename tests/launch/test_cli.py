@@ -109,7 +109,7 @@ def test_output_to_a_reader_that_left_is_no_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["tarin", "x.py"], "VERB must be one of train, sft, check, show, status, stop, resume, bench, got 'tarin'. "),
+        (["tarin", "x.py"], "VERB must be one of train, sft, check, show, status, stop, resume, diff, bench, got 'tarin'. "),
         (["train"], "the following arguments are required: CONFIG.py. Run `rondo train --help`"),
         (["show", "none.py"], "CONFIG must be a file that exists, got none.py."),
         (["status"], "RUN must be a run directory, got runs/latest. There are no runs in runs"),
