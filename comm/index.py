@@ -307,6 +307,8 @@ class Index:
     # ---- state changes shared by handlers ---------------------------------------------------------------------------
 
     def _move(self, group: Group, state: str) -> None:
+        if group.state == state:  # a new attempt finds groups that wait already
+            return
         self.counts[group.state] -= 1
         self.counts[state] += 1
         if group.state == "waiting":

@@ -454,3 +454,60 @@ def test_a_filtered_group_does_not_hold_fixed_rounds_up() -> None:
     bus.score()
     (made,) = bus.train_rounds(0)
     assert made["last"] and sorted({group for group, _ in rows_of(made["spans"][0])}) == [second, third]
+
+
+class Stopped:
+    """A run over `num_positions`, up to two versions stale, that is stopped at version `at` with groups in every state, and goes
+    on from its checkpoint as the next attempt."""
+
+    def __init__(self, num_positions: int, at: int | None) -> None:
+        self.bus = Driver(num_steps=6, max_staleness=2, num_positions=num_positions)
+        self.consumed: list[tuple[int, list[int]]] = []
+        while not self.bus.index.done:
+            if self.bus.index.version == at:
+                self.resume()
+                at = None
+            self.step(self.bus.index.step)
+
+    def step(self, step: int) -> None:
+        index = self.bus.index
+        for ahead in index.open_steps(step):
+            self.bus.admit(ahead)
+        for group in index.waiting(step):
+            self.bus.fill(group.id)
+        self.bus.score()
+        while self.bus.train_rounds(step):
+            pass
+        positions = [index.groups[group].position for group in index.membership(step)]
+        self.consumed.append((step, positions))
+        self.bus.commit(step + 1)
+
+    def resume(self) -> None:
+        """One group ready, one with half of its samples, one leased, the rest waiting: then only the checkpoint is left."""
+        bus, index = self.bus, self.bus.index
+        for ahead in index.open_steps(index.step):
+            bus.admit(ahead)
+        for act, group in zip(("fill", "put", "grant"), index.waiting(index.step), strict=False):
+            if act == "fill":
+                bus.fill(group.id)
+            else:
+                bus.grant(group.id)
+            if act == "put":
+                bus.put(group.id, [0])
+        bus.emit(event="snapshot", state=orjson.loads(orjson.dumps(index.dump())))
+        bus.emit(event="attempt", attempt=1)
+        for member in ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0"):
+            bus.start(member, 2)
+        bus.pos.clear()
+        bus.join()
+
+
+@pytest.mark.parametrize("num_positions", [8, 9, 10, 18, 40])
+def test_a_resumed_run_consumes_the_same_prompts_in_the_same_steps_to_the_end_of_the_data(num_positions: int) -> None:
+    whole = Stopped(num_positions, None)
+    num_steps = min(6, num_positions // 3)
+    assert whole.consumed == [(step, list(range(3 * step, 3 * step + 3))) for step in range(num_steps)]
+    for at in range(num_steps):
+        stopped = Stopped(num_positions, at)
+        assert stopped.bus.index.attempt == 1 and stopped.consumed == whole.consumed
+        assert stopped.bus.index.imbalance() == "" and stopped.bus.index.counts["trained"] == 3 * num_steps

@@ -1,0 +1,112 @@
+"""When the actor waits for a checkpoint, and what becomes of an error in one. The bytes: tests/models/test_checkpoint.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rondo.roles.actor import ActorRole
+from rondo.runtime.checkpoints import MARKER, complete
+from rondo.runtime.waits import wait_for
+
+
+class Disk:
+    """The trainer as the actor's saving sees it; every writing waits for `go`."""
+
+    def __init__(self) -> None:
+        self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.error: OSError | None = None
+        self.done: list[str] = []
+
+    def stage(self) -> str:
+        self.done.append("stage")
+        return "staged"
+
+    def write(self, folder: Path, staged: str, extra: dict[str, Any]) -> None:
+        self.begun.release()
+        assert self.go.acquire(timeout=20)
+        if self.error is not None:
+            raise self.error
+        self._mark(folder, extra)
+
+    def save(self, folder: Path, extra: dict[str, Any], *, tokenizer_path: str | None) -> None:
+        self._mark(folder, extra)
+
+    def _mark(self, folder: Path, extra: dict[str, Any]) -> None:
+        folder.mkdir(parents=True)
+        (folder / MARKER).touch()
+        self.done.append(f"{folder.name} with index {extra['index']['at']}")
+
+
+class Bus:
+    async def call(self, method: str, version: int) -> dict[str, Any]:
+        return {"state": {"at": version}}
+
+
+def actor(run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.TaskGroup) -> ActorRole:
+    async def report(kind: str, data: dict[str, Any]) -> None:
+        told.append(data)
+
+    async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(function, *args, **kwargs)
+
+    section: Callable[..., Any] = lambda name, limit_s: contextlib.nullcontext()  # noqa: E731
+    context: Any = SimpleNamespace(rank=0, run_dir=run_dir, report=report, compute=compute, section=section)
+    role: Any = ActorRole(context)
+    config = SimpleNamespace(train=SimpleNamespace(keep_checkpoints=2))
+    role._job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
+    role._trainer, role._tasks, role._saving = disk, tasks, None
+    return role
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_saving_waits_for_it(tmp_path: Path) -> None:
+    disk, told = Disk(), list[dict[str, Any]]()
+    async with asyncio.TaskGroup() as tasks:
+        role = actor(tmp_path, disk, told, tasks)
+        await wait_for(role._save(2, final=False), name="first", peer="disk", deadline_s=20)
+        assert await asyncio.to_thread(disk.begun.acquire, timeout=20)
+        assert (disk.done, told) == (["stage"], [])
+        second = tasks.create_task(role._save(4, final=False))
+        await asyncio.sleep(0)
+        disk.go.release()
+        await wait_for(second, name="second", peer="disk", deadline_s=20)
+        assert disk.done == ["stage", "step_000002 with index 2", "stage"]
+        disk.go.release()
+        await wait_for(role._save(5, final=True), name="final", peer="disk", deadline_s=20)
+    assert disk.done[3:] == ["step_000004 with index 4", "step_000005 with index 5"]
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_000004", "step_000005"]
+    assert [(record["version"], record["pause_s"] <= record["save_s"]) for record in told] == [
+        (2, True),
+        (4, True),
+        (5, True),
+    ]
+
+
+async def test_an_error_of_a_writer_ends_the_role(tmp_path: Path) -> None:
+    disk = Disk()
+    disk.error = OSError(28, "No space left on device")
+    disk.go.release()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as tasks:
+            role = actor(tmp_path, disk, [], tasks)
+            await role._save(2, final=False)
+            await wait_for(asyncio.Event().wait(), name="training", peer="rollout", deadline_s=20)
+    assert caught.value.exceptions == (disk.error,)
+    assert complete(tmp_path / "checkpoints") == []
+
+
+async def test_a_version_that_has_its_checkpoint_is_not_saved_again(tmp_path: Path) -> None:
+    disk, told = Disk(), list[dict[str, Any]]()
+    folder = tmp_path / "checkpoints" / "step_000002"
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
+    async with asyncio.TaskGroup() as tasks:
+        await actor(tmp_path, disk, told, tasks)._save(2, final=False)
+    assert (disk.done, told) == ([], [])
