@@ -93,10 +93,7 @@ class ActorRole:
         busy, num_tokens, whole = 0.0, 0, False
         rewards: list[float] = []
         ages: list[np.ndarray] = []
-        longest_wait_s, asked = 0.0, time.monotonic()
         async for made in self._job.bus.stream(self.role, tokens=config.train.micro_batch_tokens, step=step):
-            if made.last:  # what the step's longest trajectories, which come last, cost the trainer
-                longest_wait_s = time.monotonic() - asked
             rows, seen = await self._ctx.compute(self._read, made, step)
             since = time.monotonic()
             await self._ctx.compute(trainer.accumulate, step, rows, made.spans, last=made.last)
@@ -107,7 +104,6 @@ class ActorRole:
             ages += seen
             whole = made.last
             self._ctx.progress()
-            asked = time.monotonic()
         if not whole:
             trainer.discard()
             return None
@@ -128,10 +124,11 @@ class ActorRole:
             "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / num_samples,
             "staleness_max": max(age for age, count in enumerate(by_age_all) if count),
             "staleness_tokens": {str(age): int(count) for age, count in enumerate(by_token_all) if count},
-            "longest_wait_s": longest_wait_s, "waits_s": totals(),
+            "waits_s": totals(),
         }  # fmt: skip
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
+            metrics |= await self._job.bus.call("longest_wait", step)
             await self._ctx.report("metrics", metrics)
             await self._judge_gap(metrics)
         await self._commit(step + 1, trained)
