@@ -105,7 +105,8 @@ class RoleShare:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Averages over steps `first` to `last`; `trainer` in seconds a step. The first finding says what limits the run."""
+    """Averages over steps `first` to `last` but for `num_left_out`, in which the trainer waited for roles to start: `starts`,
+    seconds by role. `trainer` in seconds a step. The first finding says what limits the run."""
 
     first: int
     last: int
@@ -115,10 +116,17 @@ class Explanation:
     roles: Mapping[str, RoleShare]
     processor: Processor
     findings: tuple[Finding, ...]
+    num_left_out: int = 0
+    starts: Mapping[str, float] = field(default_factory=dict)
 
 
 def explain(steps: Sequence[Step], setup: Setup, processor: Processor) -> Explanation:
     """What `steps`, at least one, say about the run."""
+    first, last = steps[0].step, steps[-1].step
+    starts = {n: s for n, s in _sum(step.trainer for step in steps).items() if n.startswith("start of ") and s}
+    steady = [step for step in steps if not any(step.trainer.get(name) for name in starts)]
+    num_left_out = len(steps) - len(steady) if steady else 0
+    steps = steady or steps
     num = len(steps)
     step_s = sum(step.step_s for step in steps) / num
     names = sorted({name for step in steps for name in step.trainer})
@@ -128,7 +136,8 @@ def explain(steps: Sequence[Step], setup: Setup, processor: Processor) -> Explan
     roles = {name: _share(name, steps) for name in sorted({name for step in steps for name in step.roles})}
     found = [_limit(step_s, trainer, longest_s, roles, setup)]
     found += [finding for finding in (_processors(setup, processor), _runtime(processor)) if finding is not None]
-    return Explanation(steps[0].step, steps[-1].step, step_s, trainer, longest_s, roles, processor, tuple(found))
+    starts = {name.removeprefix("start of "): seconds for name, seconds in starts.items()}
+    return Explanation(first, last, step_s, trainer, longest_s, roles, processor, tuple(found), num_left_out, starts)
 
 
 def _share(role: str, steps: Sequence[Step]) -> RoleShare:
@@ -311,7 +320,12 @@ def _rates(figures: Sequence[Figures], begin: float, end: float) -> dict[str, fl
 
 def lines(run: str, found: Explanation) -> list[str]:
     """The explanation as text."""
-    text = [f"run {run}: steps {found.first} to {found.last}, {found.step_s:.3f} s a step", ""]
+    text = [f"run {run}: steps {found.first} to {found.last}, {found.step_s:.3f} s a step"]
+    if found.starts:
+        starts = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in found.starts.items())
+        left_out = f" (steps left out below: {found.num_left_out})" if found.num_left_out else ""
+        text.append(f"the trainer waited for roles to start, at first or again: {starts}{left_out}")
+    text.append("")
     for finding in found.findings:
         text += [finding.text, *(f"  because {why}" for why in finding.why)]
         text += [f"  change  {change}" for change in finding.change] + [""]
