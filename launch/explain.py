@@ -68,10 +68,12 @@ class Setup:
 @dataclass(frozen=True, slots=True)
 class Processor:
     """Cores kept busy, on average over the steps: `groups` by role group or service, `loops` by process: the part of it that
-    its event loop takes, which is the runtime's own work and a role's light work."""
+    its event loop takes, which is the runtime's own work and a role's light work. `delayed` by process: the share of its time
+    for which it was ready to run and had no core, summed over its threads."""
 
     groups: Mapping[str, float] = field(default_factory=dict)
     loops: Mapping[str, float] = field(default_factory=dict)
+    delayed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -258,8 +260,16 @@ def _others(whom: str, setup: Setup) -> tuple[str, tuple[str, ...]]:
 
 
 def _processors(setup: Setup, processor: Processor) -> Finding | None:
+    delayed = sorted(processor.delayed.items(), key=lambda item: -item[1])
     if processor.total < _FULL * setup.num_cores:
-        return None
+        if not delayed or delayed[0][1] < 2 * _LITTLE:
+            return None
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in delayed if share >= _LITTLE)
+        waited = f"of the time these were ready to run and had no core: {shares}"
+        others = f"the run itself keeps only {processor.total:.2f} of {setup.num_cores} cores busy"
+        return Finding(
+            "processors", "other programs take the processors.", (waited, others), ("cores of its own for this run",)
+        )
     change = ["a machine with more cores: what one role gains here, another loses"]
     if setup.num_threads > setup.num_cores:
         change.insert(
@@ -293,12 +303,15 @@ def _each(waits: Mapping[str, float], step_s: float) -> list[str]:
 def processor_of(figures: Sequence[Figures], begin: float, end: float) -> Processor:
     """Cores busy from `begin` to `end`, seconds since the epoch, from what the timeline noted every few seconds."""
     loops: dict[str, float] = {}
+    delayed: dict[str, float] = {}
     for process in sorted({f.process for f in figures if f.name == "cpu"}):
         rates = _rates([f for f in figures if f.name == "cpu" and f.process == process], begin, end)
         if "loop" in rates:
             loops[process] = rates["loop"]
+        if "delayed" in rates:
+            delayed[process] = max(0.0, rates["delayed"])
     groups = _rates([f for f in figures if f.name == "cores"], begin, end)
-    return Processor(dict(sorted(groups.items(), key=lambda item: -item[1])), loops)
+    return Processor(dict(sorted(groups.items(), key=lambda item: -item[1])), loops, delayed)
 
 
 def _rates(figures: Sequence[Figures], begin: float, end: float) -> dict[str, float]:

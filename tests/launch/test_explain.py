@@ -104,6 +104,16 @@ def test_full_processors_and_too_many_threads_are_told() -> None:
     assert found.change[0] == "fewer threads: all processes together have 5 compute threads on 2 cores"
 
 
+def test_processes_that_have_no_core_although_the_run_leaves_some_are_told() -> None:
+    processor = Processor({"actor-0": 0.4}, {}, {"rollout-0.0": 0.15, "actor-0.0": 0.6, "coordinator.0": 0.01})
+    found = explain([step(train=1.0)], replace(SETUP, num_cores=2), processor).findings[1]
+    assert found.text == "other programs take the processors."
+    assert found.why == (
+        "of the time these were ready to run and had no core: actor-0.0 60%, rollout-0.0 15%",
+        "the run itself keeps only 0.40 of 2 cores busy",
+    )
+
+
 def test_a_runtime_that_costs_much_is_told() -> None:
     processor = Processor({"actor-0": 0.5, "coordinator": 0.1}, {"actor-0.0": 0.1, "coordinator.0": 0.1})
     assert processor.own == pytest.approx(0.2)
