@@ -42,10 +42,11 @@ _PLOT_LIMIT_S = 120.0
 PREPARED = "prepared.json"
 
 
-def main(config: RunConfig, options: TrainOptions) -> int:
-    """Check `config` and run it in a new run directory. The exit code of the run; ConfigError when nothing was started."""
+def main(config: RunConfig, options: TrainOptions, *, groups: tuple[GroupSpec, ...] | None = None) -> int:
+    """Check `config` and run it in a new run directory. The exit code of the run; ConfigError when nothing was started.
+    `groups` runs other role classes than the settings name, in processes of the same names."""
     with _prepared(config, config.name, options) as run:
-        return _run(config, run, options, attempt=0)
+        return _run(config, run, options, attempt=0, groups=groups)
 
 
 def fine_tune(config: RunConfig, options: TrainOptions) -> int:
