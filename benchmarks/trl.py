@@ -107,10 +107,10 @@ def kind_of(command: Sequence[str]) -> str:
     """Of a process of ours, by its command line: the roles that a worker holds, or what else it is."""
     text = " ".join(command)
     if "rondo.runtime.worker" in text:
-        names = [word.rpartition(":")[2] for word in command if ":" in word and "Role" in word or "Rollout" in word]
         if "torch.distributed.run" in text:
             return "torchrun"
-        return "+".join(name.removesuffix("Role").replace("ListedRollout", "Rollout").lower() for name in names) or "worker"
+        names = [word.rpartition(":")[2] for word in command if word.endswith("Role") or word.endswith("ListedRollout")]
+        return "+".join(name.removesuffix("Role").removeprefix("Listed").lower() for name in names) or "worker"
     for part, kind in (("rondo.comm.serve", "coordinator"), ("pool_worker", "reward"), ("trl_run", "supervisor"),
                        ("trl_grpo", "trainer")):  # fmt: skip
         if part in text:

@@ -28,6 +28,7 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.rollout.engine import Request, SamplingParams
 from rondo.roles.rollout.role import Lease, RolloutRole
+from rondo.runtime.spec import GroupSpec
 
 LOAD, STEPS = "RONDO_BENCH_LOAD", "RONDO_BENCH_STEPS"
 """Of the environment: which length list, and for how many steps there are prompts."""
@@ -82,12 +83,15 @@ def config_of(spec: dict[str, Any]) -> RunConfig:
 def main(spec: dict[str, Any]) -> int:
     os.environ |= {LOAD: spec["load"], STEPS: str(spec["steps"] + 2)}
     config = config_of(spec)
-    own = f"{ListedRollout.__module__}:{ListedRollout.__name__}".replace("__main__", "benchmarks.trl_run")
-    specs = tuple(
-        dataclasses.replace(group, roles=tuple(own if role == ROLE_CLASSES["rollout"] else role for role in group.roles))
-        for group in group_specs(config)
-    )
+    specs = tuple(map(listed, group_specs(config)))
     return train(config, TrainOptions(Path(__file__), plain=True), groups=specs)
+
+
+def listed(group: GroupSpec) -> GroupSpec:
+    """The same group with our rollout in place of the ordinary one."""
+    own = "benchmarks.trl_run:ListedRollout"
+    roles = tuple(own if role == ROLE_CLASSES["rollout"] else role for role in group.roles)
+    return dataclasses.replace(group, roles=roles)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def main() -> None:
         bf16=kind == "bfloat16", gradient_checkpointing=False, disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     rows = Dataset.from_dict({"prompt": task.prompts(SPEC["steps"] + 2)})
-    with open(SPEC["out"], "a", encoding="utf-8") as out:
+    with Path(SPEC["out"]).open("a", encoding="utf-8") as out:
         trainer = Timed(
             model=model, reward_funcs=reward, args=arguments, train_dataset=rows, processing_class=tokenizer,
             callbacks=[Told(out)],

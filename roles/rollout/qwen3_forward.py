@@ -224,10 +224,7 @@ class Qwen3Forward:
             return []
         mask = self._mask[:num_decode]
         mask.scatter_(1, at_N[:num_decode, None], 0.0)
-        if self._fixed_shapes:
-            ends = [(num_decode, self._length)]
-        else:
-            ends = ranges(positions)
+        ends = [(num_decode, self._length)] if self._fixed_shapes else ranges(positions)
         parts, start = [], 0
         for end, upto in ends:
             views = self._views_of(start, end, upto)
