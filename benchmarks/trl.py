@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -289,6 +290,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--target", type=float, default=0.9, help="the reward that the time to it is told of")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it ends the block's processes too
     with tempfile.TemporaryDirectory(prefix="rondo-trl-") as folder:
         scratch = Path(folder)
         build_model(scratch / "model")
