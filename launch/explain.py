@@ -9,6 +9,7 @@ Invariant: every finding names the figures that led to it; nothing is advised th
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -323,9 +324,12 @@ def _rates(figures: Sequence[Figures], begin: float, end: float) -> dict[str, fl
     last = min((i for i, f in enumerate(looks) if f.at >= end * 1e9), default=len(looks) - 1)
     if last <= first:
         return {}
-    before, after = looks[first], looks[last]
-    elapsed = (after.at - before.at) / 1e9
-    return {name: (value - before.values.get(name, 0.0)) / elapsed for name, value in after.values.items()}
+    elapsed = (looks[last].at - looks[first].at) / 1e9
+    grown: dict[str, float] = {}
+    for before, after in itertools.pairwise(looks[first : last + 1]):
+        for name, value in after.values.items():  # a thread that ends takes its delay out of the sum
+            grown[name] = grown.get(name, 0.0) + max(0.0, value - before.values.get(name, 0.0))
+    return {name: value / elapsed for name, value in grown.items()}
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------

@@ -101,11 +101,9 @@ class _Told:
 
     def step(self) -> Step:
         window = self._window
-        parts: dict[str, list[Interval]] = {}
-        for name, pieces in _innermost(self._own, self._whole[0]).items():
-            if name != _WAIT:
-                parts[name] = pieces
         waits = [s for s in self._own if s.name == _WAIT]
+        waited = intersect(union((s.start, s.end) for s in waits), self._whole)
+        parts = _innermost([s for s in self._own if s.name != _WAIT], subtract(self._whole, waited))
         for wait in waits:
             for whom, pieces in self._missing(wait).items():
                 role = "rollout" if whom in ("weights", "reward") else whom
@@ -228,12 +226,12 @@ def _handles(span: SpanRecord, groups: Collection[int]) -> bool:
     return any(group in groups for group in span.args.get("groups", ()))
 
 
-def _innermost(spans: Sequence[SpanRecord], window: Interval) -> dict[str, list[Interval]]:
-    """Name -> when spans of that name were the innermost ones. Spans of one lane, which nest."""
+def _innermost(spans: Sequence[SpanRecord], within: Sequence[Interval]) -> dict[str, list[Interval]]:
+    """Name -> when, of the time `within`, spans of that name were the innermost ones. Spans of one lane, which nest."""
     found: dict[str, list[Interval]] = {}
     taken: list[Interval] = []
     for span in sorted(spans, key=lambda span: span.end - span.start):  # what lies inside is shorter
-        pieces = subtract(intersect([(span.start, span.end)], [window]), taken)
+        pieces = subtract(intersect([(span.start, span.end)], within), taken)
         found.setdefault(span.name, []).extend(pieces)
         taken = union([*taken, *pieces])
     return found

@@ -208,7 +208,7 @@ class ActorRole:
         over, num_batches = config.algorithm.normalize_batch, config.train.optimizer_steps_per_batch
         assert over is not None
         parts: list[Contribution] = []
-        async with aclosing(self._rounds(step)) as rounds:
+        async with aclosing(timed(self._ctx, self._rounds(step))) as rounds:
             async for made in rounds:
                 parts += [contribution(row.array("advantages"), row.array("loss_mask"), over) for row in made.rows]
                 self._job.bus.check(made)
@@ -406,7 +406,8 @@ class ActorRole:
         async def write_beside(pause_s: float) -> None:
             """An error ends the role, as one of training does."""
             written = asyncio.to_thread(self._trainer.write, folder, staged, extra)
-            await wait_for(written, name="save", peer="storage", deadline_s=SAVE_LIMIT_S)
+            with ctx.span("save", beside="checkpoint", version=version):
+                await wait_for(written, name="save", peer="storage", deadline_s=SAVE_LIMIT_S)
             await self._saved(version, folder, since, pause_s)
 
         self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")

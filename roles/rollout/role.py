@@ -383,7 +383,8 @@ class RolloutRole:
             await self._beside.update_weights(version, tensors)
             del tensors
             await self._job.bus.call("proved", EVALUATION_READER, version)
-            found = await self._evaluator.evaluate(self._beside, label, version, num_slots=evaluation.num_slots)
+            with self._ctx.span("evaluate beside", beside="evaluation", version=version):
+                found = await self._evaluator.evaluate(self._beside, label, version, num_slots=evaluation.num_slots)
             await self._job.bus.call("evaluated", label, found)
 
 

@@ -169,6 +169,10 @@ def test_processor_time_is_that_around_the_steps_of_the_newest_incarnation() -> 
     ]  # fmt: skip
     assert processor_of(figures, 20.5, 29.5) == Processor({"actor": 0.5}, {"actor-0.0": 0.4})
     assert processor_of([], 0, 1) == Processor()
+    ended = [
+        Figures("a.0", "cpu", at * 10**9, {"delayed": delayed}) for at, delayed in ((0, 1.0), (10, 6.0), (20, 2.0))
+    ]
+    assert processor_of(ended, 0, 20).delayed == {"a.0": 0.25}
 
 
 def test_the_setup_is_read_from_the_resolved_settings() -> None:
