@@ -322,9 +322,8 @@ class Coordinator(PartitionEndpoints, Actor):
         if every is None:
             return {}
         due = {f"version_{version}": version for version in range(every, newest + 1, every)}
-        at_end = (
-            self.config.rules.num_steps if self.config.evaluate_end else None
-        )  # the evaluation at the end does that
+        # The evaluation at the end is that of the last version.
+        at_end = self.config.rules.num_steps if self.config.evaluate_end else None
         return {
             label: version
             for label, version in due.items()
@@ -337,7 +336,8 @@ class Coordinator(PartitionEndpoints, Actor):
             pins = self.index.versions.pins
             if label in pins or due > version:
                 continue
-            if due == version and len(pins) < self.config.num_pinned:
+            # After the last version nothing is written any more: it waits for its turn where it is.
+            if due == version and (len(pins) < self.config.num_pinned or self.index.done):
                 self._emit({"event": "pin", "label": label, "slot": slot})
                 continue
             why = "its weights are gone, with the process or the run that held them"
