@@ -96,7 +96,9 @@ def summarize(
     time of its start, in seconds since the epoch."""
     metrics = run / "metrics.jsonl"
     steps, evaluations = step_records(metrics), evaluation_records(metrics)
-    first_time = next((r["time"] for r in read_records(metrics) if "step" in r and "reward_mean" in r), None)
+    since = started if started is not None else 0.0  # a resumed run has steps from before
+    told = (r["time"] for r in read_records(metrics) if "step" in r and "reward_mean" in r)
+    first_time = next((at for at in told if at >= since), None)
     counts = _audit(run)
     return Summary(
         name=run.resolve().name,
