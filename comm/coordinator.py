@@ -99,6 +99,8 @@ class Coordinator(PartitionEndpoints, Actor):
         self._wakes = Wakes()
         self._renewed: dict[int, float] = {}  # running group -> when progress was last seen
         self._granted: dict[int, float] = {}
+        self._put_at: dict[int, float] = {}  # group -> when its newest sample was seen
+        self._committed_at = clock()
         self._evaluators: dict[str, tuple[str, int]] = {}
         self._draining = False
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
@@ -320,9 +322,8 @@ class Coordinator(PartitionEndpoints, Actor):
         if every is None:
             return {}
         due = {f"version_{version}": version for version in range(every, newest + 1, every)}
-        at_end = (
-            self.config.rules.num_steps if self.config.evaluate_end else None
-        )  # the evaluation at the end does that
+        # The evaluation at the end is that of the last version.
+        at_end = self.config.rules.num_steps if self.config.evaluate_end else None
         return {
             label: version
             for label, version in due.items()
@@ -335,7 +336,8 @@ class Coordinator(PartitionEndpoints, Actor):
             pins = self.index.versions.pins
             if label in pins or due > version:
                 continue
-            if due == version and len(pins) < self.config.num_pinned:
+            # After the last version nothing is written any more: it waits for its turn where it is.
+            if due == version and (len(pins) < self.config.num_pinned or self.index.done):
                 self._emit({"event": "pin", "label": label, "slot": slot})
                 continue
             why = "its weights are gone, with the process or the run that held them"
@@ -508,6 +510,16 @@ class Coordinator(PartitionEndpoints, Actor):
         return await self._until(member, incarnation, reached)
 
     @endpoint
+    async def longest_wait(self, member: str, incarnation: int, step: int) -> dict[str, Any]:
+        """What a whole step that is not committed yet paid for its longest trajectories, in seconds: from when half of its
+        groups were there, and the version it trains on, to when the last was. 0 where samples came before a restart."""
+        times = sorted(self._put_at[group] for group in self.index.membership(step) if group in self._put_at)
+        if not times:
+            return {"longest_wait_s": 0.0}
+        half = times[(len(times) - 1) // 2]
+        return {"longest_wait_s": max(0.0, times[-1] - max(half, self._committed_at))}
+
+    @endpoint
     async def commit(
         self, member: str, incarnation: int, attempt: int, version: int, checksum: int, spans: list[Span]
     ) -> dict[str, Any]:
@@ -520,6 +532,8 @@ class Coordinator(PartitionEndpoints, Actor):
             self._emit(
                 {"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "spans": spans}
             )
+            self._committed_at = self._clock()
+            self._put_at = {group: at for group, at in self._put_at.items() if group in self.index.groups}
             self._report("committed", self.status())
             unbalanced = self.index.imbalance(scan=False)
             if unbalanced:
@@ -631,6 +645,8 @@ class Coordinator(PartitionEndpoints, Actor):
         self._journal.append(events)
         for event in events:
             self.index.apply(event)
+            if event["event"] == "put" and "info" in event:
+                self._put_at |= dict.fromkeys((span[0] for span in event["spans"]), self._clock())
         topics: set[str] = set()
         for event in events:
             owner = self.index.space.owner(event["ring"]) if event["event"] == "put" else None

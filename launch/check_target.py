@@ -153,8 +153,9 @@ def segment_bytes(
     shape: Shape | None = None,
     processes: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Shared memory by kind, in bytes: all of it is reserved at the start. Of the whole run, or of a node with so many
-    `processes` of each group. Without a `shape` every parameter is taken to be trained."""
+    """Shared memory by kind, in bytes: all of it is reserved at the start; and the copy of a checkpoint while it is written.
+    Of the whole run, or of a node with so many `processes` of each group. Without a `shape` every parameter is taken to be
+    trained."""
     if processes is None:
         processes = {group.name: group.replicas * group.processes for group in config.groups}
     groups = [(group, processes.get(group.name, 0)) for group in config.groups]
@@ -167,12 +168,13 @@ def segment_bytes(
         # Every tensor starts at a multiple of 64 bytes.
         "weight slab": config.num_weight_slots * (num_parameters * width + num_tensors * 64) if takes_weights else 0,
     }
+    versions = sum(
+        n * _snapshot(config, num_parameters, shape, group.processes) for group, n in groups if "actor" in group.roles
+    )
     if config.train.hot_snapshot:
-        found["hot snapshots"] = sum(
-            _SNAPSHOTS * n * _snapshot(config, num_parameters, shape, group.processes)
-            for group, n in groups
-            if "actor" in group.roles
-        )
+        found["hot snapshots"] = _SNAPSHOTS * versions
+    if config.train.save_every is not None:
+        found["checkpoint being written"] = versions
     return found
 
 

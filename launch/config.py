@@ -216,6 +216,7 @@ def _apply(tree: dict[str, Any], root: type[BaseModel], text: str) -> None:
         raise ConfigError(f"--set must look like path=value, got {text!r}. For example: --set train.lr=1e-6")
     owner: type[BaseModel] | None = root
     node: Any = tree
+    by_name = False  # `node` holds sections of type `owner` under names of the user's
     for index, name in enumerate(names):
         shown, last = ".".join(names[: index + 1]), index == len(names) - 1
         if isinstance(node, list | tuple):
@@ -223,15 +224,17 @@ def _apply(tree: dict[str, Any], root: type[BaseModel], text: str) -> None:
                 raise ConfigError(f"--set {shown} must end in an index below {len(node)}, got {name!r}. Count from 0")
             key: Any = int(name)
         else:
-            if owner is not None and name not in owner.model_fields:
+            if owner is not None and not by_name and name not in owner.model_fields:
                 hint = nearest(name, list(owner.model_fields))
                 raise ConfigError(f"{shown} must be a field of {owner.__name__}, got an unknown name. {hint}")
             key = name
-        field = owner.model_fields.get(name) if owner is not None and isinstance(key, str) else None
+        named = isinstance(key, str) and not by_name
+        field = owner.model_fields.get(name) if owner is not None and named else None
         if last:
             node[key] = _parse(raw, field.annotation if field is not None else None)
             return
-        below = field_section(owner, name) if owner is not None and isinstance(key, str) else owner
+        below = field_section(owner, name) if owner is not None and named else owner
+        by_name = field is not None and get_origin(field.annotation) is dict
         child = node[key] if isinstance(key, int) else node.get(key)
         if isinstance(child, tuple):
             child = list(child)

@@ -9,6 +9,7 @@ Invariant: every finding names the figures that led to it; nothing is advised th
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -68,10 +69,12 @@ class Setup:
 @dataclass(frozen=True, slots=True)
 class Processor:
     """Cores kept busy, on average over the steps: `groups` by role group or service, `loops` by process: the part of it that
-    its event loop takes, which is the runtime's own work and a role's light work."""
+    its event loop takes, which is the runtime's own work and a role's light work. `delayed` by process: the share of its time
+    for which it was ready to run and had no core, summed over its threads."""
 
     groups: Mapping[str, float] = field(default_factory=dict)
     loops: Mapping[str, float] = field(default_factory=dict)
+    delayed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -105,7 +108,8 @@ class RoleShare:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Averages over steps `first` to `last`; `trainer` in seconds a step. The first finding says what limits the run."""
+    """Averages over steps `first` to `last` but for `num_left_out`, in which the trainer waited for roles to start: `starts`,
+    seconds by role. `trainer` in seconds a step. The first finding says what limits the run."""
 
     first: int
     last: int
@@ -115,10 +119,17 @@ class Explanation:
     roles: Mapping[str, RoleShare]
     processor: Processor
     findings: tuple[Finding, ...]
+    num_left_out: int = 0
+    starts: Mapping[str, float] = field(default_factory=dict)
 
 
 def explain(steps: Sequence[Step], setup: Setup, processor: Processor) -> Explanation:
     """What `steps`, at least one, say about the run."""
+    first, last = steps[0].step, steps[-1].step
+    starts = {n: s for n, s in _sum(step.trainer for step in steps).items() if n.startswith("start of ") and s}
+    steady = [step for step in steps if not any(step.trainer.get(name) for name in starts)]
+    num_left_out = len(steps) - len(steady) if steady else 0
+    steps = steady or steps
     num = len(steps)
     step_s = sum(step.step_s for step in steps) / num
     names = sorted({name for step in steps for name in step.trainer})
@@ -128,7 +139,8 @@ def explain(steps: Sequence[Step], setup: Setup, processor: Processor) -> Explan
     roles = {name: _share(name, steps) for name in sorted({name for step in steps for name in step.roles})}
     found = [_limit(step_s, trainer, longest_s, roles, setup)]
     found += [finding for finding in (_processors(setup, processor), _runtime(processor)) if finding is not None]
-    return Explanation(steps[0].step, steps[-1].step, step_s, trainer, longest_s, roles, processor, tuple(found))
+    starts = {name.removeprefix("start of "): seconds for name, seconds in starts.items()}
+    return Explanation(first, last, step_s, trainer, longest_s, roles, processor, tuple(found), num_left_out, starts)
 
 
 def _share(role: str, steps: Sequence[Step]) -> RoleShare:
@@ -249,8 +261,16 @@ def _others(whom: str, setup: Setup) -> tuple[str, tuple[str, ...]]:
 
 
 def _processors(setup: Setup, processor: Processor) -> Finding | None:
+    delayed = sorted(processor.delayed.items(), key=lambda item: -item[1])
     if processor.total < _FULL * setup.num_cores:
-        return None
+        if not delayed or delayed[0][1] < 2 * _LITTLE:
+            return None
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in delayed if share >= _LITTLE)
+        waited = f"of the time these were ready to run and had no core: {shares}"
+        others = f"the run itself keeps only {processor.total:.2f} of {setup.num_cores} cores busy"
+        return Finding(
+            "processors", "other programs take the processors.", (waited, others), ("cores of its own for this run",)
+        )
     change = ["a machine with more cores: what one role gains here, another loses"]
     if setup.num_threads > setup.num_cores:
         change.insert(
@@ -284,12 +304,15 @@ def _each(waits: Mapping[str, float], step_s: float) -> list[str]:
 def processor_of(figures: Sequence[Figures], begin: float, end: float) -> Processor:
     """Cores busy from `begin` to `end`, seconds since the epoch, from what the timeline noted every few seconds."""
     loops: dict[str, float] = {}
+    delayed: dict[str, float] = {}
     for process in sorted({f.process for f in figures if f.name == "cpu"}):
         rates = _rates([f for f in figures if f.name == "cpu" and f.process == process], begin, end)
         if "loop" in rates:
             loops[process] = rates["loop"]
+        if "delayed" in rates:
+            delayed[process] = max(0.0, rates["delayed"])
     groups = _rates([f for f in figures if f.name == "cores"], begin, end)
-    return Processor(dict(sorted(groups.items(), key=lambda item: -item[1])), loops)
+    return Processor(dict(sorted(groups.items(), key=lambda item: -item[1])), loops, delayed)
 
 
 def _rates(figures: Sequence[Figures], begin: float, end: float) -> dict[str, float]:
@@ -301,9 +324,12 @@ def _rates(figures: Sequence[Figures], begin: float, end: float) -> dict[str, fl
     last = min((i for i, f in enumerate(looks) if f.at >= end * 1e9), default=len(looks) - 1)
     if last <= first:
         return {}
-    before, after = looks[first], looks[last]
-    elapsed = (after.at - before.at) / 1e9
-    return {name: (value - before.values.get(name, 0.0)) / elapsed for name, value in after.values.items()}
+    elapsed = (looks[last].at - looks[first].at) / 1e9
+    grown: dict[str, float] = {}
+    for before, after in itertools.pairwise(looks[first : last + 1]):
+        for name, value in after.values.items():  # a thread that ends takes its delay out of the sum
+            grown[name] = grown.get(name, 0.0) + max(0.0, value - before.values.get(name, 0.0))
+    return {name: value / elapsed for name, value in grown.items()}
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------
@@ -311,7 +337,12 @@ def _rates(figures: Sequence[Figures], begin: float, end: float) -> dict[str, fl
 
 def lines(run: str, found: Explanation) -> list[str]:
     """The explanation as text."""
-    text = [f"run {run}: steps {found.first} to {found.last}, {found.step_s:.3f} s a step", ""]
+    text = [f"run {run}: steps {found.first} to {found.last}, {found.step_s:.3f} s a step"]
+    if found.starts:
+        starts = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in found.starts.items())
+        left_out = f" (steps left out below: {found.num_left_out})" if found.num_left_out else ""
+        text.append(f"the trainer waited for roles to start, at first or again: {starts}{left_out}")
+    text.append("")
     for finding in found.findings:
         text += [finding.text, *(f"  because {why}" for why in finding.why)]
         text += [f"  change  {change}" for change in finding.change] + [""]

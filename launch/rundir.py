@@ -7,7 +7,7 @@ when that process ends, however it ends, so nothing stale is ever left to clean.
     runs/latest -> quickstart
     runs/quickstart/
       config.py  config.resolved.json  environment.json  summary.json  supervisor.json (0600, while it runs)
-      metrics.jsonl  events.jsonl  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
+      metrics.jsonl  events.jsonl  timeline/  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
 
 A name that has been used gets the next number (`runs/quickstart-2`); a name whose run is alive is refused.
 """

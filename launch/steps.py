@@ -12,6 +12,8 @@ groups G is told apart by what those groups were still missing:
        has no lease   being generated        reward
        (or rollout, where that is busy)
 
+What of it passes while every process of that role is starting, at first or again, is told apart as "start of <role>".
+
 Every other role waits for `actor` where nothing may be generated yet, else for `rollout`. A trainer's wait for rollout, from
 when nine in ten of the step's prompt groups were there to the last of them, is its wait for the longest trajectories.
 """
@@ -59,7 +61,7 @@ class Step:
     start: float
     step_s: float
     trainer: Mapping[str, float]
-    """Its parts, in seconds: "train", "commit", ..., "wait for <role>", "other". They sum to `step_s`."""
+    """Its parts, in seconds: "train", "commit", ..., "wait for <role>", "start of <role>", "other". They sum to `step_s`."""
     longest_s: float
     """The trainer's wait for the step's longest trajectories, a part of its wait for rollout."""
     roles: Mapping[str, RoleUse]
@@ -104,14 +106,15 @@ class _Told:
 
     def step(self) -> Step:
         window = self._window
-        parts: dict[str, list[Interval]] = {}
-        for name, pieces in _innermost(self._own, self._whole[0]).items():
-            if name != _WAIT:
-                parts[name] = pieces
         waits = [s for s in self._own if s.name == _WAIT]
+        waited = intersect(union((s.start, s.end) for s in waits), self._whole)
+        parts = _innermost([s for s in self._own if s.name != _WAIT], subtract(self._whole, waited))
         for wait in waits:
             for whom, pieces in self._missing(wait).items():
-                parts.setdefault(f"wait for {whom}", []).extend(pieces)
+                role = "rollout" if whom in ("weights", "reward") else whom
+                starting = self._starting(role)
+                parts.setdefault(f"start of {role}", []).extend(intersect(union(pieces), starting))
+                parts.setdefault(f"wait for {whom}", []).extend(subtract(union(pieces), starting))
         seconds = {name: length(pieces) / 1e9 for name, pieces in parts.items() if pieces}
         seconds["other"] = (window.end - window.start) / 1e9 - sum(seconds.values())
         return Step(
@@ -157,6 +160,19 @@ class _Told:
         else:
             found["coordinator"] = [(at, end)]
         return found
+
+    def _starting(self, role: str) -> list[Interval]:
+        """When no process of a role was there to work: from the end of its old incarnation to what follows its load."""
+        down = self._whole
+        processes = {s.process for s in self._spans if s.role == role}
+        for process in processes:
+            own = [s for s in self._spans if s.process == process and s.role == role]
+            gaps = []
+            for load in (s for s in own if s.name == "load"):
+                old = [s.end for s in own if s.incarnation < load.incarnation]
+                gaps.append((max(old, default=self._window.start), load.end))
+            down = intersect(down, union(gaps))
+        return down if processes else []
 
     def _tail(self, waits: Iterable[SpanRecord]) -> list[Interval]:
         """From when most of the step's prompt groups were there to when all were."""
@@ -215,12 +231,12 @@ def _handles(span: SpanRecord, groups: Collection[int]) -> bool:
     return any(group in groups for group in span.args.get("groups", ()))
 
 
-def _innermost(spans: Sequence[SpanRecord], window: Interval) -> dict[str, list[Interval]]:
-    """Name -> when spans of that name were the innermost ones. Spans of one lane, which nest."""
+def _innermost(spans: Sequence[SpanRecord], within: Sequence[Interval]) -> dict[str, list[Interval]]:
+    """Name -> when, of the time `within`, spans of that name were the innermost ones. Spans of one lane, which nest."""
     found: dict[str, list[Interval]] = {}
     taken: list[Interval] = []
     for span in sorted(spans, key=lambda span: span.end - span.start):  # what lies inside is shorter
-        pieces = subtract(intersect([(span.start, span.end)], [window]), taken)
+        pieces = subtract(intersect([(span.start, span.end)], within), taken)
         found.setdefault(span.name, []).extend(pieces)
         taken = union([*taken, *pieces])
     return found

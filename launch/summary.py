@@ -62,7 +62,8 @@ class Summary:
     first_step_s: float | None = None
     """Seconds from the start of the run to its first committed step."""
     longest_wait_s: float | None = None
-    """Seconds a step that the trainer stood still for the last rows, those of the step's longest trajectories; the mean."""
+    """Seconds from when half of a step's prompt groups were there, and the version it trains on, to when the last was: what
+    its longest trajectories cost; the mean over steps."""
     staleness_tokens: Mapping[str, int] = field(default_factory=dict)
     """Policy versions between a token's step and its own version -> tokens trained."""
     staleness_histogram: Mapping[str, int] = field(default_factory=dict)

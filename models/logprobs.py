@@ -6,7 +6,7 @@ the call: it gets no rows to multiply, and in its place the R hidden states that
 weight in chunks. Does not own packing, nor any loss.
 
 Invariant: at most `chunk_tokens` rows of float32 logits exist at a time, in forward and in backward, which computes them
-again. Log-probs are those of the whole vocabulary after the temperature, as engines report them.
+again unless one chunk holds all rows. Log-probs are those of the whole vocabulary after the temperature, as engines report them.
 
 Shapes: B rows, L tokens a row, R response tokens, C tokens a chunk, H hidden size, V vocabulary.
 """
@@ -128,9 +128,12 @@ class _Score(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         log_probs_R = hidden_RH.new_empty(len(hidden_RH), dtype=torch.float32)
         entropy_R = torch.empty_like(log_probs_R) if with_entropy else None
+        ctx.kept_CV = None
         for start in range(0, len(hidden_RH), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             all_CV = _all_log_probs(hidden_RH[part], weight_VH, bias_V, temperature)
+            if len(all_CV) == len(hidden_RH):
+                ctx.kept_CV = all_CV
             log_probs_R[part] = all_CV.gather(1, targets_R[part, None])[:, 0]
             if entropy_R is not None:
                 entropy_R[part] = _entropy(all_CV, all_CV.exp())
@@ -145,7 +148,9 @@ class _Score(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
         for start in range(0, len(hidden_RH), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
-            all_CV = _all_log_probs(hidden_RH[part], weight_VH, bias_V, ctx.temperature)
+            all_CV, ctx.kept_CV = ctx.kept_CV, None  # the backward of this is the first: it is soon free
+            if all_CV is None:
+                all_CV = _all_log_probs(hidden_RH[part], weight_VH, bias_V, ctx.temperature)
             grad_CV = _grad_logits(
                 all_CV,
                 targets_R[part, None],

@@ -137,10 +137,7 @@ class ActorRole:
             self._parity.taken()  # of a step that ran before and was not whole
         if config.algorithm.normalize_batch is not None and not await self._whiten(step):
             return None
-        longest_wait_s, asked = 0.0, time.monotonic()
         async for made in timed(self._ctx, self._rounds(step)):
-            if made.closes and made.update == config.train.optimizer_steps_per_batch - 1:
-                longest_wait_s = time.monotonic() - asked  # what the step's longest trajectories cost the trainer
             rows, seen = await self._ctx.compute(self._read, made, step)
             if self._parity is not None:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
@@ -161,7 +158,6 @@ class ActorRole:
                 ages += seen
             whole = made.last
             self._ctx.progress()
-            asked = time.monotonic()
         if not whole:
             await self._undo(step)
             return None
@@ -184,10 +180,11 @@ class ActorRole:
             "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / num_samples,
             "staleness_max": max(age for age, count in enumerate(by_age_all) if count),
             "staleness_tokens": {str(age): int(count) for age, count in enumerate(by_token_all) if count},
-            "longest_wait_s": longest_wait_s, "waits_s": totals(),
+            "waits_s": totals(),
         }  # fmt: skip
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
+            metrics |= await self._job.bus.call("longest_wait", step)
             with self._ctx.span("report", step=step):
                 await self._ctx.report("metrics", metrics)
             await self._judge_gap(metrics)
@@ -211,7 +208,7 @@ class ActorRole:
         over, num_batches = config.algorithm.normalize_batch, config.train.optimizer_steps_per_batch
         assert over is not None
         parts: list[Contribution] = []
-        async with aclosing(self._rounds(step)) as rounds:
+        async with aclosing(timed(self._ctx, self._rounds(step))) as rounds:
             async for made in rounds:
                 parts += [contribution(row.array("advantages"), row.array("loss_mask"), over) for row in made.rows]
                 self._job.bus.check(made)
@@ -409,7 +406,8 @@ class ActorRole:
         async def write_beside(pause_s: float) -> None:
             """An error ends the role, as one of training does."""
             written = asyncio.to_thread(self._trainer.write, folder, staged, extra)
-            await wait_for(written, name="save", peer="storage", deadline_s=SAVE_LIMIT_S)
+            with ctx.span("save", beside="checkpoint", version=version):
+                await wait_for(written, name="save", peer="storage", deadline_s=SAVE_LIMIT_S)
             await self._saved(version, folder, since, pause_s)
 
         self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")

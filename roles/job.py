@@ -9,8 +9,8 @@ Owns opening them once a process, whichever role comes first. Owns no work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,16 +64,17 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     return JobConfig.from_resolved(resolved), prepared["model_path"], device
 
 
-async def timed(ctx: WorkerContext, rounds: AsyncIterator[Round]) -> AsyncIterator[Round]:
+async def timed(ctx: WorkerContext, rounds: AsyncGenerator[Round, None]) -> AsyncGenerator[Round, None]:
     """The same rounds; how long the role waits for each of them, and for which prompt groups, is in the timeline."""
-    while True:
-        with ctx.span("wait for a round") as waiting:
-            made = await anext(rounds, None)
-            if made is not None:
-                waiting.tell(step=made.step, groups=groups_of(made))
-        if made is None:
-            return
-        yield made
+    async with aclosing(rounds):
+        while True:
+            with ctx.span("wait for a round") as waiting:
+                made = await anext(rounds, None)
+                if made is not None:
+                    waiting.tell(step=made.step, groups=groups_of(made))
+            if made is None:
+                return
+            yield made
 
 
 def groups_of(made: Round) -> list[int]:

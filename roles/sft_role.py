@@ -30,7 +30,8 @@ class SftRole:
             )
         await ctx.ready()
 
-        await run_warm_up(ctx, trainer)
+        with ctx.span("train"):
+            await run_warm_up(ctx, trainer)
         folder = folder_of(ctx.run_dir / "checkpoints", config.sft.steps)
         with ctx.section("save", LOAD_LIMIT_S):
             await ctx.compute(trainer.save, folder, {"version": None, "index": {}}, tokenizer_path=model_path)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -107,15 +107,21 @@ def _path(item: Any, title: type[Section] | None) -> list[str]:
     """The names and indices on the way to a mistake; pydantic's tags for the branches of a union are left out."""
     names: list[str] = []
     owner: type[BaseModel] | None = title
+    by_name = False  # sections under names of the user's
     for part in item["loc"]:
         known = title is None or (
             owner is not None and (part in owner.model_fields or item["type"] == "extra_forbidden")
         )
         if isinstance(part, int):
             names.append(str(part))
+        elif by_name:
+            names.append(part)
+            by_name = False
         elif known:
             names.append(part)
+            field = owner.model_fields.get(part) if owner is not None else None
             owner = field_section(owner, part) if owner is not None else None
+            by_name = owner is not None and field is not None and get_origin(field.annotation) is dict
     return names
 
 

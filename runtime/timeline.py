@@ -11,7 +11,7 @@ A lane is "role" or "role/activity"; what may overlap in time has a lane of its 
     RUN/timeline/<group>.<rank>/<incarnation>.<number>.jsonl
       {"timeline":1,"group":"actor-0",...,"wall_ns":...,"monotonic_ns":...,"boot":"..."}    first line of every file
       ["train","actor",<start>,<duration>,3,{"rows":64},0]           nanoseconds, monotonic; the last field: 1 = still open
-      {"at":<ns>,"name":"cpu","values":{"process":1.25,"loop":0.03}}  seconds of processor time so far
+      {"at":<ns>,"name":"cpu","values":{"process":1.25,"loop":0.03,"delayed":0.4}}  seconds of processor time so far
 
 Invariants: recording never waits for a disk and never raises; a process's files take `NUM_FILES * FILE_BYTES` at most, the
 oldest go first; a batch is one write, so that a killed process leaves whole lines but perhaps for the last one; what was
@@ -257,9 +257,17 @@ def _wait_record(name: str, held: list[Any], still: int) -> tuple[Any, ...]:
 
 
 def processor_seconds() -> dict[str, float]:
-    """Processor time of this process so far, and of its main thread, where the event loop runs."""
+    """Processor time of this process so far; of its main thread, where the event loop runs; and for how long its threads
+    were ready to run and had no core ("delayed", where the kernel tells it)."""
     loop = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-    return {"process": time.process_time(), "loop": time.clock_gettime(loop)}
+    seconds = {"process": time.process_time(), "loop": time.clock_gettime(loop)}
+    if not Path("/proc/self/schedstat").exists():
+        return seconds
+    delayed_ns = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            delayed_ns += int((thread / "schedstat").read_text().split()[1])
+    return {**seconds, "delayed": delayed_ns / 1e9}
 
 
 def _boot_id() -> str:

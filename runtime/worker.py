@@ -67,7 +67,8 @@ async def run(me: Membership, references: Sequence[str]) -> None:
     try:
         async with me.beating(), await serve(WorkerActor(process, references), address, token=me.token, name=me.group):
             contexts = [WorkerContext(process) for _ in references]
-            with me.heartbeat.section("load", LOAD_LIMIT_S):
+            loading = timeline.span("load", contexts[0].role_group, part="classes")
+            with loading, me.heartbeat.section("load", LOAD_LIMIT_S):
                 classes = await contexts[0].compute(_load, references)
             for context, role_class in zip(contexts, classes, strict=True):
                 context.role = getattr(role_class, "role", context.role_group)

@@ -35,6 +35,9 @@ ELSEWHERE = {
     "make demo KILL=actor": "test_make_runs_what_the_readme_says",
     "rondo status": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
     "rondo stop": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
+    "rondo explain": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
+    "rondo timeline --steps 20:25 --out trace.json": "tests/e2e: "
+    "test_each_role_killed_once_comes_back_alone_and_nothing_is_lost_or_trained_twice",
     "rondo resume runs/quickstart": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
     "rondo bench recovery": "measured by hand: it times a machine",
     "rondo bench calls": "measured by hand: it times a machine",

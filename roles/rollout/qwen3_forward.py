@@ -6,7 +6,8 @@ the truth: `load` writes them in place and then refreshes the copies, also in pl
 Invariant: the logits equal the module's to rounding. What is fused: one product for q, k and v, one for gate and up; decode
 rows and new prompts share every product; the residual is added by the product itself; a rotary embedding is one complex
 multiplication, because head dimensions are permuted so that a rotated pair is adjacent (q and k alike, so their products
-are unchanged); a group of query heads is folded into the query length, so attention reads each key and value once.
+are unchanged); a group of query heads is folded into the query length, so attention reads each key and value once, and where
+lengths differ a few rows at a time, so that they are not read up to the longest of all.
 
     cache [layer, slot, key heads then value heads, position, head_dim]      decode row i is slot i
 
@@ -30,6 +31,8 @@ from rondo.roles.rollout.slots import Batch, Prefill
 
 KV_BLOCK = 16
 """Positions by which the attended range grows; views of the cache are reused in between."""
+ROWS_TOGETHER, WORTH_PARTING = 8, 0.85
+"""Decode rows of one attention where lengths differ, and the part of the reads from which on it is not worth the more calls."""
 
 
 def is_plain_qwen3(model: Any) -> bool:
@@ -45,6 +48,20 @@ def is_plain_qwen3(model: Any) -> bool:
     )
 
 
+_Views = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values [rows, K, upto, D] of each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Decode rows that attend together."""
+
+    rows: slice
+    views: _Views
+    mask: torch.Tensor
+    """additive [rows, 1, 1, upto]"""
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     module: Any
@@ -57,6 +74,20 @@ class _Layer:
     down: Product
     qk_norm: torch.Tensor
     """[H + K, D], the q norm's weight for every query head, then the k norm's"""
+
+
+def ranges(positions: np.ndarray) -> list[tuple[int, int]]:
+    """(end, positions to attend to) of each part of the decode rows, in their order, for their positions int64 [n], n > 0.
+
+    One part where all are about as long; else `ROWS_TOGETHER` rows a part, so that each is read up to its own longest.
+    """
+    upto = (positions // KV_BLOCK + 1) * KV_BLOCK
+    starts = np.arange(0, len(upto), ROWS_TOGETHER)
+    longest = np.maximum.reduceat(upto, starts)
+    ends = np.append(starts[1:], len(upto))
+    if (longest * (ends - starts)).sum() > WORTH_PARTING * len(upto) * longest.max():
+        return [(len(upto), int(longest.max()))]
+    return list(zip(ends.tolist(), longest.tolist(), strict=True))
 
 
 class Qwen3Forward:
@@ -86,7 +117,7 @@ class Qwen3Forward:
             self._turn = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
         heads = 2 * self._num_kv
         self._row_of_slot = (np.arange(num_slots) * heads * self._length)[:, None] + np.arange(heads) * self._length
-        self._views: tuple[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = ((-1, -1), [])
+        self._views: dict[tuple[int, int, int], _Views] = {}
 
     modalities: tuple[str, ...] = ()
     keeps_prefixes = True
@@ -113,10 +144,10 @@ class Qwen3Forward:
         x_NE = F.embedding(torch.from_numpy(tokens).to(device), self._model.model.embed_tokens.weight)
         at_N = torch.from_numpy(positions).to(device)
         turn_N1d = self._turn.index_select(0, at_N)[:, None]
-        views, mask = self._attended(num_decode, batch.positions, at_N)
+        parts = self._attended(num_decode, batch.positions, at_N)
         rows = torch.from_numpy(cache_rows).to(device)
         for index, layer in enumerate(self._layers):
-            x_NE = self._layer(index, layer, x_NE, turn_N1d, rows, num_decode, views, mask, prompts)
+            x_NE = self._layer(index, layer, x_NE, turn_N1d, rows, num_decode, parts, prompts)
         if prompts:
             last = num_decode - 1 + np.cumsum([prompt.tokens.size for prompt in prompts])
             keep = np.concatenate([np.arange(num_decode), last])
@@ -144,8 +175,7 @@ class Qwen3Forward:
         turn_N1d: torch.Tensor,
         rows: torch.Tensor,
         num_decode: int,
-        views: list[tuple[torch.Tensor, torch.Tensor]],
-        mask: torch.Tensor | None,
+        parts: list[_Part],
         prompts: tuple[Prefill, ...],
     ) -> torch.Tensor:
         num_rows, num_q, num_kv, dim = len(x_NE), self._num_q, self._num_kv, self._dim
@@ -158,17 +188,12 @@ class Qwen3Forward:
         qk_NBD.copy_(torch.view_as_real(turned).view(num_rows, -1, dim))
         self._flat[index].index_put_((rows,), heads_NAD[:, num_q:])
         q_NHD = heads_NAD[:, :num_q]
-        if not prompts:
-            keys, values = views[index]
-            seen = F.scaled_dot_product_attention(q_NHD.view(-1, num_kv, group, dim), keys, values, attn_mask=mask)
-            seen_NX = seen.transpose(1, 2).reshape(num_rows, -1)
+        if not prompts and len(parts) == 1:
+            seen_NX = self._decoded(index, parts[0], q_NHD).reshape(num_rows, -1)
         else:
             seen_NGKD = x_NE.new_empty(num_rows, group, num_kv, dim)
-            if num_decode:
-                keys, values = views[index]
-                q = q_NHD[:num_decode].view(-1, num_kv, group, dim)
-                seen = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-                seen_NGKD[:num_decode] = seen.transpose(1, 2)
+            for part in parts:
+                seen_NGKD[part.rows] = self._decoded(index, part, q_NHD)
             start = num_decode
             for prompt in prompts:
                 end = start + prompt.tokens.size
@@ -187,19 +212,34 @@ class Qwen3Forward:
         gate, up = gate_up.chunk(2, -1)
         return layer.down.add(x_NE, F.silu(gate).mul_(up))
 
-    def _attended(
-        self, num_decode: int, positions: np.ndarray, at_N: torch.Tensor
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
-        """Keys and values [n, K, kv, D] of every layer and the additive mask [n, 1, 1, kv] for the decode rows."""
+    def _decoded(self, index: int, part: _Part, q_NHD: torch.Tensor) -> torch.Tensor:
+        """What rows of a part see in a layer: [rows, G, K, D]."""
+        keys, values = part.views[index]
+        q = q_NHD[part.rows].view(-1, self._num_kv, self._num_q // self._num_kv, self._dim)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=part.mask).transpose(1, 2)
+
+    def _attended(self, num_decode: int, positions: np.ndarray, at_N: torch.Tensor) -> list[_Part]:
+        """The decode rows in parts, each with the positions of the cache that its longest row attends to."""
         if not num_decode:
-            return [], None
-        upto = self._length if self._fixed_shapes else (int(positions.max()) // KV_BLOCK + 1) * KV_BLOCK
-        if self._views[0] != (num_decode, upto):
-            keys, values = self._cache[:, :num_decode, :, :upto].split(self._num_kv, 2)
-            self._views = ((num_decode, upto), list(zip(keys.unbind(0), values.unbind(0), strict=True)))
+            return []
         mask = self._mask[:num_decode]
         mask.scatter_(1, at_N[:num_decode, None], 0.0)
-        return self._views[1], mask[:, None, None, :upto]
+        ends = [(num_decode, self._length)] if self._fixed_shapes else ranges(positions)
+        parts, start = [], 0
+        for end, upto in ends:
+            views = self._views_of(start, end, upto)
+            parts.append(_Part(slice(start, end), views, mask[start:end, None, None, :upto]))
+            start = end
+        return parts
+
+    def _views_of(self, start: int, end: int, upto: int) -> _Views:
+        key = start, end, upto
+        if key not in self._views:
+            if len(self._views) > self._num_slots * self._length // KV_BLOCK:
+                self._views.clear()
+            keys, values = self._cache[:, start:end, :, :upto].split(self._num_kv, 2)
+            self._views[key] = list(zip(keys.unbind(0), values.unbind(0), strict=True))
+        return self._views[key]
 
     def _show(self, slot: int, length: int) -> None:
         """Lets a slot's later tokens attend to its first `length` positions and to no other."""

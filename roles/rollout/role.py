@@ -334,19 +334,13 @@ class RolloutRole:
 
     def _columns(self, prompt: np.ndarray, done: Sequence[Completion]) -> list[Column]:
         """The base columns of some samples of a prompt."""
+        mask_old = self._job.config.rollout.mask_old_tokens
         return [
             Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
-            Column("loss_mask", "uint8", [self._trained(c) for c in done]),
+            Column("loss_mask", "uint8", [loss_mask(c, mask_old) for c in done]),
             Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
             Column("policy_versions", "int32", [c.policy_versions for c in done]),
         ]
-
-    def _trained(self, completion: Completion) -> np.ndarray:
-        """The tokens that the loss counts, uint8 [R]: all, or those of the newest weights that the sample saw."""
-        versions = completion.policy_versions
-        if not self._job.config.rollout.mask_old_tokens:
-            return np.ones(len(versions), np.uint8)
-        return (versions == versions.max()).astype(np.uint8)
 
     def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
         """The group's first sample, for people to read: one line in samples/step_N.jsonl."""
@@ -389,8 +383,15 @@ class RolloutRole:
             await self._beside.update_weights(version, tensors)
             del tensors
             await self._job.bus.call("proved", EVALUATION_READER, version)
-            found = await self._evaluator.evaluate(self._beside, label, version, num_slots=evaluation.num_slots)
+            with self._ctx.span("evaluate beside", beside="evaluation", version=version):
+                found = await self._evaluator.evaluate(self._beside, label, version, num_slots=evaluation.num_slots)
             await self._job.bus.call("evaluated", label, found)
+
+
+def loss_mask(completion: Completion, mask_old: bool) -> np.ndarray:
+    """The tokens that the loss counts, uint8 [R]: all, or with `mask_old` those of the newest weights that the sample saw."""
+    versions = completion.policy_versions
+    return (versions == versions.max()).astype(np.uint8) if mask_old else np.ones(len(versions), np.uint8)
 
 
 def _versions(completion: Completion) -> tuple[int, int]:

@@ -404,10 +404,11 @@ def test_columns_for_the_media_of_a_group_are_refused() -> None:
     assert bus.index.refused_rows == 1
 
 
-def fixed(budget: int, order: list[int], *, ranks: int = 1) -> list[list[list[list[int]]]]:
+def fixed(budget: int, order: list[int], *, ranks: int = 1, **changes: int) -> list[list[list[list[int]]]]:
     """[round][rank] -> rows of a step of four groups that become ready in `order`, planned as soon as anything is."""
-    streams = tuple(replace(stream, fixed=True) for stream in STREAMS)
-    bus = Driver(groups_per_step=4, streams=streams)
+    streams = [replace(stream, fixed=True) for stream in STREAMS]
+    streams[-1] = replace(streams[-1], **changes)
+    bus = Driver(groups_per_step=4, streams=tuple(streams))
     bus.emit(event="join", stream="actor", member="actor-0", ranks=ranks, tokens=budget)
     admitted = bus.admit(0)
     rounds = []
@@ -426,6 +427,15 @@ def fixed(budget: int, order: list[int], *, ranks: int = 1) -> list[list[list[li
 def test_fixed_rounds_are_the_same_in_whatever_order_groups_become_ready(budget: int, ranks: int) -> None:
     orders = list(itertools.permutations(range(4)))
     assert all(fixed(budget, list(order), ranks=ranks) == fixed(budget, [0, 1, 2, 3], ranks=ranks) for order in orders)
+
+
+@pytest.mark.parametrize("budget", [10, 30, 45, 1000])
+def test_fixed_rounds_of_several_updates_and_passes_are_the_same_too(budget: int) -> None:
+    updates = {"mini_batches": 2, "passes": 2}
+    first, *others = (fixed(budget, list(order), **updates) for order in itertools.permutations(range(4)))
+    assert all(other == first for other in others)
+    seen = [row for made in first for row in made[0]]
+    assert sorted(seen) == sorted([[group, sample] for group in range(4) for sample in range(2)] * 2)
 
 
 def test_fixed_rounds_are_trained_as_soon_as_they_are_certain() -> None:

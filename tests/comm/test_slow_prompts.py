@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from rondo.comm.index import Index
 from tests.comm.driver import Driver
+from tests.comm.inprocess import InProcess, Store, put
 
 NUM_ROWS, NUM_PASSES = 12, 4
 PER_STEP = 3
@@ -70,3 +72,33 @@ def test_a_step_that_took_what_ends_first_would_be_seen(monkeypatch: pytest.Monk
     trained = trained_by_row(max_staleness=1, num_slots=64, spare_groups=2)
     slow = [trained[row] for row in range(NUM_ROWS) if decode_steps(row) == 40]
     assert sum(slow) < NUM_PASSES * len(slow)
+
+
+async def test_the_wait_for_a_steps_longest_trajectories_begins_when_half_of_it_and_its_version_are_there(
+    tmp_path: Path,
+) -> None:
+    store = Store()
+    run = InProcess(tmp_path, store, ring_bytes=1 << 16, groups_per_step=4, samples_per_group=2, max_staleness=1)
+    try:
+        await run.start()
+        actor, rollout = await run.bus("actor-0"), await run.bus("rollout-0")
+        await actor.call("commit", 0, 0, 7, [])
+        await rollout.call("proved", "rollout.0", 0)
+        grants = (await rollout.call("lease", 8, []))["grants"]
+        for step, (times, committed_at, expected) in enumerate((((1, 2, 3, 11), 0, 9.0), ((12, 12, 13, 20), 15, 5.0))):
+            run.clock = float(committed_at)
+            if step:
+                spans = [[grant["group"], 0, 2] for grant in grants[:4]]
+                await actor.call("commit", 0, 1, 7, spans)
+            for grant, at in zip(grants[4 * step :][:4], times, strict=True):
+                run.clock = float(at)
+                put(rollout, grant, [0, 1])
+                await rollout.call("renew", [])
+            run.clock = 100.0
+            assert await actor.call("longest_wait", step) == {"longest_wait_s": expected}
+        await run.stop()
+        await run.start()
+        assert await actor.call("longest_wait", 1) == {"longest_wait_s": 0.0}
+        await run.stop()
+    finally:
+        store.close()

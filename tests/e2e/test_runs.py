@@ -61,13 +61,16 @@ def who_waited_for_whom(run: Path) -> None:
     }  # fmt: skip
     assert crossing(trace) == []
     steps = read_steps(run, [])
-    assert [step.step for step in steps] == list(range(12))
+    # The actor was killed at the commit of step 8, and a killed process takes what it did in its last second with it.
+    assert set(range(12)) - {7, 8} <= {step.step for step in steps} <= set(range(12))
     for step in steps:
         assert abs(sum(step.trainer.values()) - step.step_s) < 1e-6
         assert step.trainer["train"] > 0 and step.trainer["commit"] > 0 and step.trainer["other"] < 0.5 * step.step_s
-        assert set(step.roles) >= set(roles)
         for use in step.roles.values():
             assert 0 <= use.busy_s + sum(use.waits_s.values()) < use.num_processes * step.step_s + 1e-6
+    assert {name for step in steps for name in step.roles} == set(roles)
+    for role in ("rollout", "actor_fwd", "reference"):
+        assert sum(step.trainer.get(f"start of {role}", 0) for step in steps) > 0
     words = subprocess.run(
         [*command(run)[:3], "explain", str(run)], capture_output=True, text=True, timeout=60, check=True
     )

@@ -23,8 +23,7 @@ def train(folder: Path, mode: str, *arguments: str) -> Ended:
     ("mode", "arguments"),
     [
         ("fully_async", ("--kill", "actor@2")),
-        ("hybrid", ("--set", "algorithm.name=grpo", "--set", "algorithm.normalize_batch=null")),
-        ("colocate", ("--set", "num_steps=3", "--set", "max_staleness=0")),
+        ("colocate", ("--set", "num_steps=3", "--set", "max_staleness=0", "--set", "algorithm.normalize_batch=null")),
     ],
 )
 def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(
@@ -41,7 +40,7 @@ def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(
     for record in steps:
         assert (record["num_updates"], record["samples"], record["skipped"]) == (4, 24, 0)
         assert 0 <= record["tis_mask_fraction"] <= 1 and record["ratio_max"] > 1  # later passes meet other weights
-        assert ("advantage_std" in record) == (mode != "hybrid")
+        assert ("advantage_std" in record) == (mode != "colocate")
     updates: dict[int, dict[int, set[int]]] = {}
     for event in (event for file in files(ended.run_dir / "journal") for event in read(file)):
         if event["event"] == "rounds" and event["rounds"][0]["stream"] == "actor":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from rondo.launch.config import RunConfig
-from rondo.launch.modes import colocate, fully_async, hybrid
+from rondo.launch.modes import colocate, fully_async
 from rondo.models.config import ModelConfig
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 
 MODES = {
     "fully_async": fully_async(actor_processes=2),
-    "hybrid": hybrid(),
     "colocate": colocate(),
 }
 

@@ -11,11 +11,18 @@ TENTH = 100_000_000
 
 
 def span(
-    process: str, name: str, start: float, end: float, step: int | None = None, lane: str = "", **args: Any
+    process: str,
+    name: str,
+    start: float,
+    end: float,
+    step: int | None = None,
+    lane: str = "",
+    incarnation: int = 0,
+    **args: Any,
 ) -> SpanRecord:
     """A span from `start` to `end`, in tenths of a second; its lane is the role unless it is named."""
     role = process.partition("-")[0]
-    return SpanRecord(process, name, lane or role, round(start * TENTH), round(end * TENTH), step, args)
+    return SpanRecord(process, name, lane or role, round(start * TENTH), round(end * TENTH), step, args, incarnation)
 
 
 def generated(group: int, start: float, end: float, step: int, *, scored: float | None = None) -> list[SpanRecord]:

@@ -121,6 +121,11 @@ def test_shared_memory_that_does_not_fit_is_told_with_the_numbers(make: Make) ->
     assert judged(make("train.hot_snapshot=False"), facts, (2 * GIB, "the cgroup")) == []
 
 
+def test_a_checkpoint_that_is_written_beside_training_is_counted_once(make: Make) -> None:
+    found = segment_bytes(make("train.save_every=2"), 1000, 0)
+    assert found["checkpoint being written"] == 12 * 1000 == found["hot snapshots"] / 2
+
+
 def test_segments_are_counted_for_every_rank_that_writes(make: Make) -> None:
     config = make("groups.0.replicas=3", "groups.1.processes=2")
     assert segment_bytes(config, 0, 0) == {

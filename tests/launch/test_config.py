@@ -10,6 +10,7 @@ import pytest
 from rondo.launch.config import RunConfig, changed, load, resolve, unresolve
 from rondo.launch.groups import RoleGroup
 from rondo.launch.modes import colocate, fully_async, hybrid
+from rondo.launch.plan import coordinator_config
 from rondo.runtime.errors import ConfigError
 from tests.launch import configs
 
@@ -195,6 +196,49 @@ def test_the_staleness_of_the_mode_is_in_the_resolved_settings(tmp_path: Path) -
 )
 def test_groups_that_make_no_run_are_told(tmp_path: Path, groups: str, error: str) -> None:
     assert told(tmp_path, ("groups=fully_async()", f"groups={groups}")).startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("sets", "error"),
+    [
+        (
+            ("max_staleness=0", "rollout.on_new_weights=interrupt"),
+            "rollout.on_new_weights must not be set with max_staleness 0",
+        ),
+        (
+            ("max_staleness=0", "rollout.mask_old_tokens=True"),
+            "rollout.mask_old_tokens must not be set with max_staleness 0",
+        ),
+        (
+            ("max_staleness=2", "rollout.on_new_weights=recompute", "rollout.max_interruptions=2"),
+            "rollout.max_interruptions must be less than max_staleness, since a sample sees",
+        ),
+        (
+            ("rollout.max_interruptions=1",),
+            "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue'",
+        ),
+    ],
+)
+def test_ways_through_new_weights_that_could_have_no_effect_are_told(
+    tmp_path: Path, sets: tuple[str, ...], error: str
+) -> None:
+    assert told(tmp_path, sets=sets).startswith(error)
+
+
+def test_an_evaluated_set_is_changed_by_its_path(tmp_path: Path) -> None:
+    whole = configs.write(
+        tmp_path, ("EvalConfig(num_prompts=8)", "EvalConfig(sets={'a': {'num_prompts': 8}}, every=2)")
+    )
+    config = load(whole, ["evaluation.sets.a.samples_per_prompt=4", "evaluation.sets.a.num_prompts=4"])
+    assert config.evaluation is not None
+    assert config.evaluation.sets["a"].samples_per_prompt == 4
+    with pytest.raises(ConfigError, match=r"^evaluation.sets.a.num_prompts must be greater than or equal to 1, got 0"):
+        load(whole, ["evaluation.sets.a.num_prompts=0"])
+    with pytest.raises(ConfigError, match=r"^evaluation.sets.a.temprature must be a field of EvalSet.*'temperature'"):
+        load(whole, ["evaluation.sets.a.temprature=0"])
+    assert config.num_weight_slots == config.bus.weight_slots + 1
+    assert coordinator_config(config, 10).evaluate_every == 2
+    assert unresolve(resolve(config)) == config
 
 
 def test_a_group_that_trains_cannot_be_replicated(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ SETUP = Setup(
 
 def step(number: int = 0, *, longest_s: float = 0.0, idle: float = 0.0, **parts: float) -> Step:
     """A step whose trainer has these parts, in seconds; `idle`: the rollout's wait for the trainer."""
-    trainer = {name.replace("_for_", " for "): seconds for name, seconds in parts.items()}
+    trainer = {n.replace("_for_", " for ").replace("_of_", " of "): seconds for n, seconds in parts.items()}
     step_s = sum(trainer.values())
     roles = {"actor": RoleUse(1, 0.0, {}), "rollout": RoleUse(1, step_s - idle, {"actor": idle})}
     roles["reference"] = RoleUse(2, 2 * step_s, {})
@@ -104,6 +104,16 @@ def test_full_processors_and_too_many_threads_are_told() -> None:
     assert found.change[0] == "fewer threads: all processes together have 5 compute threads on 2 cores"
 
 
+def test_processes_that_have_no_core_although_the_run_leaves_some_are_told() -> None:
+    processor = Processor({"actor-0": 0.4}, {}, {"rollout-0.0": 0.15, "actor-0.0": 0.6, "coordinator.0": 0.01})
+    found = explain([step(train=1.0)], replace(SETUP, num_cores=2), processor).findings[1]
+    assert found.text == "other programs take the processors."
+    assert found.why == (
+        "of the time these were ready to run and had no core: actor-0.0 60%, rollout-0.0 15%",
+        "the run itself keeps only 0.40 of 2 cores busy",
+    )
+
+
 def test_a_runtime_that_costs_much_is_told() -> None:
     processor = Processor({"actor-0": 0.5, "coordinator": 0.1}, {"actor-0.0": 0.1, "coordinator.0": 0.1})
     assert processor.own == pytest.approx(0.2)
@@ -116,6 +126,17 @@ def test_figures_are_means_over_the_steps() -> None:
     assert found.trainer == {"train": 1.5, "wait for rollout": 0.5}
     assert found.roles["rollout"] == RoleShare(1, 1.0, {"actor": 0.0})
     assert found.roles["actor"].waits == {"rollout": 0.25}
+
+
+def test_steps_in_which_a_role_started_again_are_named_and_left_out() -> None:
+    steps = [step(0, train=1.0), step(1, train=1.0, start_of_rollout=9.0), step(2, train=1.0)]
+    found = explain(steps, SETUP, Processor())
+    assert (found.step_s, found.num_left_out, found.starts) == (1.0, 1, {"rollout": 9.0})
+    assert (found.first, found.last) == (0, 2)
+    assert lines("demo", found)[1] == (
+        "the trainer waited for roles to start, at first or again: rollout 9.0 s (steps left out below: 1)"
+    )
+    assert explain(steps[1:2], SETUP, Processor()).step_s == 10.0
 
 
 def test_the_whole_way_from_spans_to_words() -> None:
@@ -148,6 +169,10 @@ def test_processor_time_is_that_around_the_steps_of_the_newest_incarnation() -> 
     ]  # fmt: skip
     assert processor_of(figures, 20.5, 29.5) == Processor({"actor": 0.5}, {"actor-0.0": 0.4})
     assert processor_of([], 0, 1) == Processor()
+    ended = [
+        Figures("a.0", "cpu", at * 10**9, {"delayed": delayed}) for at, delayed in ((0, 1.0), (10, 6.0), (20, 2.0))
+    ]
+    assert processor_of(ended, 0, 20).delayed == {"a.0": 0.25}
 
 
 def test_the_setup_is_read_from_the_resolved_settings() -> None:

@@ -52,6 +52,21 @@ def test_a_rollout_that_is_busy_with_other_groups_is_waited_for_not_the_weights(
     assert step.trainer["wait for rollout"] == pytest.approx(4.0)
 
 
+def test_a_wait_for_a_role_that_starts_again_is_told_apart() -> None:
+    killed = [s for s in one_step() if s.process != "reference-0.0"] + [
+        span("reference-0.0", "wait for a round", -5, 2),
+        span("reference-0.0", "load", 8, 30, incarnation=1),
+        span("reference-0.0", "load", 30, 50, incarnation=1),
+        span("reference-0.0", "forward", 52, 58, 0, incarnation=1, groups=[0, 1]),
+    ]
+    (step,) = steps_of(killed)
+    assert step.trainer["start of reference"] == pytest.approx(0.5)  # from 45, when its input was there, to 50
+    assert step.trainer["wait for reference"] == pytest.approx(0.8)
+    assert sum(step.trainer.values()) == pytest.approx(step.step_s)
+    with_another = [*killed, span("reference-1.0", "wait for a round", 0, 100)]
+    assert "start of reference" not in steps_of(with_another)[0].trainer
+
+
 def test_the_others_wait_for_rollout_while_it_generates_and_else_for_the_actor() -> None:
     (step,) = steps_of(one_step())
     rollout, reference = step.roles["rollout"], step.roles["reference"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rondo.models import logprobs
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.batch import collate
 from rondo.models.packing import Packing, Sequence, pack
@@ -205,3 +206,21 @@ def test_a_sampled_placeholder_is_a_word_like_any_other(family: str) -> None:
         every = torch.log_softmax(logits[last - one.response : last], -1)
         expected = every.gather(1, packed.targets[:, None])[:, 0]
         torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "num_computed"), [(2048, 1), (7, 8)])
+def test_logits_that_fit_one_chunk_are_computed_once(
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, num_computed: int
+) -> None:
+    computed: list[int] = []
+    compute = logprobs._all_log_probs
+
+    def counted(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        computed.append(len(hidden))
+        return compute(hidden, *rest)
+
+    monkeypatch.setattr(logprobs, "_all_log_probs", counted)
+    batch = [Sequence(np.arange(1, 31, dtype=np.int32) % VOCABULARY, 28)]
+    found, _ = response_log_probs(tiny("qwen3"), pack(batch), chunk_tokens=chunk_tokens)
+    found.sum().backward()
+    assert len(computed) == num_computed

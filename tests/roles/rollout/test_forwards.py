@@ -13,7 +13,7 @@ from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import slot_engine
 from rondo.roles.rollout.hf_forward import HFForward
 from rondo.roles.rollout.products import BLOCKED_FROM, Product
-from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
+from rondo.roles.rollout.qwen3_forward import ROWS_TOGETHER, Qwen3Forward, is_plain_qwen3, ranges
 from rondo.runtime.errors import ConfigError
 from tests.roles.rollout.engines import (
     full_log_probs,
@@ -102,6 +102,24 @@ def test_lengths_beyond_a_block_of_the_cache_are_exact() -> None:
     for forward in ("fused", "hf"):
         done = run(slot_engine(model, num_slots=3, max_length=133, forward=forward), requests)
         assert gap(model, requests, done) < 3e-5
+
+
+def test_rows_of_very_different_lengths_attend_in_parts_and_stay_exact() -> None:
+    model, num = qwen3(), 2 * ROWS_TOGETHER + 3
+    requests = [request(f"r{i}", 100 if i in (1, num - 1) else 2 + i, 6) for i in range(num)]
+    engine = slot_engine(model, num_slots=num, max_length=112, forward="fused")
+    done = run(engine, requests)
+    assert any(start for start, _, _ in engine._forward._views)
+    assert gap(model, requests, done) < 3e-5
+
+
+def test_rows_of_one_length_attend_together() -> None:
+    assert ranges(np.full(20, 17)) == [(20, 32)]
+    assert ranges(np.array([15])) == [(1, 16)]
+
+
+def test_a_part_reads_up_to_its_own_longest_row() -> None:
+    assert ranges(np.array([3] * 8 + [3] * 7 + [200] + [40] * 2)) == [(8, 16), (16, 208), (18, 48)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request
+from rondo.roles.rollout.role import loss_mask
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError
 from tests.roles.rollout.engines import (
@@ -167,6 +168,13 @@ def test_each_request_has_its_own_way_through_new_weights() -> None:
     assert [len(done[each.id].tokens) for each in requests] == [4, 10, 10, 4]
     assert gap_under(new, requests[2], done["r2"], 1) < 1e-4
     assert gap_under(new, requests[1], done["r1"], 1) > 1e-2
+
+
+def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
+    versions = np.array([3, 3, 5, 5, 5], np.int32)
+    done = Completion("a", versions, versions.astype(np.float32), versions, "length")
+    assert loss_mask(done, True).tolist() == [0, 0, 1, 1, 1] and loss_mask(done, False).tolist() == [1] * 5
+    assert loss_mask(done, True).dtype == np.uint8
 
 
 def test_a_prefix_that_does_not_fit_its_request_is_refused() -> None:
