@@ -10,7 +10,7 @@ processes that a supervisor starts. What a step takes beyond its bound is what r
 - bound: `colocate` the sum of its stages, `fully_async` (staleness 1) the slowest one, each role on its own devices.
 - Rows, media and routed experts keep their full size, so that the bus carries `time scale` times the paper's bytes a second.
 - Weights and optimizer are scaled by the time scale and by the 16 devices, since one process stands for all of them: it copies
-  as many bytes a second as each device's would.
+  as many bytes a second as each device's would. The hot snapshot, which is no stage of the paper's, comes on top.
 - Rounds hold a micro-batch of every device.
 - The first three steps fill the pipeline, and touch shared memory for the first time; they are left out, the others' mean counts.
 

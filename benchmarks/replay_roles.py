@@ -47,6 +47,9 @@ __all__ = ["AdvantagesRole", "ReplayActor", "ReplayActorForward", "ReplayReferen
 _Sampling = tuple[float, float, "asyncio.Future[None]"]
 """When it arrived, the seconds it takes, and who waits."""
 
+_publishing: dict[int, float] = {}
+"""Version -> when this process began to publish it."""
+
 VOCABULARY = 256
 _POLL_S = 0.25
 
@@ -141,8 +144,9 @@ class ReplayEngine:
                 self._weights.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
         seconds = self._replay.stages_s["publish"]
-        if self._replay.colocated:
-            await self._ctx.compute(self._device.work, seconds, copy)
+        if self._replay.colocated:  # the stage began with the actor's copying, in this process
+            gone = time.monotonic() - _publishing.get(version, time.monotonic())
+            await self._ctx.compute(self._device.work, max(0.0, seconds - gone), copy)
         else:  # beside the decoding, which goes on
             await asyncio.to_thread(Device().work, seconds, copy)
         self._versions.append((time.monotonic(), version))
@@ -359,6 +363,10 @@ class ReplayActor(ActorRole):
         self._trainer.waited_s += time.monotonic() - began
         return found
 
+    async def _save(self, version: int, *, final: bool) -> None:
+        """What follows the last step is not measured, and nobody resumes a replay."""
+        await self._settled()
+
     async def _write_snapshot(self, version: int, taken: Taken) -> int:
         began = time.monotonic()
         checksum = await super()._write_snapshot(version, taken)
@@ -371,6 +379,6 @@ class ReplayActor(ActorRole):
         self._trainer.turnover["commit"] = time.monotonic() - began
 
     async def _publish(self, version: int, taken: Taken) -> None:
-        began = time.monotonic()
+        _publishing[version] = began = time.monotonic()
         await super()._publish(version, taken)
         self._trainer.turnover["publish"] = time.monotonic() - began

@@ -72,7 +72,12 @@ def steps_of(spans: Sequence[SpanRecord], *, after: int = 0) -> list[Step]:
     spans = whole_spans(spans)
     actor = min((s.process for s in spans if s.name == "step" and s.role == "actor"), default=None)
     own = [s for s in spans if s.process == actor and s.lane == "actor"]
-    commits = {(s.step, s.incarnation) for s in own if s.name == "commit" and not s.still}
+    # Beside the next step, or at the end of their own.
+    commits = {
+        (s.step, s.incarnation)
+        for s in spans
+        if s.process == actor and s.role == "actor" and s.name == "commit" and not s.still
+    }
     windows = [s for s in own if s.name == "step" and not s.still and (s.step, s.incarnation) in commits]
     told: list[Step] = []
     near: list[SpanRecord] = []

@@ -236,7 +236,8 @@ class ActorRole:
     async def _settled(self) -> None:
         """The newest version is committed and copied out of the trainer, which may change it now."""
         if self._settling is not None:
-            await wait_for(self._settling, name="settle", peer="actor", deadline_s=SETTLE_LIMIT_S)
+            with self._ctx.span("commit", part="wait"):  # what of it the trainer stands still for
+                await wait_for(self._settling, name="settle", peer="actor", deadline_s=SETTLE_LIMIT_S)
             self._settling = None
 
     async def _copying(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

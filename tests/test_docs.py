@@ -52,6 +52,8 @@ ELSEWHERE = {
     "--set model.path=FOLDER": "tests/launch: test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
     "rondo bench omni": "the examples it runs are run here; it takes half an hour",
     "rondo bench media": "measured by hand: it times a machine",
+    "rondo bench paper": "measured by hand: it times a machine",
+    "rondo bench staleness docs/staleness --steps 100": "measured by hand: it takes an hour",
 }
 
 

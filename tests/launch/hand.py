@@ -61,7 +61,9 @@ def crossing(trace: dict[str, Any]) -> list[tuple[str, str]]:
     rows = defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+            # In whole nanoseconds: sums of floats differ in their last bit where spans end together.
+            start, end = round(1000 * event["ts"]), round(1000 * (event["ts"] + event["dur"]))
+            rows[event["pid"], event["tid"]].append((start, end, event["name"]))
     found = []
     for row in rows.values():
         for start, end, name in row:

@@ -98,6 +98,13 @@ def test_a_step_that_was_not_committed_is_no_step() -> None:
     assert steps_of(still) == []
 
 
+def test_a_step_whose_commit_ends_beside_the_next_one_is_a_step() -> None:
+    spans = [s for s in one_step() if s.name != "commit"]
+    assert [told.step for told in steps_of([*spans, span("actor-0.0", "commit", 99, 140, 0, lane="actor/settle")])] == [
+        0
+    ]
+
+
 def test_a_round_that_never_came_is_waited_for_nobody_in_particular() -> None:
     idle = [s for s in one_step() if s.name != "wait for a round"]
     (step,) = steps_of([*idle, span("actor-0.0", "wait for a round", 0, 60)])
