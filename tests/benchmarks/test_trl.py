@@ -33,7 +33,8 @@ def test_the_reward_is_the_part_of_signs_that_are_plus() -> None:
 def test_the_rollout_asks_for_the_listed_length_and_stops_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(trl_run.LOAD, "ragged")
     role = trl_run.ListedRollout(SimpleNamespace())  # type: ignore[arg-type]
-    role._job = SimpleNamespace(config=SimpleNamespace(seed=3))  # type: ignore[assignment]
+    rollout = SimpleNamespace(on_new_weights="continue", max_interruptions=None)
+    role._job = SimpleNamespace(config=SimpleNamespace(seed=3, rollout=rollout))  # type: ignore[assignment]
     lease = Lease(group=5, epoch=0, step=0, position=9, ring="r", have={})
     params = SamplingParams(max_new_tokens=256, stop_token_ids=(1,))
     asked = [role._request(lease, number, np.arange(1, 4, dtype=np.int32), None, params).params for number in range(8)]
