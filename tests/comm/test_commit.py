@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,9 @@ class ScriptedTrainer:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
 
     def checksum(self) -> int:
         return 7

@@ -10,6 +10,7 @@ from typing import Any, cast
 from rondo.comm.bus import Bus
 from rondo.roles.datasets import RowError
 from rondo.roles.rollout.role import Lease, RolloutRole
+from rondo.runtime.timeline import span
 from tests.comm.served import Served, prove, put_group, served
 
 Script = Callable[[Lease], Awaitable[None]]
@@ -19,7 +20,9 @@ class Scripted(RolloutRole):
     """A replica that fills its groups as `script` says."""
 
     def __init__(self, bus: Bus, script: Script) -> None:
-        context = SimpleNamespace(stopping=asyncio.Event(), progress=lambda: None)
+        context = SimpleNamespace(
+            stopping=asyncio.Event(), progress=lambda: None, span=lambda name, **_: span(name, "rollout")
+        )
         super().__init__(cast(Any, context))
         rollout = SimpleNamespace(num_slots=4, samples_per_prompt=2)
         self._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(rollout=rollout)))
