@@ -53,6 +53,7 @@ ELSEWHERE = {
     "rondo bench omni": "the examples it runs are run here; it takes half an hour",
     "rondo bench media": "measured by hand: it times a machine",
     "rondo bench paper": "measured by hand: it times a machine",
+    "rondo bench trl --peers-python PEERS_VENV/bin/python": "measured by hand: it times a machine",
     "rondo bench staleness docs/staleness --steps 100": "measured by hand: it takes an hour",
 }
 

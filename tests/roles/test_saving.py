@@ -14,6 +14,7 @@ import pytest
 
 from rondo.roles.actor import ActorRole
 from rondo.runtime.checkpoints import MARKER, complete
+from rondo.runtime.timeline import span
 from rondo.runtime.waits import wait_for
 
 
@@ -58,7 +59,10 @@ def actor(run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.
         return await asyncio.to_thread(function, *args, **kwargs)
 
     section: Callable[..., Any] = lambda name, limit_s: contextlib.nullcontext()  # noqa: E731
-    context: Any = SimpleNamespace(rank=0, run_dir=run_dir, report=report, compute=compute, section=section)
+    context: Any = SimpleNamespace(
+        rank=0, run_dir=run_dir, report=report, compute=compute, section=section,
+        span=lambda name, **_: span(name, "actor"),
+    )  # fmt: skip
     role: Any = ActorRole(context)
     config = SimpleNamespace(train=SimpleNamespace(keep_checkpoints=2))
     role._job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
