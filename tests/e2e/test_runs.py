@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -78,6 +80,10 @@ def who_waited_for_whom(run: Path) -> None:
     assert "steps 1 to 11" in words.stdout and "  because " in words.stdout and "cores at work" in words.stdout
 
 
+def trained_in(trace: dict[str, Any]) -> set[int]:
+    return {event["args"]["step"] for event in trace["traceEvents"] if event["name"] == "train"}
+
+
 def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> None:
     running = start(command(tmp_path, sets=("num_steps=60",)), tmp_path)
     read_until(running, "step=4/60")
@@ -94,8 +100,9 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     assert seen["alive"] and seen["health"]["ready"] and {role["name"] for role in seen["roles"]} >= {"actor-0"}
     record = supervisor_record(stopped.run_dir)
     assert record is not None
-    shown = ask(record, "/timeline?steps=6:8")
-    assert {event["args"]["step"] for event in shown["traceEvents"] if event["name"] == "train"} == {6, 7}
+    due = time.monotonic() + 60  # a process writes its spans down from time to time
+    while trained_in(ask(record, "/timeline?steps=6:8")) != {6, 7}:
+        assert time.monotonic() < due
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=30, check=True)
     assert "steps 1 to " in words.stdout
     told = subprocess.run([*rondo, "stop", run, "--no-wait"], capture_output=True, text=True, timeout=30, check=True)
