@@ -40,7 +40,6 @@ _ROUNDING_NS = 1000
 """Of a time in seconds since the epoch."""
 _MOST_OF = 0.9
 _WAIT = "wait for a round"
-_LEASE = "wait for a lease"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +223,7 @@ class _Told:
 
 
 def _waits(span: SpanRecord) -> bool:
-    return span.name in (_WAIT, _LEASE)
+    return span.name.startswith("wait for ")
 
 
 def _handles(span: SpanRecord, groups: Collection[int]) -> bool:

@@ -184,7 +184,8 @@ class ActorRole:
         }  # fmt: skip
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
-            metrics |= await self._job.bus.call("longest_wait", step)
+            with self._ctx.span("wait for coordinator", step=step):
+                metrics |= await self._job.bus.call("longest_wait", step)
             with self._ctx.span("report", step=step):
                 await self._ctx.report("metrics", metrics)
             await self._judge_gap(metrics)

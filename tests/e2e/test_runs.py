@@ -67,9 +67,10 @@ def who_waited_for_whom(run: Path) -> None:
     assert set(range(12)) - {7, 8} <= {step.step for step in steps} <= set(range(12))
     for step in steps:
         assert abs(sum(step.trainer.values()) - step.step_s) < 1e-6
-        assert step.trainer["train"] > 0 and step.trainer["other"] < 0.5 * step.step_s
+        assert step.trainer["train"] > 0
         for use in step.roles.values():
             assert 0 <= use.busy_s + sum(use.waits_s.values()) < use.num_processes * step.step_s + 1e-6
+    assert sum(step.trainer["other"] for step in steps) < 0.5 * sum(step.step_s for step in steps)  # spans cover most
     assert sum(step.trainer.get("commit", 0.0) for step in steps) > 0  # the part that nothing else went on beside
     assert {name for step in steps for name in step.roles} == set(roles)
     for role in ("rollout", "actor_fwd", "reference"):
