@@ -266,6 +266,42 @@ class AlgorithmConfig(Section):
         return resolve(self)
 
 
+class SGLangConfig(Section):
+    """SGLang as the rollout engine: servers that each rollout replica starts, or ones that run already."""
+
+    python: str | None = None
+    """The interpreter of the server's own environment. The servers are started with it."""
+    urls: tuple[str, ...] = ()
+    """Or servers that run already ("http://127.0.0.1:30000"); rondo neither starts nor ends these."""
+    num_servers: int = Field(1, ge=1)
+    """Servers that each rollout replica starts."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Devices of one server."""
+    arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further arguments of the server by their names, such as {"mem-fraction-static": 0.8}; True stands for a flag."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the servers."""
+    api_key_file: str | None = None
+    """A file with the bearer key of `urls`; servers that rondo starts get a key of their own."""
+    weights: Literal["disk", "tensor", "distributed"] = "disk"
+    """How new weights reach a server: files, shared memory or CUDA IPC on this node, or a process group."""
+    pause: Literal["in_place", "retract", "abort"] = "in_place"
+    """What a weight update does to requests in flight: 'in_place' freezes them and goes on with the cache that the old weights
+    filled, 'retract' takes them back and computes their cache anew, 'abort' ends them, to be continued as new requests."""
+    bucket_bytes: int = Field(256 << 20, ge=1 << 16)
+    """Weights of one update call."""
+    start_deadline_s: float = Field(600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SGLangConfig:
+        if (self.python is None) == (not self.urls):
+            raise ValueError(
+                "sglang.python and sglang.urls must be set one without the other, "
+                f"got {'neither' if self.python is None else 'both'}. Set sglang.python to start servers, or sglang.urls"
+            )
+        return self
+
+
 class RolloutConfig(Section):
     """What is sampled for a step, and under which limits. Lengths are in tokens."""
 
@@ -281,6 +317,8 @@ class RolloutConfig(Section):
     """Tokens (their text) that end a response, besides the tokenizer's end of sequence."""
     num_slots: int = Field(64, ge=1)
     """Sequences that one engine decodes at once."""
+    sglang: SGLangConfig | None = None
+    """Generate with SGLang servers; without it the engine inside the rollout process does."""
     filter: Literal["zero_std"] | None = None
     """'zero_std' replaces prompt groups whose rewards are all equal."""
     spare_groups: int = Field(0, ge=0)

@@ -1,0 +1,1 @@
+"""SGLang as the generation engine: servers that rondo starts or finds, behind the `Engine` protocol."""
