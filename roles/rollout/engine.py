@@ -76,7 +76,9 @@ class Request:
     `prompt` is int32 [T], T >= 1. `seed` (0 <= seed < 2**63) belongs to the sample: the draw at a position depends on the
     seed and that position alone. `media` are what the processor made of the prompt's images, audios and videos, whose
     placeholders are among its tokens; engines of text models refuse them. `max_new_tokens` counts the tokens of `prefix` too.
-    After `interruptions` of them (None: without end), new weights let the sequence go on in place.
+    After `interruptions` of them (None: without end), new weights let the sequence go on in place. Of the requests that wait,
+    those of higher `priority` start first, where the engine can tell them apart; requests of one `session` share prefixes,
+    so an engine of several servers keeps them on one.
     """
 
     id: str
@@ -88,6 +90,8 @@ class Request:
     prefix: Prefix | None = field(default=None, repr=False)
     on_new_weights: OnNewWeights = "continue"
     interruptions: int | None = None
+    priority: int = 0
+    session: str | None = None
 
     @property
     def sequence(self) -> np.ndarray:
@@ -126,7 +130,9 @@ class Completion:
     """What was sampled for a request, R tokens (R = 0 only when it was cancelled before its first token).
 
     `tokens` int32 [R]; `log_probs` float32 [R], after the temperature and before top-k and top-p (greedy: of the plain
-    logits); `policy_versions` int32 [R], the weights that each token was sampled under.
+    logits); `policy_versions` int32 [R], the weights that each token was sampled under. `routed_experts`, of engines that
+    tell them, uint8 or int16 [T + R - 1, layers, top_k]: the experts that each token but the last one was routed to, T tokens
+    of the prompt (media expanded) first.
     """
 
     request_id: str
@@ -134,6 +140,7 @@ class Completion:
     log_probs: np.ndarray
     policy_versions: np.ndarray
     finish_reason: FinishReason
+    routed_experts: np.ndarray | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
