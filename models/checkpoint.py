@@ -10,6 +10,7 @@ Invariant: a folder is written aside, flushed, renamed and then marked; so whoev
         shards/        parameters, moments and random states, a file a rank, and their metadata
         trainer.json   number of processes, learning rates
         index.json     whatever the caller gave as `extra`
+        ...            what the caller wrote `beside` them
         hf/            optional: config, safetensors, tokenizer, processor files
         COMPLETE
 """
@@ -40,6 +41,8 @@ from rondo.runtime.checkpoints import MARKER, flush, flush_tree, publish
 from rondo.runtime.errors import CorruptData
 
 SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
+Beside = Callable[[Path], None]
+"""Writes files of the caller's own into the folder of a checkpoint, before it is marked."""
 MAX_FILE_BYTES = 4 << 30
 _PROCESSOR_FILES = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
@@ -61,10 +64,17 @@ def stage(model: Any, optimizer: torch.optim.Optimizer) -> Staged:
         return Staged({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, options(optimizer))
 
 
-def write(folder: Path, staged: Staged, extra: Mapping[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
+def write(
+    folder: Path,
+    staged: Staged,
+    extra: Mapping[str, Any],
+    beside: Beside | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Write what was staged as the checkpoint `folder`, on any thread. Collective over `group` when sharded: one of its own,
-    since the default group has the collectives of training meanwhile."""
-    _write(folder, staged, extra, group, None)
+    since the default group has the collectives of training meanwhile. Of `beside`, rank 0's counts."""
+    _write(folder, staged, extra, group, beside)
 
 
 def save(
@@ -72,19 +82,21 @@ def save(
     model: Any,
     optimizer: torch.optim.Optimizer,
     extra: Mapping[str, Any],
+    beside: Beside | None = None,
     *,
     tokenizer_path: str | None = None,
 ) -> None:
     """Write the checkpoint `folder` (`step_000050`, on storage that all ranks share). Collective when sharded.
 
-    `extra` is any JSON object, rank 0's counts. With `tokenizer_path` the checkpoint holds a Hugging Face folder `hf` too.
+    `extra` is any JSON object; of it and `beside`, rank 0's count. With `tokenizer_path` the checkpoint holds a Hugging Face
+    folder `hf` too.
     """
 
     def write_hf(aside: Path) -> None:
         if tokenizer_path is not None:
             _write_hf(aside / HF, model, tokenizer_path, "float32")
 
-    _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, None, write_hf)
+    _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, None, beside, write_hf)
 
 
 def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -96,7 +108,8 @@ def _write(
     staged: Staged,
     extra: Mapping[str, Any],
     group: dist.ProcessGroup | None,
-    more: Callable[[Path], None] | None,
+    beside: Beside | None,
+    by_all: Callable[[Path], None] | None = None,
 ) -> None:
     aside = _aside(folder)
     if _rank() == 0:
@@ -105,11 +118,13 @@ def _write(
         (aside / SHARDS).mkdir(parents=True)
         (aside / TRAINER).write_bytes(orjson.dumps({"num_ranks": _num_ranks(), **staged.options}))
         (aside / EXTRA).write_bytes(orjson.dumps(extra))
+        if beside is not None:
+            beside(aside)
     _barrier(group)
     with _single_process_allowed():
         dcp.save(dict(staged.tensors), checkpoint_id=aside / SHARDS, process_group=group)
-    if more is not None:
-        more(aside)
+    if by_all is not None:
+        by_all(aside)
     if _rank() == 0:
         # Unmarked before it goes: a half-removed checkpoint of the same version must not count.
         (folder / MARKER).unlink(missing_ok=True)

@@ -18,6 +18,7 @@ of the uncommitted step again. Owns no computation (`trainer.py`) and no decisio
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -37,6 +38,7 @@ from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job, timed
+from rondo.roles.kept import copy_samples, write_samples
 from rondo.roles.parity import ParityLog, RowSum, row_sum
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
@@ -399,18 +401,21 @@ class ActorRole:
                 return
             index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 else {}
             extra = {"version": version, "index": index}
+            # The index names samples that other roles may let go of meanwhile; those of open groups stay until this role commits.
+            kept = await asyncio.to_thread(copy_samples, self._job.bus, index) if ctx.rank == 0 else []
+            beside = functools.partial(write_samples, kept=kept)
             if final:
-                await ctx.compute(self._trainer.save, folder, extra, tokenizer_path=self._job.model_path)
-                await self._saved(version, folder, since, time.monotonic() - since)
+                await ctx.compute(self._trainer.save, folder, extra, beside, tokenizer_path=self._job.model_path)
+                await self._saved(version, folder, len(kept), since, time.monotonic() - since)
                 return
             staged = await ctx.compute(self._trainer.stage)
 
         async def write_beside(pause_s: float) -> None:
             """An error ends the role, as one of training does."""
-            written = asyncio.to_thread(self._trainer.write, folder, staged, extra)
+            written = asyncio.to_thread(self._trainer.write, folder, staged, extra, beside)
             with ctx.span("save", beside="checkpoint", version=version):
                 await wait_for(written, name="save", peer="storage", deadline_s=SAVE_LIMIT_S)
-            await self._saved(version, folder, since, pause_s)
+            await self._saved(version, folder, len(kept), since, pause_s)
 
         self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")
 
@@ -418,11 +423,13 @@ class ActorRole:
         if self._saving is not None:
             await self._saving
 
-    async def _saved(self, version: int, folder: Path, since: float, pause_s: float) -> None:
-        """Tell of a whole checkpoint, begun at `since`, for which training stood still for `pause_s`."""
+    async def _saved(self, version: int, folder: Path, num_samples: int, since: float, pause_s: float) -> None:
+        """Tell of a whole checkpoint, begun at `since`, for which training stood still for `pause_s`, and of the untrained
+        samples in it."""
         if self._ctx.rank == 0:
             rotate(folder.parent, keep=self._job.config.train.keep_checkpoints)
-            figures = {"version": version, "path": str(folder), "save_s": time.monotonic() - since, "pause_s": pause_s}
+            took = {"save_s": time.monotonic() - since, "pause_s": pause_s}
+            figures = {"version": version, "path": str(folder), "num_samples": num_samples} | took
             await self._ctx.report("checkpoint", figures)
 
 

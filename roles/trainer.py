@@ -328,17 +328,26 @@ class Trainer:
         between two forwards; in one process the next may run while they are iterated, but not the optimizer."""
         return parallel.full_tensors(self.model, self.config.model.dtype)
 
-    def save(self, folder: Path, extra: dict[str, Any], *, tokenizer_path: str | None = None) -> None:
+    def save(
+        self,
+        folder: Path,
+        extra: dict[str, Any],
+        beside: checkpoint.Beside | None = None,
+        *,
+        tokenizer_path: str | None = None,
+    ) -> None:
         """Write a whole checkpoint, with a Hugging Face folder inside where a tokenizer is given (collective)."""
-        checkpoint.save(folder, self.model, self.optimizer, extra, tokenizer_path=tokenizer_path)
+        checkpoint.save(folder, self.model, self.optimizer, extra, beside, tokenizer_path=tokenizer_path)
 
     def stage(self) -> checkpoint.Staged:
         """This rank's state, copied to host memory; no collective."""
         return checkpoint.stage(self.model, self.optimizer)
 
-    def write(self, folder: Path, staged: checkpoint.Staged, extra: dict[str, Any]) -> None:
+    def write(
+        self, folder: Path, staged: checkpoint.Staged, extra: dict[str, Any], beside: checkpoint.Beside | None = None
+    ) -> None:
         """Write a checkpoint of what was staged, on another thread than the compute thread (collective there)."""
-        checkpoint.write(folder, staged, extra, group=self._saving_group)
+        checkpoint.write(folder, staged, extra, beside, group=self._saving_group)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         return checkpoint.load(folder, self.model, self.optimizer)

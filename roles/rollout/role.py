@@ -35,6 +35,7 @@ from rondo.roles.datasets import Row, RowError, open_splits, train_order
 from rondo.roles.determinism import settle
 from rondo.roles.forward import LOAD_LIMIT_S, REPORT_S
 from rondo.roles.job import SLAB, follow, open_job
+from rondo.roles.kept import KeptSamples, columns_of
 from rondo.roles.media import MediaPool
 from rondo.roles.prompts import render_prompt
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
@@ -43,6 +44,7 @@ from rondo.roles.rollout.evaluation import Evaluator, item_of, sample_seed
 from rondo.roles.rollout.rewards import RewardPool, RewardResult
 from rondo.roles.rollout.share import Share
 from rondo.roles.rollout.slots import SlotEngine
+from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
 
@@ -96,6 +98,7 @@ class RolloutRole:
                     self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
                     self._data, held_out = await ctx.compute(open_splits, config)
                     self._order = train_order(config, len(self._data))
+                    self._kept = await asyncio.to_thread(KeptSamples.read, newest_complete(ctx.run_dir / "checkpoints"))
                     self._engine: Engine = await self._open_engine()
                     self._beside = await self._open_beside()
                     self._evaluator = Evaluator(
@@ -239,8 +242,9 @@ class RolloutRole:
         prompt, media = await self._prompt(row, config.data)
         if media is not None and not lease.has_media:
             self._put_media(lease, media)
-        missing = [number for number in range(config.rollout.samples_per_prompt) if number not in lease.have]
         rewards = dict(lease.have)
+        rewards |= self._put_kept(lease, prompt)
+        missing = [number for number in range(config.rollout.samples_per_prompt) if number not in rewards]
         params = self._params(config.rollout.temperature)
         tasks = {
             asyncio.create_task(self._generate(self._request(lease, number, prompt, media, params))): number
@@ -315,6 +319,16 @@ class RolloutRole:
                 return f"reward of {row.name}, sample {number}: {result.error}"
             samples.append(Sample(number, completion, result.score, result.details))
         return samples
+
+    def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, float]:
+        """What the checkpoint that this run goes on from has of the group, on the bus again: sample -> reward."""
+        kept = [each for each in self._kept.take(lease.group, lease.position, prompt) if each.sample not in lease.have]
+        if kept:
+            numbers = [each.sample for each in kept]
+            self._job.bus.put_samples(
+                lease.ring, lease.group, lease.epoch, numbers, columns_of(kept), [each.info for each in kept]
+            )
+        return {each.sample: each.info[2] for each in kept}
 
     def _put_media(self, lease: Lease, media: MediaInputs) -> None:
         """Before the first sample, so that a group that is ready has its media."""

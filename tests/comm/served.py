@@ -49,7 +49,7 @@ class Served:
         rings = {"rollout": changes.pop("ring_bytes", 1 << 20), "columns": 1 << 20}
         self.clock = 0.0
         self.config = CoordinatorConfig(
-            rules=rules(row_bytes=ROW_BYTES, **changes), publisher="actor-0", rollout_ring_bytes=rings["rollout"],
+            rules=rules(**{"row_bytes": ROW_BYTES, **changes}), publisher="actor-0", rollout_ring_bytes=rings["rollout"],
             column_ring_bytes=rings["columns"], rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(GROUPS, 1),
             lease_deadline_s=100.0, evaluate_start=False, evaluate_end=False,
         )  # fmt: skip

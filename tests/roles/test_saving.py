@@ -30,25 +30,28 @@ class Disk:
         self.done.append("stage")
         return "staged"
 
-    def write(self, folder: Path, staged: str, extra: dict[str, Any]) -> None:
+    def write(self, folder: Path, staged: str, extra: dict[str, Any], beside: Callable[[Path], None]) -> None:
         self.begun.release()
         assert self.go.acquire(timeout=20)
         if self.error is not None:
             raise self.error
-        self._mark(folder, extra)
+        self._mark(folder, extra, beside)
 
-    def save(self, folder: Path, extra: dict[str, Any], *, tokenizer_path: str | None) -> None:
-        self._mark(folder, extra)
+    def save(
+        self, folder: Path, extra: dict[str, Any], beside: Callable[[Path], None], *, tokenizer_path: str | None
+    ) -> None:
+        self._mark(folder, extra, beside)
 
-    def _mark(self, folder: Path, extra: dict[str, Any]) -> None:
+    def _mark(self, folder: Path, extra: dict[str, Any], beside: Callable[[Path], None]) -> None:
         folder.mkdir(parents=True)
+        beside(folder)
         (folder / MARKER).touch()
         self.done.append(f"{folder.name} with index {extra['index']['at']}")
 
 
 class Bus:
     async def call(self, method: str, version: int) -> dict[str, Any]:
-        return {"state": {"at": version}}
+        return {"state": {"at": version, "groups": []}}
 
 
 def actor(run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.TaskGroup) -> ActorRole:

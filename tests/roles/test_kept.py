@@ -1,0 +1,156 @@
+"""Samples that a checkpoint keeps: copied from real rings, written, and put again by the replica that gets their group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from rondo.comm.bus import Bus
+from rondo.comm.records import Column
+from rondo.roles.datasets import Row
+from rondo.roles.kept import FILE, KeptSample, KeptSamples, copy_samples, write_samples
+from rondo.roles.rollout.engine import Completion, Request, SamplingParams
+from rondo.roles.rollout.role import Lease, RolloutRole, Sample
+from rondo.roles.streams import BASE_COLUMNS
+from rondo.runtime.timeline import span
+from tests.comm.served import Served, prove, served
+
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+def columns(group: int, sample: int) -> dict[str, np.ndarray]:
+    """Of a sample; each has a length of its own, and the empty answer is one of them."""
+    draw, response = np.random.default_rng([group, sample]), 2 * sample
+    return {
+        "tokens": np.concatenate([PROMPT, draw.integers(0, 99, response, np.int32)]),
+        "loss_mask": np.ones(response, np.uint8),
+        "rollout_log_probs": draw.standard_normal(response, np.float32),
+        "policy_versions": np.zeros(response, np.int32),
+    }
+
+
+def put(bus: Bus, grant: Mapping[str, Any], samples: list[int]) -> None:
+    made = [columns(grant["group"], sample) for sample in samples]
+    fields = [Column(name, made[0][name].dtype.name, [each[name] for each in made]) for name in BASE_COLUMNS]
+    info = [[3 + 2 * sample, 2 * sample, 0.25 * sample, 0, 0] for sample in samples]
+    bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, fields, info)
+
+
+def equal(kept: list[KeptSample], expected: list[tuple[int, int]]) -> None:
+    assert [(each.group, each.sample) for each in kept] == expected
+    for each in kept:
+        assert each.info == (3 + 2 * each.sample, 2 * each.sample, 0.25 * each.sample, 0, 0)
+        for name, array in columns(each.group, each.sample).items():
+            assert each.columns[name].dtype == array.dtype and np.array_equal(each.columns[name], array)
+
+
+async def leased(run: Served) -> tuple[Bus, list[dict[str, Any]]]:
+    bus, actor = await run.bus("rollout-0"), await run.bus("actor-0")
+    await actor.call("commit", 0, 0, 7, [])
+    await prove(bus)
+    return bus, (await bus.call("lease", 3, []))["grants"]
+
+
+async def saved(run: Served, bus: Bus, folder: Path) -> dict[str, Any]:
+    """The index of a checkpoint that is written to `folder`, with the samples that lie on the bus now."""
+    await bus.call("renew", [])  # the coordinator has seen every put of this replica
+    state = (await run.buses[1].call("checkpoint", 0))["state"]
+    write_samples(folder, copy_samples(run.buses[1], state))
+    return cast(dict[str, Any], state)
+
+
+async def test_what_lies_on_the_bus_unfinished_groups_included_comes_back_from_a_checkpoint_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
+        bus, (first, second, third) = await leased(run)
+        put(bus, second, [1])
+        put(bus, first, [1])
+        put(bus, first, [0])
+        await saved(run, bus, tmp_path)
+        kept = KeptSamples.read(tmp_path)
+        assert len(kept) == 3
+        equal(kept.take(first["group"], first["position"], PROMPT), [(0, 0), (0, 1)])
+        equal(kept.take(second["group"], second["position"], PROMPT), [(1, 1)])
+        assert kept.take(second["group"], second["position"], PROMPT) == []  # each is given out once
+        assert kept.take(third["group"], third["position"], PROMPT) == []
+
+
+async def test_a_group_that_was_settled_after_the_index_was_read_is_left_out(tmp_path: Path) -> None:
+    async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
+        bus, (first, second, _) = await leased(run)
+        put(bus, first, [0])
+        put(bus, second, [0])
+        await bus.call("renew", [])
+        state = (await run.buses[1].call("checkpoint", 0))["state"]
+        await bus.call("settle", first["group"], first["epoch"], "filtered", "equal rewards")
+        equal(copy_samples(run.buses[1], state), [(1, 0)])
+
+
+def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave_no_file(tmp_path: Path) -> None:
+    write_samples(tmp_path, [])
+    assert not (tmp_path / FILE).exists()
+    assert len(KeptSamples.read(tmp_path)) == len(KeptSamples.read(None)) == 0
+    sample = KeptSample(4, 9, 1, (5, 2, 0.25, 0, 0), columns(4, 1))
+    assert KeptSamples([sample]).take(4, 8, PROMPT) == []
+    assert KeptSamples([sample]).take(4, 9, PROMPT + 1) == []
+    equal(KeptSamples([sample]).take(4, 9, PROMPT), [(4, 1)])
+
+
+class Replica(RolloutRole):
+    """A replica whose engine answers at once; it notes what it was asked for."""
+
+    def __init__(self, bus: Bus, kept: KeptSamples) -> None:
+        super().__init__(cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))))
+        rollout = SimpleNamespace(
+            samples_per_prompt=2, temperature=1.0, filter=None, on_new_weights="continue", max_interruptions=None,
+            mask_old_tokens=False,
+        )  # fmt: skip
+        self._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(rollout=rollout, data=None, seed=0)))
+        self._kept, self.asked = kept, list[str]()
+        self._data = cast(Any, SimpleNamespace(row=lambda _: None))
+        self._order = cast(Any, SimpleNamespace(locate=lambda position: SimpleNamespace(row=position)))
+
+    async def _prompt(self, row: Row, data: Any) -> tuple[np.ndarray, None]:
+        return PROMPT, None
+
+    def _params(self, temperature: float) -> SamplingParams:
+        return SamplingParams(max_new_tokens=4)
+
+    async def _generate(self, request: Request) -> Completion:
+        self.asked.append(request.id)
+        tokens = np.full(2, 42, np.int32)
+        return Completion(request.id, tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "length")
+
+    async def _score(self, row: Row, finished: Any) -> list[Sample] | str:
+        return [Sample(number, completion, 1.0, {}) for number, completion in finished]
+
+    def _log(self, lease: Lease, row: Row, samples: Any) -> None:
+        pass
+
+
+async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_the_rest(tmp_path: Path) -> None:
+    async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
+        bus, (first, second, _) = await leased(run)
+        put(bus, first, [0, 1])
+        put(bus, second, [1])
+        state = await saved(run, bus, tmp_path)
+    async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
+        run.coordinator._emit({"event": "snapshot", "state": state}, {"event": "attempt", "attempt": 0})
+        bus, grants = await leased(run)
+        assert [(grant["group"], grant["have"]) for grant in grants] == [(0, []), (1, []), (2, [])]
+        replica = Replica(bus, KeptSamples.read(tmp_path))
+        async with asyncio.timeout(20):
+            for grant in grants:
+                await replica._fill(Lease(**{**grant, "have": {}}))
+        await bus.call("renew", [])
+        assert replica.asked == ["1.1/0", "2.1/0", "2.1/1"]
+        index = run.coordinator.index
+        assert index.counts["ready"] == 3
+        equal(copy_samples(bus, index.dump())[:2], [(0, 0), (0, 1)])
+        assert [row.reward for row in index.groups[1].rows.values()] == [0.25, 1.0]
