@@ -332,6 +332,8 @@ class _Worker:
         self._request = 0
         self._begin_ns = 0
         self._deadline_ns = 0
+        self._num_items = 0
+        self._answering = False
         self._overdue: int | None = None
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -359,7 +361,7 @@ class _Worker:
         """Runs the items `todo` of `group` and enters their outcomes; or tells how the worker was lost."""
         self._request += 1
         head, buffers = frame_of(self._request, [(group.items[i].encoded,) for i in todo])
-        self._overdue = None
+        self._overdue, self._answering, self._num_items = None, False, len(todo)
         self._begin_ns, self._deadline_ns = time.monotonic_ns(), int(deadline_s * 1e9)
         self._arm(deadline_s)
         try:
@@ -428,7 +430,7 @@ class _Worker:
             return _Loss(None if self._overdue < 0 else self._overdue, self._overdue >= 0, cause)
         request, item, _ = self._read_note()
         cause = f"{self._work} must return, got {self._ending()}"
-        return _Loss(item if request == self._request else None, False, cause)
+        return _Loss(min(item, self._num_items - 1) if request == self._request else None, False, cause)
 
     def _arm(self, delay_s: float) -> None:
         self._alarm = asyncio.get_running_loop().call_later(delay_s, self._check_deadline)
@@ -438,6 +440,12 @@ class _Worker:
         request, item, begin_ns = self._read_note()
         if request != self._request:  # it has not begun: the frame itself counts
             item, begin_ns = -1, self._begin_ns
+        elif item == self._num_items:
+            # All have returned: the answer may wait for a loop that was busy, and no item is to be charged for that. It has the
+            # whole deadline from when this is first seen.
+            if not self._answering:
+                self._answering, self._begin_ns = True, time.monotonic_ns()
+            item, begin_ns = self._num_items - 1, self._begin_ns
         left_ns = begin_ns + self._deadline_ns - time.monotonic_ns()
         if left_ns > 0:
             self._arm(left_ns / 1e9)

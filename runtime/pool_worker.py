@@ -10,9 +10,9 @@ brings.
 A frame is a length, an orjson header and raw buffers. A value of JSON stands in the header; one with arrays or bytes in it
 stands in buffers of the frame: its own header and what that refers to (`transport.pack`). Nothing is pickled.
 
-Before each item the worker notes (request, item, start time) where its parent can read it when it must kill: `os.pwrite`
-into a memfd, 0.6 us. Frames have a socket of their own: what the function prints goes to standard error, its standard input
-is empty. The process dies with its parent, also while the function hangs.
+Before each item, and behind the last, the worker notes (request, item, start time) where its parent can read it when it must
+kill: `os.pwrite` into a memfd, 0.6 us. Frames have a socket of their own: what the function prints goes to standard error, its
+standard input is empty. The process dies with its parent, also while the function hangs.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def main(arguments: list[str]) -> int:
             for index, item in enumerate(items):
                 os.pwrite(note_fd, NOTE.pack(request, index, time.monotonic_ns(), request), 0)
                 answers.append(_run(function, item, max_bytes))
+            os.pwrite(note_fd, NOTE.pack(request, len(items), time.monotonic_ns(), request), 0)
             _send(link, request, answers)
     return 0
 

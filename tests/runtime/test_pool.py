@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -211,10 +213,28 @@ async def test_a_crash_leaves_the_arrays_of_the_items_beside_it_whole(functions:
 
 
 async def test_a_stopped_worker_that_had_not_begun_costs_its_item_nothing(functions: str) -> None:
-    async with pool_of(functions, deadline_s=1.0) as pool:
+    async with pool_of(functions, deadline_s=2.0) as pool:
         os.kill(pool.stats().pids[0], signal.SIGSTOP)
         assert await pool.run(items(["echo", 1])) == [Outcome(1)]
         assert (pool.stats().num_timed_out, pool.stats().num_restarts) == (0, 1)
+
+
+async def test_an_answer_that_waits_for_a_busy_loop_is_no_overdue_item(
+    functions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = time.monotonic_ns
+    async with pool_of(functions) as pool:
+        asked = asyncio.create_task(pool.run(items(["echo", 1], ["echo", 2])))
+        (worker,) = pool._workers
+        while not worker._request:  # noqa: ASYNC110 - until the items are handed over, in one step of the loop
+            await asyncio.sleep(0)
+        assert select.select([worker._socket], [], [], 60)[0]  # the loop stands still meanwhile
+        monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns() + 31 * 10**9)
+        worker._check_deadline()
+        assert await asked == [Outcome(1), Outcome(2)]
+        monkeypatch.undo()
+        assert await pool.run(items(["echo", 3])) == [Outcome(3)]
+        assert (pool.stats().num_timed_out, pool.stats().num_restarts) == (0, 0)
 
 
 async def test_only_so_many_calls_are_let_in_and_closing_wakes_those_outside(functions: str, tmp_path: Path) -> None:
