@@ -29,7 +29,7 @@ config = RunConfig(
     groups=fully_async(actor_processes=2),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, shuffle=False),
-    reward=RewardConfig(function=moody, deadline_s=0.2, max_failures=1),
+    reward=RewardConfig(function=moody, deadline_s=1.0, max_failures=1),
     rollout=RolloutConfig(
         prompts_per_step=6, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=6, num_slots=16
     ),
