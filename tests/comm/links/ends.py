@@ -25,8 +25,10 @@ from tests.comm.memory import MemorySegment
 TOKEN = "a token of a run"
 RING = "ring/rollout-0/0"
 QUICK = LinkConfig(
-    chunk_bytes=16 << 10, beat_s=0.05, silent_s=2.0, connect_s=2.0, longest_pause_s=0.05, reconnect_s=30.0
+    chunk_bytes=16 << 10, beat_s=0.05, silent_s=60.0, connect_s=60.0, longest_pause_s=0.05, reconnect_s=60.0
 )
+"""Beats often; nobody is gone but one whose connection ends."""
+PATIENCE_S = 120.0
 
 
 def column(group: int, num_bytes: int) -> Column:
@@ -95,17 +97,17 @@ async def cross(
     while reader.seen < count:
         ends.fill(count)
         sender.wake()
-        await sender.mirrored_upto(ends.end, deadline_s=30.0)
+        await sender.mirrored_upto(ends.end, deadline_s=PATIENCE_S)
         reader.check()
         receiver.release(RING, reader.tail.cursor)
-        await sender.released_upto(ends.end, deadline_s=30.0)
+        await sender.released_upto(ends.end, deadline_s=PATIENCE_S)
         ends.tail.poll()
         ends.tail.release(sender.released)
     assert reader.seen == count == len(ends.refs)
     return reader
 
 
-async def rung(fd: int, until: Callable[[], bool], deadline_s: float = 30.0) -> None:
+async def rung(fd: int, until: Callable[[], bool], deadline_s: float = PATIENCE_S) -> None:
     """Wait for a mirror's doorbell until something holds."""
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_reader(fd, event.set)
@@ -198,12 +200,14 @@ class Proxy:
 # ---- in processes of their own --------------------------------------------------------------------------------------
 
 
-def receive(copy_fd: int, port: int, host: str = "127.0.0.1", doorbell_fd: int | None = None) -> None:
+def receive(
+    copy_fd: int, port: int, host: str = "127.0.0.1", doorbell_fd: int | None = None, config: LinkConfig = QUICK
+) -> None:
     """A receiver in this process until it is killed; prints its address."""
 
     async def main() -> None:
         copy = MemorySegment(fd=copy_fd)
-        receiver = LinkReceiver("node-1", TOKEN, lambda ring, capacity: Mirror(copy, doorbell_fd, ring), PATIENT)
+        receiver = LinkReceiver("node-1", TOKEN, lambda ring, capacity: Mirror(copy, doorbell_fd, ring), config)
         await receiver.start(f"tcp:{host}:{port}")
         sys.stdout.write(receiver.address + "\n")
         sys.stdout.flush()
@@ -212,12 +216,12 @@ def receive(copy_fd: int, port: int, host: str = "127.0.0.1", doorbell_fd: int |
     asyncio.run(main())
 
 
-def send(origin_fd: int, address: str, kind: type[LinkSender] = LinkSender) -> None:
+def send(origin_fd: int, address: str, kind: type[LinkSender] = LinkSender, config: LinkConfig = QUICK) -> None:
     """A sender in this process until it is killed."""
 
     async def main() -> None:
         origin = MemorySegment(fd=origin_fd)
-        await kind(origin, RING, address, token=TOKEN, node="node-1", attempt=0, config=PATIENT).run()
+        await kind(origin, RING, address, token=TOKEN, node="node-1", attempt=0, config=config).run()
 
     asyncio.run(main())
 
@@ -230,19 +234,20 @@ def netns(name: str) -> None:
     os.close(fd)
 
 
-PATIENT = dataclasses.replace(QUICK, silent_s=0.5, connect_s=0.5)
+NOTICING = dataclasses.replace(QUICK, silent_s=0.5, connect_s=0.5)
+"""A cable that is pulled shows by silence alone."""
 
 
 def receive_in(namespace: str, copy_fd: int, doorbell_fd: int, host: str) -> None:
     """A receiver inside a network namespace."""
     netns(namespace)
-    receive(copy_fd, 0, host, doorbell_fd)
+    receive(copy_fd, 0, host, doorbell_fd, NOTICING)
 
 
 def send_in(namespace: str, origin_fd: int, address: str) -> None:
     """A sender inside a network namespace; says "open" and "lost" as its connections come and go."""
     netns(namespace)
-    send(origin_fd, address, _Telling)
+    send(origin_fd, address, _Telling, NOTICING)
 
 
 class _Telling(LinkSender):

@@ -22,16 +22,16 @@ from rondo.comm.links.mirror import Mirror
 from rondo.comm.ring import RingTail
 from rondo.comm.words import new_doorbell
 from rondo.runtime.errors import ConfigError, GroupBroken, Refused
-from tests.comm.links.ends import QUICK, RING, TOKEN, Ends, Reader, column, rung
+from tests.comm.links.ends import PATIENCE_S, QUICK, RING, TOKEN, Ends, Reader, column, rung
 from tests.comm.memory import MemorySegment, start_child
 
-SPEC = GroupSpec("mirror", ("rollout-0/0", "actor-0/0"), timeout_s=30.0)
+SPEC = GroupSpec("mirror", ("rollout-0/0", "actor-0/0"), timeout_s=PATIENCE_S)
 HERE = "tests.comm.links.test_collective"
 
 
 def member(rank: int, number: int, port: int) -> Communicator:
     epoch = Epoch(SPEC.name, number, (Life("rollout-0", 0, number), Life("actor-0", 0, 1)))
-    return open_group(SPEC, epoch, SPEC.members[rank], ("127.0.0.1", port), deadline_s=30.0)
+    return open_group(SPEC, epoch, SPEC.members[rank], ("127.0.0.1", port), deadline_s=PATIENCE_S)
 
 
 def send(origin_fd: int, address: str, number: int, port: int) -> None:
@@ -118,7 +118,7 @@ async def test_records_cross_between_processes_over_many_laps(kind: str, store: 
     receiver.start()
     child = start_child(f"{HERE}:send", ends.origin.fd, receiver.address, 1, store.port, fds=[ends.origin.fd])
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             communicator = await asyncio.to_thread(member, 1, 1, store.port)
             run = asyncio.create_task(receiver.run(communicator, 0))
             reader = None
@@ -135,7 +135,7 @@ async def test_records_cross_between_processes_over_many_laps(kind: str, store: 
             end(child)
             with pytest.raises(GroupBroken):
                 await run
-            assert await asyncio.to_thread(communicator.close, 30.0)
+            assert await asyncio.to_thread(communicator.close, PATIENCE_S)
     finally:
         end(child)
         receiver.close()
@@ -152,7 +152,7 @@ async def test_a_sender_killed_in_mid_record_is_followed_in_the_next_epoch_by_on
     receiver.start()
     child = None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             for number in (1, 2):
                 child = start_child(
                     f"{HERE}:send", ends.origin.fd, receiver.address, number, store.port, fds=[ends.origin.fd]
@@ -167,7 +167,7 @@ async def test_a_sender_killed_in_mid_record_is_followed_in_the_next_epoch_by_on
                 with pytest.raises(GroupBroken):
                     await run
                 end(child)
-                await asyncio.to_thread(communicator.close, 30.0)
+                await asyncio.to_thread(communicator.close, PATIENCE_S)
                 if number == 1:
                     assert mirror.head in [ref[0] for ref in ends.refs] and mirror.have()[-1][1] < ends.end
             reader = reader_of(ends, mirror)
@@ -219,17 +219,17 @@ async def test_a_flipped_bit_in_a_payload_is_refused_and_sent_again_in_the_same_
     sender, flipping = CollectiveSender(ends.origin, RING, token=TOKEN, attempt=0, config=QUICK), Flipping(first)
     there = asyncio.create_task(receiver.run(second, 0))
     here = asyncio.create_task(sender.run(receiver.address, flipping, 1))  # type: ignore[arg-type]
-    await sender.mirrored_upto(ends.end, deadline_s=30)
+    await sender.mirrored_upto(ends.end, deadline_s=PATIENCE_S)
     reader = reader_of(ends, mirror)
     reader.check()
     assert (reader.seen, mirror.num_refused_chunks, sender.counts["num_resent"]) == (3, 1, 1)
     receiver.release(mirror.head)
-    await sender.released_upto(ends.end, deadline_s=30)
+    await sender.released_upto(ends.end, deadline_s=PATIENCE_S)
     here.cancel()
     await asyncio.gather(here, return_exceptions=True)
     with pytest.raises(GroupBroken):
         await there
-    assert first.close(30.0) and second.close(30.0)
+    assert first.close(PATIENCE_S) and second.close(PATIENCE_S)
     receiver.close()
     sender.close()
 
@@ -249,7 +249,7 @@ async def test_a_wrong_token_and_another_ring_are_refused(store: TCPStore) -> No
         assert not there.done() and mirror.pieces == []
         there.cancel()
         await asyncio.gather(there, return_exceptions=True)
-        assert first.close(30.0) and second.close(30.0)
+        assert first.close(PATIENCE_S) and second.close(PATIENCE_S)
         receiver.close()
 
 

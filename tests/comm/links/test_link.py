@@ -18,7 +18,7 @@ from rondo.comm.links.sender import LinkSender
 from rondo.comm.ring import RingView, ring_bytes
 from rondo.comm.words import new_doorbell
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, Refused
-from tests.comm.links.ends import QUICK, RING, TOKEN, Ends, Proxy, Reader, cross, rung, running
+from tests.comm.links.ends import PATIENCE_S, QUICK, RING, TOKEN, Ends, Proxy, Reader, cross, rung, running
 from tests.comm.memory import MemorySegment, start_child
 
 HERE = "tests.comm.links.ends"
@@ -69,9 +69,9 @@ async def test_a_full_mirror_stalls_its_sender_by_name_and_drops_nothing() -> No
         ends.origin, RING, receiver.address, token=TOKEN, node="node-1", attempt=0, config=QUICK,
         progress=lambda mirrored, released: moved.set(),
     )  # fmt: skip
-    async with running(sender), asyncio.timeout(30):
+    async with running(sender), asyncio.timeout(PATIENCE_S):
         ends.fill(100)
-        await sender.mirrored_upto(ends.end, deadline_s=30)
+        await sender.mirrored_upto(ends.end, deadline_s=PATIENCE_S)
         ends.tail.poll()
         ends.tail.release(sender.mirrored)  # the origin is free, the mirror's reader lets go of nothing
         ends.fill(100)
@@ -85,7 +85,7 @@ async def test_a_full_mirror_stalls_its_sender_by_name_and_drops_nothing() -> No
         reader = Reader(ends)
         reader.check()
         receiver.release(RING, reader.tail.cursor)
-        await sender.mirrored_upto(ends.end, deadline_s=30)
+        await sender.mirrored_upto(ends.end, deadline_s=PATIENCE_S)
         reader.check()
         assert reader.seen == len(ends.refs) and sender.stats().num_stalls >= 1
         assert sender.stats().state == "sends"
@@ -98,11 +98,12 @@ FAULTS = [(offset, kind) for offset in (0, 60, 150, 700, 20_000, 70_001) for kin
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_network_that_resets_truncates_and_flips_loses_and_doubles_nothing(seed: int) -> None:
     ends = Ends()
-    receiver = ends.receiver()
+    config = dataclasses.replace(QUICK, silent_s=2.0, connect_s=2.0)  # a flipped length is noticed by silence alone
+    receiver = ends.receiver(config)
     await receiver.start()
     order = np.random.default_rng(seed).permutation(len(FAULTS))
     async with Proxy(receiver.address, [FAULTS[i] for i in order]) as proxy:
-        sender = ends.sender(proxy.address)
+        sender = ends.sender(proxy.address, config)
         async with running(sender) as task:
             await cross(ends, sender, receiver, 150)
             assert not task.done() and proxy.faults == []
@@ -129,10 +130,10 @@ async def test_a_flipped_bit_in_a_payload_is_refused_and_sent_again_without_a_ne
     receiver = ends.receiver()
     await receiver.start()
     async with Proxy(receiver.address, []) as proxy:
-        sender = ends.sender(proxy.address, dataclasses.replace(QUICK, num_streams=1, beat_s=1.0))
+        sender = ends.sender(proxy.address, dataclasses.replace(QUICK, num_streams=1, beat_s=50.0))
         async with running(sender):
             ends.put(1)
-            await sender.mirrored_upto(ends.end, deadline_s=30)
+            await sender.mirrored_upto(ends.end, deadline_s=PATIENCE_S)
             proxy.faults.append((9_000, "flip"))
             await cross(ends, sender, receiver, 3)
             assert proxy.faults == []
@@ -197,7 +198,7 @@ async def test_a_wrong_token_an_older_sender_another_attempt_and_another_size_ar
     ends = Ends()
     receiver = ends.receiver(fd=doorbell)
     await receiver.start()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(Refused, match="token"):
             await ends.sender(receiver.address, token="another").run()
         async with running(ends.sender(receiver.address, incarnation=3)) as task:
@@ -235,7 +236,7 @@ async def test_a_ring_in_use_before_its_link_is_mirrored_from_its_tail() -> None
     await receiver.start()
     sender = ends.sender(receiver.address)
     async with running(sender):
-        await sender.mirrored_upto(ends.end, deadline_s=30)
+        await sender.mirrored_upto(ends.end, deadline_s=PATIENCE_S)
         reader = Reader(ends)
         assert reader.tail.tail == ends.refs[2][0]
         reader.seen = 2
@@ -259,7 +260,7 @@ async def test_a_receiver_killed_in_mid_record_is_followed_by_one_that_goes_on_a
                 sender = ends.sender(address)
                 task = asyncio.create_task(sender.run())
             last = life == 2
-            await sender.mirrored_upto(ends.end if last else ends.refs[4 * life + 1][0], deadline_s=30)
+            await sender.mirrored_upto(ends.end if last else ends.refs[4 * life + 1][0], deadline_s=PATIENCE_S)
             child.kill()
             child.communicate()
             reader = reader or Reader(ends)
@@ -283,7 +284,7 @@ async def test_a_sender_killed_in_mid_record_is_followed_by_one_that_goes_on_the
 
     ends.put(14)
     reader = None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         for life in range(3):
             child = start_child(f"{HERE}:send", ends.origin.fd, receiver.address, fds=[ends.origin.fd])
             upto = ends.end if life == 2 else ends.refs[4 * life + 1][0]
