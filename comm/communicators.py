@@ -297,7 +297,7 @@ class Communicator:
         """Looks until every member wrote its key: a wait inside the store could not be ended before its time-out."""
         keys = [str(rank) for rank in range(self.size)]
         pause_s = 0.001
-        due = self._forming.due - min(0.5, 0.1 * self._left())  # whoever waits still hears who is missing
+        due = self._forming.due - min(2.0, 0.25 * self._left())  # whoever waits still hears who is missing
         while not here.check(keys):
             with self._changed:
                 self._changed.wait_for(lambda: self._broken is not None or self._closed, timeout=pause_s)

@@ -47,6 +47,9 @@ from rondo.comm.meeting import fields_of
 from rondo.runtime.actor import ActorRef
 from rondo.runtime.errors import GroupBroken, RondoError
 
+_ANSWER_S = 5.0
+"""The meeting keeps to a member's patience; so much longer its answer may take, which names who is missing."""
+
 
 class ProcessGroups:
     """The groups that one member is in, from epoch to epoch. Lives on the event loop; `meeting` refers to a `Meeting`."""
@@ -64,16 +67,17 @@ class ProcessGroups:
         """The next epoch of a group, when all its members want it. The one that this member was in is over by this.
 
         Raises GroupBroken when that does not come about by the deadline, and names who is missing; Refused when this life of
-        the member is over; ConfigError when the spec is not the others'.
+        the member is over; ConfigError when the spec is not the others'; DeadlineExceeded, some seconds behind the deadline, when
+        the meeting itself is silent.
         """
         check_backend(spec.backend, self._device)
         due = time.monotonic() + deadline_s
         self._leave(spec.name, "this member joins a later epoch")
         after = self._last.get(spec.name, 0)
-        patience_s = deadline_s - min(1.0, 0.1 * deadline_s)  # the answer that names who is missing comes in time
+        patience_s = deadline_s - min(1.0, 0.1 * deadline_s)  # who asks at the last moment leaves some for the forming
         answer = await self._meeting.call(
-            "meet_group", fields_of(spec), self._member, self._incarnation, after, patience_s, deadline_s=deadline_s,
-            retry=True,
+            "meet_group", fields_of(spec), self._member, self._incarnation, after, patience_s,
+            deadline_s=deadline_s + _ANSWER_S, retry=True,
         )  # fmt: skip
         if "missing" in answer:
             raise GroupBroken(spec.name, after + 1, "meet", f"silence for {patience_s:g} s", tuple(answer["missing"]))

@@ -29,7 +29,7 @@ from rondo.runtime.errors import Closed, ConfigError, GroupBroken
 HERE = Path(__file__).parent
 TOKEN = "a-token-of-the-run"
 A, B, C = "actor-0/0", "actor-0/1", "rollout-0/0"
-GENEROUS_S = 60.0
+GENEROUS_S = 120.0
 
 
 @pytest.fixture(scope="module")
