@@ -56,14 +56,14 @@ class SGLangClient:
         if self._session is not None:
             await self._session.close()
 
-    async def get(self, path: str, *, deadline_s: float) -> Any:
+    async def get(self, path: str, *, deadline_s: float | None) -> Any:
         return await self._bounded("GET", path, None, deadline_s)
 
-    async def post(self, path: str, body: object | None = None, *, deadline_s: float) -> Any:
+    async def post(self, path: str, body: object | None = None, *, deadline_s: float | None) -> Any:
         """The answer as JSON (None where it is empty, text where it is not JSON)."""
         return await self._bounded("POST", path, {} if body is None else body, deadline_s)
 
-    async def _bounded(self, method: str, path: str, body: object, deadline_s: float) -> Any:
+    async def _bounded(self, method: str, path: str, body: object, deadline_s: float | None) -> Any:
         calling = self._call(method, path, body)
         return await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s)
 

@@ -1,0 +1,371 @@
+"""One SGLang server behind the `Engine` protocol.
+
+Owns the requests in flight: what is asked of the server, what its answer means, cancellation, and the count of what was done.
+Does not own the server (`kept.py`), how weights reach it (`WeightPath`), or several of them (a dispatcher).
+
+    engine = SGLangEngine(client, weights=path, pause="in_place", capabilities=await probe(client))
+    completion = await engine.generate(Request("g7/3", prompt, SamplingParams(max_new_tokens=64), seed=0x5EED))
+
+Token ids go in and come out; no text is made on the way. What new weights do to a sequence in flight is the server's pause
+mode, the same for all: in_place goes on with the cache it has, retract computes it anew, abort ends the sequence. Of those,
+requests that ask for "interrupt" are handed back, and the others asked again here with what they have.
+
+Invariant: every `generate` ends with a completion whose tokens each have their log-prob and the version they were sampled
+under, or with an error: PeerGone where the server left, and then nothing of it is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request
+from rondo.roles.rollout.sglang.answers import STRANGE, Answer, read_answer
+from rondo.roles.rollout.sglang.capabilities import Capabilities
+from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
+from rondo.roles.rollout.sglang.media import media_body
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, Refused
+
+if TYPE_CHECKING:
+    import torch
+
+Pause = Literal["in_place", "retract", "abort"]
+_ASK_S = 30.0
+_ABORT_EVERY_S = 0.2
+_PROGRESS_S = 5.0
+_SEEDS = 1 << 31
+
+
+class WeightPath(Protocol):
+    """How weights reach the server: `weights.py` has the ways."""
+
+    async def open(self) -> None: ...
+
+    async def update(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the server itself says it has to do, over all its data-parallel ranks."""
+
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+    """In its cache, of sequences that run."""
+
+
+class _Asked:
+    """One `generate` that is under way. `rid` names its call at the server."""
+
+    __slots__ = ("aborting", "cancelled", "rid")
+
+    def __init__(self) -> None:
+        self.rid: str | None = None
+        self.cancelled = False
+        self.aborting: asyncio.Task[None] | None = None
+
+
+class SGLangEngine:
+    """`Engine` over one server, whose client it closes. Made and used on one event loop."""
+
+    def __init__(
+        self,
+        client: SGLangClient,
+        *,
+        weights: WeightPath,
+        pause: Pause,
+        capabilities: Capabilities,
+        version: int = STRANGE,
+    ) -> None:
+        if pause != "abort" and not capabilities.version_spans:
+            raise ConfigError(
+                f"sglang.pause must be 'abort' with SGLang {capabilities.version} of {client.url}, which does not tell under "
+                f"which weights a token was sampled, got {pause!r}. Set it, or use SGLang 0.5.20 or newer"
+            )
+        self.client = client
+        self.capabilities = capabilities
+        self._weights = weights
+        self._pause = pause
+        self._version = version
+        self._asked: dict[str, _Asked] = {}
+        self._num_calls = 0
+        self._closed: Exception | None = None
+        names = ("completed", "cancelled", "interrupted", "tokens", "prefill", "shared", "progress")
+        self._counts = dict.fromkeys(names, 0)
+        self._watching: asyncio.Task[None] | None = None
+        self._seen: Load | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        self._check(request)
+        if request.id in self._asked:
+            raise ConfigError(
+                f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one."
+            )
+        self._asked[request.id] = asked = _Asked()
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch_progress(), name="sglang progress")
+        try:
+            return await self._generate(request, asked)
+        finally:
+            del self._asked[request.id]
+            if asked.aborting is not None:
+                asked.aborting.cancel()
+
+    def cancel(self, request_id: str) -> None:
+        asked = self._asked.get(request_id)
+        if asked is None or asked.cancelled:
+            return
+        asked.cancelled = True
+        if asked.rid is not None:
+            asked.aborting = asyncio.create_task(self._abort(asked.rid), name="sglang abort")
+
+    async def _generate(self, request: Request, asked: _Asked) -> Completion:
+        """Asks until the sample is whole; what an answer brings is the beginning of the next question."""
+        experts: np.ndarray | None = None
+        while not asked.cancelled:
+            answer = await self._ask(request, asked)
+            experts = answer.experts
+            done = _joined(request.prefix, answer)
+            reason = self._reason(request, answer, 0 if done is None else len(done.tokens), asked)
+            if reason is not None:
+                return self._completion(request, reason, done, experts)
+            request = replace(request, prefix=done)
+        return self._completion(request, "cancelled", request.prefix, experts)
+
+    def _reason(self, request: Request, answer: Answer, num_done: int, asked: _Asked) -> FinishReason | None:
+        """Why the sample ends with this answer; None where it goes on with another question."""
+        if answer.finish == "stop" and answer.matched in request.params.stop_token_ids:
+            return "stop"
+        if num_done == request.params.max_new_tokens:
+            return "length"
+        if answer.finish == "stop":
+            return None  # at a token that ends sequences for the server, but not for this request
+        if answer.finish == "length":
+            raise Refused(
+                f"request {request.id!r} must get {request.params.max_new_tokens} tokens from {self.client.url}, "
+                f"got {num_done}. See the server's limits"
+            )
+        if asked.cancelled:
+            return "cancelled"
+        if self._pause != "abort":
+            raise Refused(
+                f"request {request.id!r} must end by itself on {self.client.url}, got aborted: {answer.why}. "
+                "See who else controls this server"
+            )
+        self._counts["interrupted"] += 1
+        handed_back = request.on_new_weights == "interrupt" and request.interruptions != 0 and num_done > 0
+        return "interrupted" if handed_back else None
+
+    async def _ask(self, request: Request, asked: _Asked) -> Answer:
+        """One call. The answer has no tokens where the request is aborted before its first one."""
+        self._raise_if_closed()
+        self._num_calls += 1
+        asked.rid = f"{request.id}#{self._num_calls}"
+        try:
+            told = await self.client.post("/generate", self._body(request, asked.rid), deadline_s=None)
+        except ServerError as error:
+            if error.status == 400:
+                raise ConfigError(
+                    f"request {request.id!r} must fit the server {self.client.url}: {error.words}"
+                ) from error
+            raise
+        except PeerGone:
+            self._raise_if_closed()
+            raise
+        finally:
+            asked.rid = None
+        answer = read_answer(told, num_before=len(request.sequence), experts=self.capabilities.experts)
+        meta = told["meta_info"]
+        if self._version != STRANGE and STRANGE in answer.versions:
+            raise Refused(
+                f"the server {self.client.url} must sample under weights of this run, got tokens of version "
+                f"{meta.get('weight_version')!r}. It was restarted, or somebody else gave it weights"
+            )
+        shared = int(meta.get("cached_tokens") or 0)
+        self._counts["tokens"] += len(answer.tokens)
+        self._counts["shared"] += shared
+        self._counts["prefill"] += max(0, int(meta.get("prompt_tokens") or 0) - shared)
+        return answer
+
+    def _body(self, request: Request, rid: str) -> dict[str, Any]:
+        params, found = request.params, self.capabilities
+        num_before = 0 if request.prefix is None else len(request.prefix.tokens)
+        sampling: dict[str, Any] = {
+            "max_new_tokens": params.max_new_tokens - num_before,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+        }
+        if params.stop_token_ids:
+            sampling["stop_token_ids"] = list(params.stop_token_ids)
+        else:
+            sampling["ignore_eos"] = True
+        if found.seeds:
+            sampling["sampling_seed"] = request.seed % _SEEDS
+        body: dict[str, Any] = {
+            "rid": rid, "input_ids": request.sequence.tolist(), "sampling_params": sampling, "return_logprob": True,
+        }  # fmt: skip
+        if found.experts is not None:
+            body["return_routed_experts"] = True
+        if found.priority:
+            body["priority"] = found.priority * request.priority
+        if request.session is not None:
+            body["session_id"] = request.session
+        if request.media is not None:
+            body |= media_body(request.media, request.sequence)
+        return body
+
+    def _completion(
+        self, request: Request, reason: FinishReason, done: Prefix | None, experts: np.ndarray | None
+    ) -> Completion:
+        if reason != "interrupted":
+            self._counts["cancelled" if reason == "cancelled" else "completed"] += 1
+        return completion_of(request, reason, done, experts)
+
+    def _check(self, request: Request) -> None:
+        self._raise_if_closed()
+        found, params, sequence = self.capabilities, request.params, request.sequence
+        if found.vocabulary is not None and not (sequence.min() >= 0 and sequence.max() < found.vocabulary):
+            raise ConfigError(
+                f"the tokens of request {request.id!r} must be from 0 to {found.vocabulary - 1}, the model's vocabulary, got "
+                f"{sequence.min()} to {sequence.max()}. Use the model's own tokenizer."
+            )
+        if params.temperature not in (0.0, 1.0) and not found.log_probs_after_temperature:
+            raise ConfigError(
+                f"temperature must be 0 or 1 on {self.client.url}, which tells log-probs of the plain logits, got "
+                f"{params.temperature}. Start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
+        if request.media is not None and not found.takes_processed_media:
+            raise ConfigError(
+                f"request {request.id!r} must be text on {self.client.url}, which was not started with rondo's processor of "
+                f"media, got {', '.join(request.media.modalities)}. Let rondo start the server"
+            )
+
+    async def _abort(self, rid: str) -> None:
+        """Until `generate` ends: an abort that overtakes its request on the way is forgotten by the server."""
+        while True:
+            with suppress(PeerGone, DeadlineExceeded, ServerError):  # then `generate` itself learns what is wrong
+                await self.client.post("/abort_request", {"rid": rid}, deadline_s=_ASK_S)
+            await asyncio.sleep(_ABORT_EVERY_S)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._raise_if_closed()
+        await self._weights.update(version, tensors)
+        self._version = version
+
+    # ---- health -----------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> bool:
+        """Whether the server takes requests now: it is there, healthy and not paused."""
+        if self._closed is not None:
+            return False
+        try:
+            return await self._says_yes("/ready")
+        except ServerError:  # a server that is too old to tell whether it is paused
+            return await self._says_yes("/health")
+
+    async def _says_yes(self, path: str) -> bool:
+        try:
+            await self.client.get(path, deadline_s=_ASK_S)
+        except ServerError as error:
+            if error.status == 404:
+                raise
+            return False
+        except (PeerGone, DeadlineExceeded):
+            return False
+        return True
+
+    async def load(self) -> Load:
+        """Raises as every call does. Of servers without /v1/loads: what this engine has in flight."""
+        try:
+            told = await self.client.get("/v1/loads", deadline_s=_ASK_S)
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            return Load(len(self._asked), 0, 0)
+        names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+        return Load(*(sum(int(rank.get(name) or 0) for rank in told["loads"]) for name in names))
+
+    def stats(self) -> EngineStats:
+        """`decode_steps` counts how often the server was seen to have made tokens, not its steps."""
+        counts, num_slots = self._counts, self.capabilities.max_running
+        in_flight = len(self._asked)
+        num_running = min(in_flight, num_slots) if num_slots else in_flight
+        return EngineStats(
+            version=self._version,
+            num_slots=num_slots,
+            num_running=num_running,
+            num_waiting=in_flight - num_running,
+            num_completed=counts["completed"],
+            num_cancelled=counts["cancelled"],
+            tokens_generated=counts["tokens"],
+            decode_steps=counts["progress"],
+            prefill_tokens=counts["prefill"],
+            shared_prompt_tokens=counts["shared"],
+            num_interrupted=counts["interrupted"],
+        )
+
+    async def _watch_progress(self) -> None:
+        """Tokens are counted when their answer comes; meanwhile the server's cache shows that sequences grow."""
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            if not self._asked:
+                continue
+            with suppress(PeerGone, DeadlineExceeded, ServerError):
+                load = await self.load()
+                self._counts["progress"] += load != self._seen and load.num_running > 0
+                self._seen = load
+
+    async def close(self, why: Exception | None = None) -> None:
+        """Idempotent. Requests in flight end with `why`, Closed by default; the server stays as it is."""
+        if self._closed is not None:
+            return
+        self._closed = why or Closed("the engine must be open, got a call after close. Start another engine")
+        if self._watching is not None:
+            self._watching.cancel()
+        with suppress(PeerGone, DeadlineExceeded, ServerError):  # it may be gone, and takes what it had with it
+            await self._weights.close()
+        await self.client.__aexit__()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+
+def completion_of(
+    request: Request, reason: FinishReason, done: Prefix | None, experts: np.ndarray | None = None
+) -> Completion:
+    """What a request has so far, as its completion."""
+    if done is None:
+        none = np.zeros(0, np.int32)
+        return Completion(request.id, none, none.astype(np.float32), none, reason)
+    return Completion(request.id, done.tokens, done.log_probs, done.policy_versions, reason, experts)
+
+
+def _joined(before: Prefix | None, answer: Answer) -> Prefix | None:
+    """What there was, and what came."""
+    if not len(answer.tokens):
+        return before
+    new = Prefix(answer.tokens, answer.log_probs, answer.versions)
+    if before is None:
+        return new
+    return Prefix(
+        np.concatenate([before.tokens, new.tokens]),
+        np.concatenate([before.log_probs, new.log_probs]),
+        np.concatenate([before.policy_versions, new.policy_versions]),
+    )

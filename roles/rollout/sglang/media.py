@@ -1,0 +1,54 @@
+"""The media of a prompt as a server takes them: what the trainer's processor made, not the files it made them from.
+
+Owns the words on the wire. The server's side is `processor/`, a package that SGLang itself loads, and which is the only code of
+rondo that runs inside a server.
+
+    body |= media_body(request.media, request.sequence)
+
+Invariant: the server computes on exactly these arrays, so that engine and trainer see the same numbers, and one call of the
+processor serves all samples of a prompt and the trainer.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from rondo.models.media.inputs import MediaInputs, Modality
+
+FORMAT = "rondo"
+_FIELDS: dict[Modality, str] = {"image": "image_data", "audio": "audio_data", "video": "video_data"}
+_OF: dict[Modality, tuple[str, ...]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "audio": ("input_features", "feature_attention_mask"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+
+
+def media_body(media: MediaInputs, sequence: np.ndarray) -> dict[str, Any]:
+    """The fields of /generate: one item a modality. `sequence` int32 [T + P]: the prompt, and what it is continued from."""
+    positions = positions_of(media, len(sequence))
+    body: dict[str, Any] = {}
+    for modality in media.modalities:
+        arrays = {name: media.arrays[name] for name in _OF[modality]}
+        item: dict[str, Any] = {"format": FORMAT, "key": f"{media.key}/{modality}"}
+        item["arrays"] = {name: _described(array) for name, array in arrays.items()}
+        if not body:
+            item["positions"] = _described(positions)
+        body[_FIELDS[modality]] = [item]
+    return body
+
+
+def positions_of(media: MediaInputs, num_tokens: int) -> np.ndarray:
+    """int64 [3, num_tokens]: those of the prompt, then one after the other on all axes."""
+    prompt = media.positions.astype(np.int64)
+    num_after = num_tokens - prompt.shape[1]
+    after = int(prompt.max()) + 1 + np.arange(num_after, dtype=np.int64)
+    return np.concatenate([prompt, np.broadcast_to(after, (3, num_after))], axis=1)
+
+
+def _described(array: np.ndarray) -> dict[str, Any]:
+    data = base64.b64encode(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data).decode()
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}

@@ -1,0 +1,278 @@
+"""A server that generates: one that rondo starts and ends, or one that runs already.
+
+Owns the process of a server: its command line, environment, key, port and log, and its end. Owns nothing of what it answers
+(`client.py`), and not when it is started again (`kept.py`).
+
+    server = SGLangServer(Launch(python, model_path="/models/qwen3"), log=log, folder=private)
+    client = await server.start(deadline_s=600)          # it answers
+    why = await server.gone()                            # it is no longer there
+    await server.close()
+
+Invariant: a server dies with this process, also when this process is killed: the kernel ends its launcher (`runtime/guard.py`),
+and every process of a server asks the kernel for the same. It listens on the loopback interface only, and wants a key that is
+in no command line and no environment: it stands in a file that only this user reads, with all other arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone, WorkerDied
+from rondo.runtime.launcher import start as start_guarded
+from rondo.runtime.process import exit_text, kill_session
+from rondo.runtime.waits import wait_for, waiting
+
+LOOPBACK = "127.0.0.1"
+OLDEST = (0, 5, 10)
+"""Older servers read pickles from the network."""
+_POLL_S = 0.25
+_ASK_S = 30.0
+_GRACE_S = 10.0
+_TAIL_BYTES = 4000
+
+# torchrun describes the rollout's own processes with these, and a server would take them for its own.
+_OF_TORCHRUN = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started. `devices` are the GPUs that it takes, from `first_device`; 0 is the processor."""
+
+    python: str
+    model_path: str
+    dtype: str = "auto"
+    devices: int = 0
+    first_device: int = 0
+    max_running: int | None = None
+    max_tokens: int | None = None
+    """Tokens that the cache holds; only where a processor computes, since a server measures the memory of a GPU itself."""
+    arguments: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def settings(self, port: int, key: str) -> dict[str, str | int | float | bool]:
+        """All arguments by name; the user's own win, but for address and key."""
+        found: dict[str, str | int | float | bool] = {
+            "model-path": self.model_path, "dtype": self.dtype, "skip-server-warmup": True, "weight-version": "-1",
+        }  # fmt: skip
+        if self.max_running is not None:
+            found["max-running-requests"] = self.max_running
+        if self.devices:
+            found |= {"tp-size": self.devices, "base-gpu-id": self.first_device}
+        else:
+            # A share of the machine's memory would be taken, and filled with zeros, for the cache.
+            found |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.2}
+            if self.max_tokens is not None:
+                found["max-total-tokens"] = self.max_tokens
+        given = {name.replace("_", "-"): value for name, value in self.arguments.items()}
+        return {**found, **given, "host": LOOPBACK, "port": port, "api-key": key}
+
+    def surroundings(self) -> dict[str, str]:
+        """The environment of the server: this process's, without what is meant for this process alone."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _OF_TORCHRUN and not name.startswith(("TORCHELASTIC_", "PYTHON"))
+        }
+        chosen = {
+            # Neither the folder in which the run was started nor a user's site comes before the server's own packages.
+            "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "PYTHONNOUSERSITE": "1",
+            # Log-probs are to be those after the temperature.
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        }  # fmt: skip
+        if not self.devices:
+            chosen |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        return {**kept, **chosen, **self.environment}
+
+
+class Server(Protocol):
+    """Something that is started, answers at an address, and may leave. After `gone` it may be started again."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self, deadline_s: float) -> SGLangClient:
+        """Until it answers. An open client, which is the caller's to close."""
+
+    async def gone(self) -> str:
+        """Waits until it no longer answers, and says why."""
+
+    async def close(self) -> None: ...
+
+
+class SGLangServer:
+    """One server that rondo starts. For the main thread's event loop: the kernel ends the server with that thread.
+
+    `folder` is private to this user and gets the server's settings; `log` is appended to.
+    """
+
+    def __init__(self, launch: Launch, *, log: Path, folder: Path, name: str = "sglang") -> None:
+        self.name = name
+        self.log = log
+        self.key = secrets.token_urlsafe(32)
+        self.port = 0
+        self._launch = launch
+        self._settings = folder / f"{name}.yaml"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exit: asyncio.Task[int] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the launcher, which leads the session of all its processes; None while none runs."""
+        return None if self._process is None or self._process.returncode is not None else self._process.pid
+
+    async def start(self, deadline_s: float) -> SGLangClient:
+        await self.close()
+        self.port = _free_port()
+        _write_private(self._settings, json.dumps(self._launch.settings(self.port, self.key)))
+        command = [self._launch.python, "-m", "sglang.launch_server", "--config", str(self._settings)]
+        self._process = process = start_guarded(command, self._launch.surroundings(), self.log)
+        self._exit = asyncio.create_task(_exit_code(process), name=f"{self.name} exit")
+        client = await SGLangClient(f"http://{LOOPBACK}:{self.port}", api_key=self.key).__aenter__()
+        try:
+            async with waiting("start of sglang", peer=self.name, deadline_s=deadline_s):
+                while not await answers(client):
+                    done, _ = await asyncio.wait([self._exit], timeout=_POLL_S)
+                    if done:
+                        raise WorkerDied(
+                            f"the SGLang server {self.name} must start, got {exit_text(process.returncode)}. "
+                            f"Read {self.log}; it ends with:\n{_tail(self.log)}"
+                        )
+        except BaseException:
+            await client.__aexit__()
+            await self.close()
+            raise
+        return client
+
+    async def gone(self) -> str:
+        assert self._exit is not None, "gone() is asked of a server that was started"
+        return exit_text(await asyncio.shield(self._exit))
+
+    async def close(self) -> None:
+        """Asks it to leave, then kills whatever is left of its session. May be called twice."""
+        process, exited = self._process, self._exit
+        if process is None or exited is None:
+            return
+        if not exited.done():
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            with suppress(DeadlineExceeded):
+                await wait_for(asyncio.shield(exited), name="end of sglang", peer=self.name, deadline_s=_GRACE_S)
+        # Its children may have left their parent's group, but not its session.
+        # Dying takes the kernel a moment, and it tells nobody but the parent.
+        while await asyncio.to_thread(kill_session, process.pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await exited
+        self._process = None
+        self._settings.unlink(missing_ok=True)
+
+
+class AttachedServer:
+    """A server that runs already, and is neither started nor ended here."""
+
+    def __init__(self, url: str, *, key: str | None = None) -> None:
+        self.name = url
+        self._url = url
+        self._key = key
+
+    async def start(self, deadline_s: float) -> SGLangClient:
+        client = await SGLangClient(self._url, api_key=self._key).__aenter__()
+        try:
+            async with waiting("start of sglang", peer=self.name, deadline_s=deadline_s):
+                while not await answers(client):  # noqa: ASYNC110 - nothing tells when it is there
+                    await asyncio.sleep(_POLL_S)
+        except BaseException:
+            await client.__aexit__()
+            raise
+        return client
+
+    async def gone(self) -> str:
+        async with SGLangClient(self._url, api_key=self._key) as client:
+            while True:
+                await asyncio.sleep(8 * _POLL_S)
+                try:
+                    await client.get("/model_info", deadline_s=_ASK_S)
+                except (PeerGone, DeadlineExceeded) as error:
+                    return str(error)
+
+    async def close(self) -> None:
+        return
+
+
+async def answers(client: SGLangClient) -> bool:
+    """Whether the server has loaded its model and generates. Raises ServerError where it refuses the key."""
+    try:
+        await client.get("/health_generate", deadline_s=_ASK_S)
+    except ServerError as error:
+        if error.status in (401, 403):
+            raise
+        return False
+    except (PeerGone, DeadlineExceeded):
+        return False
+    return True
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """ "0.5.10.post1" -> (0, 5, 10). Raises ConfigError for what is no version."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    if match is None:
+        raise ConfigError(f"the version of an SGLang server must look like 0.5.10, got {text!r}. Use a released one")
+    return tuple(map(int, match.groups()))
+
+
+def require_version(text: str, where: str) -> tuple[int, ...]:
+    """The version, as numbers. Raises ConfigError for one that is too old to be safe."""
+    found = parse_version(text)
+    if found < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(
+            f"SGLang of {where} must be {oldest} or newer, whose predecessors read pickles that anybody may send them, "
+            f"got {text}. Install a newer one with `rondo sglang install PATH`"
+        )
+    return found
+
+
+async def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    descriptor = os.pidfd_open(process.pid)
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace")
