@@ -266,6 +266,10 @@ class AlgorithmConfig(Section):
         return resolve(self)
 
 
+PAUSES: Mapping[str, str] = {"continue": "in_place", "recompute": "retract", "interrupt": "abort"}
+"""`rollout.on_new_weights` in the words of SGLang's pause modes."""
+
+
 class SGLangConfig(Section):
     """SGLang as the rollout engine: servers that each rollout replica starts, or ones that run already."""
 
@@ -345,6 +349,16 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue', which interrupts nothing, "
                 f"got {self.max_interruptions}. Set rollout.on_new_weights to 'recompute' or 'interrupt', or remove it"
+            )
+        if self.sglang is not None and (paused := PAUSES[self.on_new_weights]) != self.sglang.pause:
+            raise ValueError(
+                f"rollout.sglang.pause must be {paused!r} with rollout.on_new_weights {self.on_new_weights!r}, since a server "
+                f"does the same to all its requests, got {self.sglang.pause!r}. Change one of them"
+            )
+        if self.sglang is not None and self.max_interruptions is not None:
+            raise ValueError(
+                "rollout.max_interruptions must be None with rollout.sglang, whose servers do not count them, "
+                f"got {self.max_interruptions}. Remove it"
             )
         if self.straggler_deadline_s is not None and self.straggler_deadline_s < self.lease_deadline_s:
             raise ValueError(
@@ -561,6 +575,12 @@ class JobConfig(Section):
                     f"got {self.data.held_out} and {each.num_prompts}. "
                     f"Set data.held_out to {each.num_prompts}, or name a data set in {section}.data"
                 )
+        if evaluation is not None and evaluation.every is not None and rollout.sglang is not None:
+            raise ValueError(
+                "evaluation.every must be None with rollout.sglang, since an evaluation beside the training needs an engine of "
+                f"its own, got {evaluation.every}. Remove it (evaluation.at_start and at_end use the servers), or evaluate "
+                "checkpoints apart"
+            )
         if evaluation is not None and evaluation.every is not None and evaluation.every > self.num_steps:
             raise ValueError(
                 f"evaluation.every must be at most num_steps, got {evaluation.every} and {self.num_steps}. Lower it"
@@ -572,6 +592,11 @@ class JobConfig(Section):
         if not self.deterministic:
             return self
         rollout = self.rollout
+        if rollout.sglang is not None:
+            raise ValueError(
+                "deterministic must be False with rollout.sglang, whose batches depend on time, got True. "
+                "Remove rollout.sglang, or set deterministic=False"
+            )
         if rollout.num_slots < MIN_FIXED_SLOTS:
             raise ValueError(
                 f"rollout.num_slots must be at least {MIN_FIXED_SLOTS} with deterministic=True, since fewer rows are multiplied "

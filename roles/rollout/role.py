@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ class RolloutRole:
         self._rewards = RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s)
         self._media = None if config.media is None else MediaPool(job.model_path, config.media)
         async with AsyncExitStack() as pools:
-            # Their workers take seconds to import what they need: meanwhile this process loads the model.
+            # Their workers take seconds to import what they need: meanwhile this process loads the model, or servers do.
             async with asyncio.TaskGroup() as opening:
                 for pool in (self._rewards, self._media):
                     if pool is not None:
@@ -99,7 +99,7 @@ class RolloutRole:
                     self._data, held_out = await ctx.compute(open_splits, config)
                     self._order = train_order(config, len(self._data))
                     self._kept = await asyncio.to_thread(KeptSamples.read, newest_complete(ctx.run_dir / "checkpoints"))
-                    self._engine: Engine = await self._open_engine()
+                    self._engine: Engine = await self._open_engine(pools)
                     self._beside = await self._open_beside()
                     self._evaluator = Evaluator(
                         config,
@@ -124,11 +124,35 @@ class RolloutRole:
         if self._beside is not None:
             await self._beside.close()
 
-    async def _open_engine(self) -> Engine:
+    async def _open_engine(self, ends: AsyncExitStack) -> Engine:
+        if self._job.config.rollout.sglang is not None:
+            return await self._open_servers(ends)
         evaluation = self._job.config.evaluation
         evaluates = evaluation is not None and (evaluation.at_start or evaluation.at_end)
         slots = await self._ctx.compute(self._build, self._job.config.rollout.num_slots, evaluates=evaluates)
         return EmbeddedEngine(slots, self._ctx.compute)
+
+    async def _open_servers(self, ends: AsyncExitStack) -> Engine:
+        """SGLang servers, which load the model themselves; they are kept there, and ended with `ends`."""
+        from rondo.roles.rollout.sglang.kept import kept
+        from rondo.roles.rollout.sglang.open import kept_engines, one_engine
+
+        engines = kept_engines(self._ctx, self._job, newest=self._newest_weights)
+        await ends.enter_async_context(kept(engines))
+        return one_engine(engines)
+
+    @asynccontextmanager
+    async def _newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:
+        """What was published last, for a server that was started anew, while the body reads it; None when the run is over."""
+        ctx, job, reader = self._ctx, self._job, f"{self.role}.{self._ctx.rank}.restart"
+        held = await job.bus.call("weights", reader, -1, deadline_s=POLL_S)
+        if "slot" not in held:
+            yield None
+            return
+        slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
+        place = {"attempt": held["attempt"], "version": held["version"], "checksum": held["checksum"]}
+        yield held["version"], await asyncio.to_thread(functools.partial(slab.read, held["slot"], **place))
+        await job.bus.call("proved", reader, held["version"])
 
     async def _open_beside(self) -> Engine | None:
         """The engine of evaluations beside the training, with a copy of the weights of its own."""
@@ -202,10 +226,11 @@ class RolloutRole:
     async def _renew(self) -> None:
         """Leases last while tokens come. Those the coordinator no longer grants are given up."""
         interval = self._job.config.rollout.lease_deadline_s / 4
-        before = -1
+        before = (-1, -1)
         while True:
             await asyncio.sleep(interval)
-            made = self._engine.stats().tokens_generated
+            stats = self._engine.stats()
+            made = (stats.tokens_generated, stats.decode_steps)
             if made == before or not self._running:
                 continue
             before = made

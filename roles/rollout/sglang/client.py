@@ -45,7 +45,8 @@ class SGLangClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            # Shorter than the server's own 5 s: a call on a connection that it has just closed would look like its end.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             timeout=aiohttp.ClientTimeout(total=None),
             headers=self._headers,
             trust_env=False,

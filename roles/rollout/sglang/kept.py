@@ -1,12 +1,12 @@
 """An engine that outlives its server: one that left is started again, given the weights again, and only then asked again.
 
 Owns which server is behind the engine now, and that what it serves is proved. Does not own the server (`server.py`), the asking
-(`engine.py`), or where the weights come from: `again` fetches the newest published ones.
+(`engine.py`), or where the weights come from: `newest` gives what was published last.
 
     starting --> up, unproved --> serving --> gone --> starting ...
                      ^ update_weights proves it
 
-    engine = KeptEngine(server, connect, again=newest_weights, deadline_s=600, tell=report)
+    engine = KeptEngine(server, connect, newest=newest_weights, deadline_s=600, tell=report)
     async with kept([engine]):                      # restarts while the body runs; a server that cannot be started raises here
         await engine.update_weights(version, tensors)
         await engine.generate(request)
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 Weights = tuple[int, "Mapping[str, torch.Tensor]"]
 Connect = Callable[[SGLangClient], Awaitable[SGLangEngine]]
-Again = Callable[[], Awaitable[Weights | None]]
+Newest = Callable[[], AbstractAsyncContextManager[Weights | None]]
 Tell = Callable[[str, Mapping[str, Any]], Awaitable[None]]
 
 _MAX_IN_A_ROW = 3
 """Servers that leave before they have finished one request."""
+_NOTICED_S = 3.0
 _ADDED = (
     "num_completed", "num_cancelled", "tokens_generated", "decode_steps", "prefill_tokens", "shared_prompt_tokens",
     "num_interrupted",
@@ -67,17 +68,17 @@ async def kept(engines: Sequence[KeptEngine]) -> AsyncIterator[None]:
 class KeptEngine:
     """`Engine` over one server and its successors. `connect` makes the engine over an open client and owns what it needs.
 
-    `again` gives the newest weights, which a server that was started anew must have before it serves, or None when there are
-    none any more; `tell` is told of every server that comes or goes. A request that a server takes with it is asked again of the
-    next one when this engine is `alone`; else its `generate` raises PeerGone, so that another engine is asked.
+    `newest` gives the newest weights while its body lasts, which a server that was started anew must have before it serves, or
+    None when there are none any more; `tell` is told of every server that comes or goes. A request that a server takes with it is
+    asked again of the next one when this engine is `alone`; else `generate` raises PeerGone, so that another engine is asked.
     """
 
     def __init__(
-        self, server: Server, connect: Connect, *, again: Again, deadline_s: float, tell: Tell, alone: bool = True
+        self, server: Server, connect: Connect, *, newest: Newest, deadline_s: float, tell: Tell, alone: bool = True
     ) -> None:
         self.server = server
         self._connect = connect
-        self._again = again
+        self._newest = newest
         self._deadline_s = deadline_s
         self._tell = tell
         self._alone = alone
@@ -141,16 +142,15 @@ class KeptEngine:
         """The newest weights, unless an update that was under way brings them."""
         async with self._updating:
             if self._version is not None and not self._serving.is_set():
-                weights = await self._again()
-                if weights is None:
-                    return
-                engine = self._engine
-                assert engine is not None
-                try:
-                    await engine.update_weights(*weights)
-                except PeerGone:
-                    return  # it is gone already: `keep` learns it next
-                self._version = weights[0]
+                async with self._newest() as weights:
+                    engine = self._engine
+                    if weights is None or engine is None:
+                        return
+                    try:
+                        await engine.update_weights(*weights)
+                    except PeerGone:
+                        return  # it is gone already: `keep` learns it next
+                    self._version = weights[0]
             if self._up.is_set():
                 self._serving.set()
 
@@ -215,9 +215,11 @@ class KeptEngine:
                     return
 
     async def _gone(self, engine: SGLangEngine) -> None:
-        while self._engine is engine:
+        """Until `keep` has seen it too; not for ever, since a connection can end without its server."""
+        until = time.monotonic() + _NOTICED_S
+        while self._engine is engine and time.monotonic() < until:
             self._raise_if_closed()
-            await asyncio.sleep(0.05)  # until `keep` has seen it too
+            await asyncio.sleep(0.05)
 
     async def _engine_when(self, event: asyncio.Event) -> SGLangEngine:
         while True:

@@ -1,0 +1,127 @@
+"""From the settings of a run to its engines over SGLang.
+
+Owns what follows from a setting: how many servers a replica has, on which devices, with which cache, key, log and weights' way.
+
+    engines = kept_engines(ctx, job, newest=newest)        # not started: `kept(engines)` does that
+    engine = one_engine(engines)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from rondo.roles.config import JobConfig, SGLangConfig
+from rondo.roles.job import Job
+from rondo.roles.rollout.engine import Engine
+from rondo.roles.rollout.sglang.capabilities import probe
+from rondo.roles.rollout.sglang.client import SGLangClient
+from rondo.roles.rollout.sglang.engine import SGLangEngine
+from rondo.roles.rollout.sglang.kept import KeptEngine, Newest
+from rondo.roles.rollout.sglang.server import AttachedServer, Launch, Server, SGLangServer
+from rondo.roles.rollout.sglang.weights import weight_path
+from rondo.runtime.context import WorkerContext
+from rondo.runtime.errors import ConfigError
+
+_SPARE_TOKENS = 256
+"""Of the cache of a server on a processor: what it keeps for itself."""
+
+
+def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEngine]:
+    """The engines of this replica, in the order of its devices or of the addresses. ConfigError for a key that is not there."""
+    settings = job.config.rollout.sglang
+    assert settings is not None
+    servers = servers_of(ctx, job, settings)
+
+    def made(index: int, server: Server) -> KeptEngine:
+        connect = functools.partial(
+            connect_engine,
+            settings=settings,
+            folder=ctx.rt_dir / f"{ctx.group}.{ctx.incarnation}.sglang-{index}",
+            model_path=job.model_path,
+            processed_media=not settings.urls,
+        )
+        return KeptEngine(
+            server,
+            connect,
+            newest=newest,
+            deadline_s=settings.start_deadline_s,
+            tell=ctx.report,
+            alone=len(servers) == 1,
+        )
+
+    return [made(index, server) for index, server in enumerate(servers)]
+
+
+def one_engine(engines: Sequence[KeptEngine]) -> Engine:
+    """All of them as one."""
+    if len(engines) == 1:
+        return engines[0]
+    from rondo.roles.rollout.dispatch import Dispatcher
+
+    return Dispatcher(engines)
+
+
+async def connect_engine(
+    client: SGLangClient, *, settings: SGLangConfig, folder: Path, model_path: str, processed_media: bool
+) -> SGLangEngine:
+    """An engine over a server that answers."""
+    found = await probe(client, processed_media=processed_media)
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    weights = weight_path(settings, client, folder=folder, model_path=model_path)
+    engine = SGLangEngine(client, weights=weights, pause=settings.pause, capabilities=found)
+    await weights.open()
+    return engine
+
+
+def servers_of(ctx: WorkerContext, job: Job, settings: SGLangConfig) -> list[Server]:
+    """Those that run already, or those that this replica is to start."""
+    if settings.urls:
+        key = read_key(settings.api_key_file)
+        return [AttachedServer(url, key=key) for url in settings.urls]
+    names = [f"{ctx.group}.{ctx.incarnation}.sglang-{index}" for index in range(settings.num_servers)]
+    logs = ctx.run_dir / "logs" / f"attempt_{ctx.attempt}"
+    return [
+        SGLangServer(
+            launch_of(job.config, settings, job.model_path, job.device, index),
+            log=logs / f"{name}.log",
+            folder=ctx.rt_dir,
+            name=name,
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+def launch_of(config: JobConfig, settings: SGLangConfig, model_path: str, device: str, index: int) -> Launch:
+    """How server `index` of a replica is started, whose devices begin with `device`."""
+    assert settings.python is not None
+    rollout = config.rollout
+    first = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
+    sets = config.evaluation.named_sets().values() if config.evaluation is not None else ()
+    longest = rollout.max_prompt_tokens + max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
+    return Launch(
+        settings.python,
+        model_path,
+        dtype=config.model.dtype,
+        devices=0 if first is None else settings.tensor_parallel,
+        first_device=0 if first is None else first + index * settings.tensor_parallel,
+        max_running=rollout.num_slots,
+        max_tokens=rollout.num_slots * longest + _SPARE_TOKENS,
+        arguments=settings.arguments,
+        environment=settings.environment,
+    )
+
+
+def read_key(file: str | None) -> str | None:
+    """The bearer key of servers that run already."""
+    if file is None:
+        return None
+    try:
+        found = Path(file).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"sglang.api_key_file must be a file to read, got {file}: {error.strerror}") from error
+    if not found:
+        raise ConfigError(f"sglang.api_key_file must hold a key, got an empty file {file}. Write the key into it")
+    return found
