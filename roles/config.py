@@ -294,6 +294,9 @@ class SGLangConfig(Section):
     filled, 'retract' takes them back and computes their cache anew, 'abort' ends them, to be continued as new requests."""
     bucket_bytes: int = Field(256 << 20, ge=1 << 16)
     """Weights of one update call."""
+    checksums: bool = True
+    """Compares the server's checksums of its weights with ours after every update, while it pauses; without, an update is proved
+    by its version alone."""
     start_deadline_s: float = Field(600.0, gt=0)
 
     @model_validator(mode="after")

@@ -1,0 +1,100 @@
+"""The Hugging Face folder that a server was started from: which tensors an update must bring, and what they were at the start.
+
+Owns reading it. Nothing is loaded before it is asked for; tensors come one by one, out of the files' own pages.
+
+    folder = ModelFolder.of("Qwen/Qwen3-0.6B")        # or a path
+    folder.check(tensors)                             # ConfigError, before anything is sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from safetensors import safe_open
+
+from rondo.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelFolder(Mapping[str, torch.Tensor]):
+    """Its tensors under their disk names; `shapes` of all of them, `files` where each lies, and its `config.json`."""
+
+    path: Path
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    files: Mapping[str, Path]
+
+    @classmethod
+    def of(cls, model_path: str) -> ModelFolder:
+        """Raises ConfigError for a folder without safetensors files."""
+        path = _local(model_path)
+        shapes: dict[str, tuple[int, ...]] = {}
+        files: dict[str, Path] = {}
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no dictionary
+                    shapes[name], files[name] = tuple(opened.get_slice(name).get_shape()), file
+        if not shapes:
+            raise ConfigError(
+                f"model.path must hold safetensors files for SGLang, got none in {path}. Convert it first"
+            )
+        return cls(path, orjson.loads((path / "config.json").read_bytes()), shapes, files)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with safe_open(self.files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def setting(self, name: str) -> Any:
+        """A setting of the text model, None where the config has none; those of omni models lie deeper."""
+        found: Mapping[str, Any] = self.config
+        while name not in found:
+            inner = next((found[key] for key in ("text_config", "thinker_config", "llm_config") if key in found), None)
+            if inner is None:
+                return None
+            found = inner
+        return found[name]
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises ConfigError unless these are tensors of this model, and all that belong to what they are part of.
+
+        A whole part of the model may be left out (the talker of an omni model), and weights that are tied to others.
+        """
+        for name, tensor in tensors.items():
+            if name not in self.shapes and not self._tied(name):
+                raise ConfigError(f"weights must have the names of {self.path.name}, got {name!r}, which it has not.")
+            if name in self.shapes and tuple(tensor.shape) != self.shapes[name]:
+                raise ConfigError(
+                    f"tensor {name} must have shape {list(self.shapes[name])}, got {list(tensor.shape)}. "
+                    "Publish the model that the server was started with"
+                )
+        parts = {name.partition(".")[0] for name in tensors} | {"lm_head"}
+        missing = [name for name in self.shapes if name not in tensors and name.partition(".")[0] in parts]
+        missing = [name for name in missing if not self._tied(name)]
+        if missing or not tensors:
+            raise ConfigError(
+                f"weights must be all of {self.path.name}, got {len(missing) or 'all'} missing ({', '.join(missing[:3])}). "
+                "A server with a part of a version would serve none"
+            )
+
+    def _tied(self, name: str) -> bool:
+        return name.endswith("lm_head.weight") and bool(self.setting("tie_word_embeddings"))
+
+
+def _local(model_path: str) -> Path:
+    path = Path(model_path)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model_path, local_files_only=True))

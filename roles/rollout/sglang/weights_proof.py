@@ -1,0 +1,199 @@
+"""Whether a server holds the weights that were sent: its checksums against ours, tensor by tensor, on every rank.
+
+A server tells a checksum for each tensor that its model has in memory. These are not the tensors on disk: projections are fused,
+rows of the vocabulary filled up, each tensor-parallel rank has its part. So each of the server's tensors has a few recipes of
+what it may be made of; the one whose checksum is the server's *is* what it holds, up to one chance in 2**64.
+
+    server, rank 1 of 2                             recipe that fits
+    model.layers.0.self_attn.qkv_proj.weight        second half of q's rows, of k's, of v's
+    model.layers.0.self_attn.o_proj.weight          second half of the columns
+    model.embed_tokens.weight                       second half of the rows and the zeros behind them
+
+Recipes are learned from weights that the server is known to hold (the folder that it was started from), and a tensor that fitted
+once must fit ever after. Those that never fitted (quantised, or laid out for a kernel) are named as unknown: of them, it is known
+only that the server took them, and that it told the same checksums when the first version was sent a second time.
+
+Owns recipes and their comparison. Does not own the checksum (`weights_sums.py`) nor what follows from one that differs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rondo.roles.rollout.sglang.weights_sums import checksum
+
+Cut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
+Key = tuple[int, str]
+"""Tensor-parallel rank, and the server's name of a tensor."""
+
+_WRAPPERS = {"model", "language_model", "thinker"}
+"""Parts of names that families put at different places."""
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_RENAMED = {"qkv_proj": "qkv"}
+_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+_VOCABULARY_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What one of the server's tensors is made of: the parts of these tensors, behind one another."""
+
+    names: tuple[str, ...]
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is known of a version that a server serves: of `num_tensors` (all ranks), `num_equal` hold exactly the bytes that were
+    sent; `unknown` names the others. Without checksums, only that every call succeeded: `num_tensors` is 0 then."""
+
+    version: int
+    num_tensors: int = 0
+    num_equal: int = 0
+    unknown: tuple[str, ...] = ()
+
+
+class Recipes:
+    """The recipes of one server, which tells checksums of `device`'s kind over tensors of `dtype`."""
+
+    def __init__(self, *, device: str, dtype: torch.dtype, size: int, num_kv_heads: int) -> None:
+        self._device, self._dtype, self._size, self._num_kv_heads = device, dtype, size, num_kv_heads
+        self._known: dict[Key, Recipe] = {}
+        self._before: Mapping[Key, str] = {}
+        self.settled = False
+        """Whether every tensor has its recipe, or counts as unknown."""
+
+    def learn(self, told: Mapping[Key, str], tensors: Mapping[str, torch.Tensor]) -> set[Key]:
+        """Find the recipes of what the server has told while it held `tensors`. Returns what fits none."""
+        names = _by_canonical(tensors)
+        for key, found in told.items():
+            if key not in self._known:
+                fitting = (
+                    recipe for recipe in self._candidates(key, names) if self._sum(key, recipe, tensors) == found
+                )
+                recipe = next(fitting, None)
+                if recipe is not None:
+                    self._known[key] = recipe
+        unknown = set(told.keys() - self._known.keys())
+        self.settled = not unknown
+        return unknown
+
+    def expect(self, tensors: Mapping[str, torch.Tensor]) -> dict[Key, str]:
+        """The checksums that a server with `tensors` tells, of those whose recipe is known."""
+        return {key: self._sum(key, recipe, tensors) for key, recipe in self._known.items()}
+
+    def wrong(
+        self, told: Mapping[Key, str], expected: Mapping[Key, str], tensors: Mapping[str, torch.Tensor]
+    ) -> set[Key]:
+        """The server's tensors that are not proved to hold `tensors`, which were sent to it just now.
+
+        Before all recipes are known, a tensor without one is wrong once; told alike for a second sending, it is unknown.
+        """
+        wrong = {key for key, value in expected.items() if told.get(key) != value}
+        if not self.settled:
+            unknown = self.learn(told, tensors)
+            wrong |= {key for key in unknown if self._before.get(key) != told[key]}
+            self._before = told
+            self.settled = not wrong
+        return wrong
+
+    def proof(self, version: int, told: Mapping[Key, str]) -> Proof:
+        unknown = sorted({name for _, name in told.keys() - self._known.keys()})
+        return Proof(version, len(told), len(told.keys() & self._known.keys()), tuple(unknown))
+
+    def _sum(self, key: Key, recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> str:
+        return checksum(self._parts(key[0], recipe, tensors), self._device)
+
+    def _parts(self, rank: int, recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        for name, cut in zip(recipe.names, recipe.cuts, strict=True):
+            tensor = tensors[name]
+            if tensor.is_floating_point():
+                tensor = tensor.detach().to(self._dtype)
+            yield self._cut(tensor, cut, rank)
+
+    def _cut(self, tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+        size = self._size
+        match cut:
+            case "whole":
+                return tensor
+            case "rows":
+                return tensor.chunk(size)[rank]
+            case "columns":
+                return tensor.chunk(size, 1)[rank]
+            case "heads":  # fewer heads than ranks: several ranks have the same one
+                return tensor.chunk(self._num_kv_heads)[rank * self._num_kv_heads // size]
+            case "vocabulary":
+                room = tensor.new_zeros(-tensor.shape[0] % _VOCABULARY_ROWS, *tensor.shape[1:])
+                return torch.cat([tensor, room]).chunk(size)[rank]
+
+    def _candidates(self, key: Key, names: Mapping[str, str]) -> Iterator[Recipe]:
+        """Recipes that the tensor's name allows, likeliest first."""
+        name = _canonical(key[1])
+        path, _, field = name.rpartition(".")
+        module, _, last = path.rpartition(".")
+        if name in names:
+            yield from self._plain(names[name])
+        if last in _RENAMED and (renamed := f"{module}.{_RENAMED[last]}.{field}") in names:
+            yield from self._plain(names[renamed])
+        if last in _FUSED:
+            parts = [names.get(f"{module}.{part}.{field}") for part in _FUSED[last]]
+            if None not in parts:
+                yield from self._fused(tuple(part for part in parts if part is not None))
+        if field in _EXPERTS:
+            experts = _experts(path, _EXPERTS[field], names)
+            if experts:
+                yield from self._stacked(experts, field)
+
+    def _plain(self, name: str) -> Iterator[Recipe]:
+        cuts: Sequence[Cut] = ("whole", "vocabulary") if self._size == 1 else ("whole", "rows", "columns", "vocabulary")
+        yield from (Recipe((name,), (cut,)) for cut in cuts)
+
+    def _fused(self, names: tuple[str, ...]) -> Iterator[Recipe]:
+        if self._size == 1:
+            yield _all(names, "whole")
+            return
+        yield _all(names, "rows")
+        if len(names) == 3 and self._num_kv_heads < self._size:
+            yield Recipe(names, ("rows", "heads", "heads"))
+
+    def _stacked(self, names: tuple[str, ...], field: str) -> Iterator[Recipe]:
+        cut: Cut = "whole" if self._size == 1 else "rows" if field == "w13_weight" else "columns"
+        yield _all(names, cut)
+
+
+def _all(names: tuple[str, ...], cut: Cut) -> Recipe:
+    return Recipe(names, (cut,) * len(names))
+
+
+def told_by(answer: Any) -> dict[Key, str]:
+    """What `/weights_checker` told, by rank and name. Draft models, which updates do not reach here, are left out."""
+    found: dict[Key, str] = {}
+    for rank in answer["ranks"]:
+        info = rank["parallelism_info"]
+        roles = info if isinstance(info, list) else [info]  # one a model
+        drafts = tuple(f"{role['role']}." for role in roles if role["role"] != "target")
+        for name, value in rank["checksums"].items():
+            if not (drafts and name.startswith(drafts)):
+                found[roles[0]["tp_rank"], name] = value
+    return found
+
+
+def _by_canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {_canonical(name): name for name in tensors}
+
+
+def _canonical(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _experts(path: str, parts: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
+    """The disk tensors of all experts of a layer, in the order of the stacked one."""
+    pattern = re.compile(re.escape(path) + r"\.(\d+)\." + parts[0] + r"\.weight")
+    numbers = sorted(int(found[1]) for found in map(pattern.fullmatch, names) if found)
+    wanted = [f"{path}.{number}.{part}.weight" for number in numbers for part in parts]
+    return tuple(names[name] for name in wanted) if all(name in names for name in wanted) else ()
