@@ -1,0 +1,493 @@
+"""The dispatcher: several engines behind the `Engine` protocol, of which any may die.
+
+Owns every request from its call to its one outcome: its place in the queue, the attempts it took, what they left. Does not
+own the engines' health (`fleet.py`), the choice (`placement.py`), the order of those that wait (`queue.py`) or updates
+(`rolling.py`).
+
+    generate -> queue -> place -> attempt on A ----------------------------> completion
+                  ^                  |  A dies, or its breaker opens: what this attempt made is gone
+                  |                  |  A ends it early (it leaves, its server aborts): its tokens become the prefix
+                  +------------------+
+
+Invariant: a request ends exactly once, with the completion of its last attempt or with one error. An attempt that is lost is
+abandoned before the next begins, and nothing that it may still bring is looked at; each attempt has an id of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rondo.roles.rollout.dispatch.breaker import State
+from rondo.roles.rollout.dispatch.fleet import DispatchLimits, Fleet, Member, NoEngine, Reload
+from rondo.roles.rollout.dispatch.placement import Key, Placement
+from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
+from rondo.roles.rollout.dispatch.rolling import Rolling
+from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Prefix, Request
+from rondo.roles.rollout.sglang.client import ServerError
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, WorkerDied
+from rondo.runtime.waits import waiting
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EnginesFailed(PeerGone):
+    """So many engines failed under one request that the request may be the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStats:
+    """One engine, at one moment."""
+
+    name: str
+    routable: bool
+    why: str
+    """What keeps it away; empty when it is routable."""
+    breaker: State
+    version: int | None
+    num_in_flight: int
+    load_tokens: float
+    num_served: int
+    num_failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchStats:
+    """At one moment; the counts of requests and tokens only grow. Every request that began is in flight, waiting, or one of
+    completed, cancelled, failed and dropped (its caller left)."""
+
+    num_requests: int
+    num_completed: int
+    num_cancelled: int
+    num_failed: int
+    num_dropped: int
+    num_in_flight: int
+    num_waiting: int
+    num_lost_attempts: int
+    num_continued: int
+    """Attempts that ended early and left tokens, which the next one began with."""
+    tokens_delivered: int
+    """In completions, without what their requests began with."""
+    engines: tuple[MemberStats, ...]
+
+
+class _Job:
+    """One request under way."""
+
+    __slots__ = (
+        "age", "attempts", "begun", "cancelled", "cancelling", "cost", "engine_id", "key", "lost", "member", "place",
+        "request", "since", "task", "why",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, task: asyncio.Task[object]) -> None:
+        self.request = request  # as the next attempt asks it: with the prefix that earlier ones left
+        self.task, self.cancelling = task, task.cancelling()
+        self.since = 0.0  # when it began to wait
+        self.member: Member | None = None
+        self.place: asyncio.Future[None] | None = None
+        self.age: int | None = None
+        self.engine_id = ""
+        self.begun = self.attempts = 0
+        self.cancelled = self.lost = False
+        self.cost = 0.0
+        self.key: Key | None = None
+        self.why: list[str] = []
+
+
+class Dispatcher:
+    """`Engine` over `engines` (`names`: one for each, for logs and errors). Made and used on one event loop.
+
+    `version` is the oldest that a routable engine has proved: whoever asks may be given any of them, so no younger one can be
+    promised. It never falls, since an engine comes back only with what was promised. Closing it closes its engines.
+
+    `reload` opens the newest published weights for an engine that lost its own between two updates; without it such an engine
+    waits for the next update.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine] = (),
+        *,
+        names: Sequence[str] | None = None,
+        limits: DispatchLimits | None = None,
+        shares: Mapping[Kind, float] = SHARES,
+        placement: Placement[Member] | None = None,
+        reload: Reload | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits or DispatchLimits()
+        self._clock = clock
+        self._jobs: dict[str, _Job] = {}
+        self._queue: FairQueue[_Job] = FairQueue(shares)
+        self._placement: Placement[Member] = placement or Placement()
+        self._fleet = Fleet(
+            self._limits, clock, changed=self._changed, lost=self._lose, broken=self._break, reload=reload
+        )
+        self._rolling = Rolling(self._fleet)
+        self._absent_since: float | None = None
+        self._absent: asyncio.TimerHandle | None = None
+        self._ended: BaseException | None = None
+        self._num = dict.fromkeys(("requests", "completed", "cancelled", "failed", "dropped", "lost", "continued"), 0)
+        self._tokens = 0
+        self._gone = [0] * 5  # what engines that were removed had counted
+        for index, engine in enumerate(engines):
+            self.add(engine, names[index] if names is not None else f"engine-{index}")
+
+    # ---- engines ----------------------------------------------------------------------------------------------------
+
+    def add(self, engine: Engine, name: str) -> None:
+        """It is routable once it answers and has proved what was promised. Raises ConfigError if the name is taken."""
+        self._check_open()
+        self._fleet.add(name, engine)
+
+    async def remove(self, name: str) -> Engine:
+        """Takes an engine out and hands it back, still open. What it has in flight ends there, or after `drain_deadline_s` is
+        continued elsewhere with the tokens it has."""
+        member = next((m for m in self._fleet.members if m.name == name), None)
+        if member is None:
+            known = ", ".join(m.name for m in self._fleet.members) or "none"
+            raise ConfigError(f"the engine to remove must be one of {known}, got {name!r}. Ask for one that is there")
+        member.leaving = True
+        self._fleet.update()
+        limits = self._limits
+        try:
+            await self._until_idle(member, "engine drained", limits.drain_deadline_s)
+        except DeadlineExceeded:
+            for job in list(member.jobs):
+                member.engine.cancel(job.engine_id)
+            try:
+                await self._until_idle(member, "engine handed back", limits.probe_deadline_s)
+            except DeadlineExceeded:
+                self._lose(member)
+        self._placement.forget(member)
+        stats = member.engine.stats()
+        self._gone = [one + more for one, more in zip(self._gone, _counts(stats), strict=True)]
+        await self._fleet.drop(member)
+        return member.engine
+
+    async def _until_idle(self, member: Member, name: str, deadline_s: float) -> None:
+        async with waiting(name, peer=member.name, deadline_s=deadline_s):
+            while member.jobs:
+                self._fleet.moved.clear()
+                await self._fleet.moved.wait()
+
+    @property
+    def version(self) -> int:
+        return self._fleet.version
+
+    async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Rolls over the engines; see `rolling.py`. On return one engine at least serves `version`, and none an older one."""
+        self._check_open()
+        await self._rolling.update(version, tensors)
+
+    def stats(self) -> EngineStats:
+        """The sums over the engines, those that were removed included; what waits here counts as waiting, and requests by their
+        one outcome."""
+        each = [member.engine.stats() for member in self._fleet.members]
+        sums = [sum(values) for values in zip(self._gone, *map(_counts, each), strict=True)]
+        tokens, steps, prefilled, shared, interrupted = sums
+        return EngineStats(
+            version=self.version,
+            num_slots=sum(stats.num_slots for stats in each),
+            num_running=sum(stats.num_running for stats in each),
+            num_waiting=sum(stats.num_waiting for stats in each) + self._queue.num_waiting,
+            num_completed=self._num["completed"],
+            num_cancelled=self._num["cancelled"],
+            tokens_generated=tokens,
+            decode_steps=steps,
+            prefill_tokens=prefilled,
+            shared_prompt_tokens=shared,
+            num_interrupted=interrupted,
+        )
+
+    def dispatch_stats(self) -> DispatchStats:
+        now, routable = self._clock(), self._fleet.routable
+        missing = dict(self._fleet.missing())
+        num = self._num
+        return DispatchStats(
+            num_requests=num["requests"],
+            num_completed=num["completed"],
+            num_cancelled=num["cancelled"],
+            num_failed=num["failed"],
+            num_dropped=num["dropped"],
+            num_in_flight=sum(member.in_flight for member in self._fleet.members),
+            num_waiting=self._queue.num_waiting,
+            num_lost_attempts=num["lost"],
+            num_continued=num["continued"],
+            tokens_delivered=self._tokens,
+            engines=tuple(
+                MemberStats(
+                    m.name, m in routable, missing.get(m.name, ""), m.breaker.state(now), m.proved, m.in_flight, m.load,
+                    m.num_served, m.num_failed,
+                )
+                for m in self._fleet.members
+            ),
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        if self._ended is None:
+            self._end(Closed("the dispatcher must be open, got a call after close. Start another one"))
+        await self._fleet.close()
+        await asyncio.gather(*(member.engine.close() for member in self._fleet.members))
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        """As `Engine.generate`; besides raises NoEngine when no engine was there in time, EnginesFailed when too many failed
+        under this one request, and DeadlineExceeded when its turn did not come."""
+        self._check_open()
+        if request.id in self._jobs:
+            raise ConfigError(f"the id of a request must be unique, got {request.id!r} twice. Rename one")
+        task = asyncio.current_task()
+        assert task is not None
+        job = self._jobs[request.id] = _Job(request, task)
+        self._num["requests"] += 1
+        outcome = "failed"
+        try:
+            while (completion := await self._attempt(job)) is None:
+                pass
+            outcome = "cancelled" if completion.finish_reason == "cancelled" else "completed"
+            num_new = len(completion.tokens) - (0 if request.prefix is None else len(request.prefix.tokens))
+            self._tokens += num_new
+            if outcome == "completed":
+                self._placement.ended(request.kind, len(completion.tokens))
+            return completion
+        except asyncio.CancelledError:
+            outcome = "dropped"
+            raise
+        finally:
+            self._num[outcome] += 1
+            del self._jobs[request.id]
+
+    def cancel(self, request_id: str) -> None:
+        job = self._jobs.get(request_id)
+        if job is None or job.cancelled:
+            return
+        job.cancelled = True
+        if job.member is not None:
+            if job.begun:
+                job.member.engine.cancel(job.engine_id)
+        elif job.place is not None and not job.place.done():
+            job.place.set_result(None)
+
+    async def _attempt(self, job: _Job) -> Completion | None:
+        """One engine's answer; None when the attempt was lost, or ended early."""
+        if job.cancelled:
+            return self._cancelled(job)
+        try:
+            if not self._place(job):
+                await self._wait_for_place(job)
+                if job.cancelled:
+                    return self._cancelled(job)
+                if job.lost:  # with the engine that it was about to begin on
+                    job.lost = False
+                    return None
+            member = job.member
+            assert member is not None
+            job.attempts += 1
+            job.engine_id = job.request.id if job.attempts == 1 else f"{job.request.id}~{job.attempts}"
+            asked = job.request if job.attempts == 1 else replace(job.request, id=job.engine_id)
+            job.begun = True
+            completion = await member.engine.generate(asked)
+        except asyncio.CancelledError:
+            if not job.lost or job.task.uncancel() > job.cancelling:
+                raise
+            self._again(job, "abandoned")
+            return None
+        except (PeerGone, DeadlineExceeded, WorkerDied, Closed, ServerError) as error:
+            failing = job.member
+            if failing is None or self._ended is not None or (isinstance(error, ServerError) and error.status < 500):
+                raise
+            gone = not isinstance(error, ServerError)
+            if job.lost:  # its own error came first
+                job.task.uncancel()
+            self._release(job)
+            self._fleet.failed(failing, error, gone=gone)
+            self._again(job, f"{failing.name}: {error}")
+            return None
+        finally:
+            self._release(job)
+        if job.lost:
+            job.lost = False
+            job.task.uncancel()
+        self._fleet.served(member)
+        return self._taken(job, completion)
+
+    def _taken(self, job: _Job, completion: Completion) -> Completion | None:
+        """The outcome, or None where the engine ended early what nobody asked it to."""
+        reason = completion.finish_reason
+        if completion.request_id != job.request.id:
+            completion = replace(completion, request_id=job.request.id)
+        if reason in ("stop", "length") or (reason == "cancelled" and job.cancelled):
+            return completion
+        if reason == "interrupted" and job.request.on_new_weights == "interrupt":
+            return completion  # whoever asked goes on with it
+        num_tokens = len(completion.tokens)
+        before = 0 if job.request.prefix is None else len(job.request.prefix.tokens)
+        if num_tokens >= job.request.params.max_new_tokens:
+            return replace(completion, finish_reason="length")
+        if num_tokens > before:
+            prefix = Prefix(completion.tokens, completion.log_probs, completion.policy_versions)
+            job.request = replace(job.request, prefix=prefix)
+            job.why.clear()
+            self._num["continued"] += 1
+        self._again(job, f"ended early as {reason!r}")
+        return None
+
+    def _again(self, job: _Job, why: str) -> None:
+        """The attempt is over without an outcome."""
+        job.lost = False
+        self._num["lost"] += 1
+        job.why.append(why)
+        if len(job.why) >= self._limits.most_attempts and not job.cancelled:
+            raise EnginesFailed(
+                f"request {job.request.id!r} must be answered within {self._limits.most_attempts} attempts, "
+                f"got {'; '.join(job.why)}. Look at the engines' logs for what this request does to them"
+            )
+
+    def _cancelled(self, job: _Job) -> Completion:
+        """What a request has that was cancelled while no engine had it."""
+        prefix = job.request.prefix
+        if prefix is None:
+            nothing = np.zeros(0, np.int32)
+            return Completion(job.request.id, nothing, np.zeros(0, np.float32), nothing, "cancelled")
+        return Completion(job.request.id, prefix.tokens, prefix.log_probs, prefix.policy_versions, "cancelled")
+
+    # ---- places -----------------------------------------------------------------------------------------------------
+
+    def _place(self, job: _Job) -> bool:
+        """Gives it an engine, if one has room and nobody waits for it."""
+        return self._queue.num_waiting == 0 and self._give(job, self._fleet.candidates())
+
+    def _give(self, job: _Job, candidates: list[Member]) -> bool:
+        if not candidates:
+            return False
+        request = job.request
+        job.cost = self._placement.cost(request)
+        if job.key is None:
+            job.key = self._placement.key(request)
+        member = self._placement.choose(job.key, job.cost, candidates)
+        assert member is not None
+        member.jobs.add(job)
+        member.in_flight += 1
+        member.load += job.cost
+        job.member, job.begun = member, False
+        self._queue.began(request.kind)
+        return True
+
+    def _release(self, job: _Job) -> None:
+        member = job.member
+        if member is None:
+            return
+        job.member = None
+        member.jobs.discard(job)
+        member.in_flight -= 1
+        member.load = member.load - job.cost if member.in_flight else member.foreign
+        self._queue.ended(job.request.kind)
+        if self._queue.num_waiting or member.leaving:
+            self._fleet.moved.set()
+            self._pump()
+
+    async def _wait_for_place(self, job: _Job) -> None:
+        """Until an engine is given, or the request is cancelled. Raises NoEngine or DeadlineExceeded."""
+        kind = job.request.kind
+        if job.age is None:
+            job.age = self._queue.age()
+        job.place, job.since = asyncio.get_running_loop().create_future(), self._clock()
+        self._queue.add(kind, job.request.priority, job.age, job)
+        self._watch_absence()
+        peer = ", ".join(m.name for m in self._fleet.members) or "no engine yet"
+        try:
+            async with waiting("engine", peer=peer, deadline_s=self._limits.queue_deadline_s):
+                await job.place
+        finally:
+            job.place = None
+            if job.member is None:
+                self._queue.remove(kind, job.age)
+                self._pump()
+
+    def _pump(self) -> None:
+        """Gives places to those that wait, in their order."""
+        queue = self._queue
+        while queue.num_waiting:
+            job = queue.next()
+            assert job is not None and job.place is not None
+            if job.place.done():  # cancelled, or failed: it leaves the queue itself
+                break
+            if not self._give(job, self._fleet.candidates()):
+                break
+            queue.pop()
+            job.place.set_result(None)
+
+    def _changed(self) -> None:
+        self._watch_absence()
+        self._pump()
+
+    def _lose(self, member: Member) -> None:
+        """Ends the attempts on an engine, so that its requests go elsewhere."""
+        for job in list(member.jobs):
+            if not job.lost:
+                job.lost = True
+                if job.begun:
+                    job.task.cancel()
+
+    def _watch_absence(self) -> None:
+        """Requests wait only so long while there is no engine at all."""
+        if self._fleet.routable or not self._queue.num_waiting:
+            if self._fleet.routable:
+                self._absent_since = None
+            if self._absent is not None:
+                self._absent.cancel()
+                self._absent = None
+            return
+        if self._absent_since is None:
+            self._absent_since = self._clock()
+        if self._absent is None:
+            loop = asyncio.get_running_loop()
+            self._absent = loop.call_later(max(0.0, self._absent_due() - self._clock()), self._give_up)
+
+    def _absent_due(self) -> float:
+        """When the first of those that wait has waited long enough for any engine at all."""
+        since = min((job.since for job in self._queue.all()), default=self._clock())
+        return max(since, self._absent_since or 0.0) + self._limits.absent_deadline_s
+
+    def _give_up(self) -> None:
+        """Fails those that have waited too long for any engine."""
+        self._absent = None
+        since, deadline_s = self._clock() - self._limits.absent_deadline_s, self._limits.absent_deadline_s
+        error = NoEngine(f"an engine must take a request within {deadline_s:g} s", self._fleet.missing())
+        for job in self._queue.all():
+            if job.since <= since and job.place is not None and not job.place.done():
+                job.place.set_exception(error)
+        asyncio.get_running_loop().call_soon(self._watch_absence)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    def _break(self, error: BaseException) -> None:
+        closed = Closed(f"the dispatcher must be able to watch its engines, got {error!r}. Start another one")
+        closed.__cause__ = error
+        self._end(closed)
+
+    def _end(self, error: BaseException) -> None:
+        self._ended = error
+        if self._absent is not None:
+            self._absent.cancel()
+        for job in self._queue.all():
+            if job.place is not None and not job.place.done():
+                job.place.set_exception(error)
+
+
+def _counts(stats: EngineStats) -> tuple[int, int, int, int, int]:
+    return (
+        stats.tokens_generated, stats.decode_steps, stats.prefill_tokens, stats.shared_prompt_tokens, stats.num_interrupted
+    )  # fmt: skip
