@@ -99,6 +99,10 @@ class _Job:
         self.key: Key | None = None
         self.why: list[str] = []
 
+    @property
+    def withdrawn(self) -> bool:
+        return self.cancelled or self.lost
+
 
 class Dispatcher:
     """`Engine` over `engines` (`names`: one for each, for logs and errors). Made and used on one event loop.
@@ -283,13 +287,10 @@ class Dispatcher:
         try:
             if not self._place(job):
                 await self._wait_for_place(job)
-                if job.cancelled:
-                    return self._cancelled(job)
-                if job.lost:  # with the engine that it was about to begin on
-                    job.lost = False
-                    return None
             member = job.member
-            assert member is not None
+            if member is None or job.withdrawn:  # cancelled meanwhile, or lost with the engine that was given
+                job.lost = False
+                return None
             job.attempts += 1
             job.engine_id = job.request.id if job.attempts == 1 else f"{job.request.id}~{job.attempts}"
             asked = job.request if job.attempts == 1 else replace(job.request, id=job.engine_id)

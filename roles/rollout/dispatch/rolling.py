@@ -33,6 +33,8 @@ class _Update:
         self.ended = asyncio.Event()
         self.withdrawn = False
         self.error: Exception | None = None
+        self.moved_at = 0.0
+        """When an engine began or ended its update."""
 
 
 class Rolling:
@@ -74,6 +76,7 @@ class Rolling:
     async def _roll(self, update: _Update) -> None:
         fleet = self._fleet
         fleet.rolling = True
+        update.moved_at = fleet.clock()
         refused: list[ConfigError] = []
         attempts: dict[Member, int] = {}
         running: dict[Member, asyncio.Task[None]] = {}
@@ -86,6 +89,7 @@ class Rolling:
                 refused.append(error)
             finally:
                 del running[member]
+                update.moved_at = fleet.clock()
                 fleet.moved.set()
 
         try:
@@ -94,6 +98,7 @@ class Rolling:
                     fleet.moved.clear()
                     todo = [m for m in fleet.members if self._needs(m, update, attempts)]
                     for member in self._next(todo, running):
+                        update.moved_at = fleet.clock()
                         running[member] = tasks.create_task(one(member), name=f"update {member.name}")
                     served = any(m.proved == update.version for m in fleet.members)
                     if served and all(m in running for m in todo):
@@ -139,8 +144,9 @@ class Rolling:
     async def _too_late(self, update: _Update, running: Mapping[Member, asyncio.Task[None]]) -> bool:
         """Waits for the last ones; those that take too long are left behind."""
         peer = ", ".join(member.name for member in running)
+        left_s = update.moved_at + self._fleet.limits.update_grace_s - self._fleet.clock()
         try:
-            async with waiting("last engines' weights", peer=peer, deadline_s=self._fleet.limits.update_grace_s):
+            async with waiting("last engines' weights", peer=peer, deadline_s=left_s):
                 await self._fleet.moved.wait()
         except DeadlineExceeded:
             for task in running.values():
@@ -154,7 +160,8 @@ class Rolling:
         deadline_s = limits.absent_deadline_s + (limits.update_deadline_s if updating else 0.0)
         peer = ", ".join(m.name for m in self._fleet.members if m.proved != update.version)
         try:
-            async with waiting("update weights", peer=peer, deadline_s=deadline_s):
+            left_s = update.moved_at + deadline_s - self._fleet.clock()
+            async with waiting("update weights", peer=peer, deadline_s=left_s):
                 await self._fleet.moved.wait()
         except DeadlineExceeded as error:
             what = f"version {update.version} must be taken by an engine within {deadline_s:g} s"
