@@ -97,7 +97,9 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     rondo, run = command(tmp_path)[:3], str(stopped.run_dir)
     resumed = start([*rondo, "resume", run], tmp_path)
     read_until(resumed, "step=9/5000")
-    status = subprocess.run([*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    status = subprocess.run(
+        [*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     seen = orjson.loads(status.stdout)
     assert seen["alive"] and seen["health"]["ready"] and {role["name"] for role in seen["roles"]} >= {"actor-0"}
     record = supervisor_record(stopped.run_dir)
@@ -108,7 +110,9 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     assert trained_in(ask(record, "/timeline?steps=6:8")) == {6, 7}
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert "steps 1 to " in words.stdout
-    told = subprocess.run([*rondo, "stop", run, "--no-wait"], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    told = subprocess.run(
+        [*rondo, "stop", run, "--no-wait"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert "saves and ends" in told.stdout
     ended = finish(resumed, stopped.run_dir)
     assert ended.code == 75, ended.output

@@ -199,7 +199,9 @@ async def test_an_item_stuck_in_c_is_killed_at_its_deadline_and_the_others_are_s
 
 async def test_the_deadline_is_each_items_own(functions: str, tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
-    slow.write_text("import time\ndef slow(response, label, *, prompt, metadata):\n    time.sleep(0.25)\n    return 1\n")
+    slow.write_text(
+        "import time\ndef slow(response, label, *, prompt, metadata):\n    time.sleep(0.25)\n    return 1\n"
+    )
     async with pool_of(str(slow), "slow", deadline_s=2.0) as pool:
         assert scores(await pool.score(scripts(*"abcdefghi"))) == [1] * 9
         assert pool.stats().num_restarts == 0
