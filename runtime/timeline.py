@@ -260,7 +260,8 @@ def processor_seconds() -> dict[str, float]:
     """Processor time of this process so far; of its main thread, where the event loop runs; and for how long its threads
     were ready to run and had no core ("delayed", where the kernel tells it)."""
     loop = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-    seconds = {"process": time.process_time(), "loop": time.clock_gettime(loop)}
+    used = time.clock_gettime(loop)  # first: the part is never more than the whole
+    seconds = {"process": time.process_time(), "loop": used}
     if not Path("/proc/self/schedstat").exists():
         return seconds
     delayed_ns = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -102,21 +101,25 @@ def test_waits_of_one_name_that_overlap_become_one_span(tmp_path: Path, recorded
     ]
 
 
-async def test_the_waits_of_a_process_that_records_are_spans_and_others_are_not(tmp_path: Path) -> None:
-    async def wait(name: str) -> None:
-        ready = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.02, ready.set)
-        await waits.wait_for(ready.wait(), name=name, peer="nobody", deadline_s=5)
+async def test_the_waits_of_a_process_that_records_are_spans_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(waits.PROCESS, "clock", lambda: now)
 
-    await wait("before")
+    async def wait(name: str, seconds: float) -> None:
+        nonlocal now
+        async with waits.waiting(name, peer="nobody", deadline_s=60):
+            now += seconds
+
+    await wait("before", 0.02)
     timeline.begin(tmp_path, "rollout-0")
-    await wait("during")
-    async with waits.waiting("too short to be shown", peer="nobody", deadline_s=1):
-        pass
+    await wait("during", 0.02)
+    await wait("too short to be shown", timeline.SHORTEST_WAIT_S / 2)
     timeline.end()
-    await wait("after")
+    await wait("after", 0.02)
     (found,) = [line for line in spans(tmp_path) if line[1].startswith("waits/")]
-    assert found[0] == "wait: during" and found[3] >= 0.015 * S
+    assert found[0] == "wait: during" and found[3] == pytest.approx(0.02 * S)
 
 
 def test_files_rotate_and_the_oldest_go_whichever_incarnation_wrote_them(tmp_path: Path) -> None:
@@ -209,7 +212,7 @@ def test_a_disk_that_takes_no_more_ends_the_recording_and_nothing_else(
     with span("train", "actor"):
         pass
     assert made._thread is not None
-    made._thread.join(10)
+    made._thread.join(60)
     assert not made._thread.is_alive()
     assert span("a", "b") is span("c", "d")  # nothing is recorded any more
     monkeypatch.undo()
