@@ -72,7 +72,7 @@ def test_the_package_lists_every_folder_with_code() -> None:
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_import_neither_torch_nor_transformers(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=280)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 

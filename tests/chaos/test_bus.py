@@ -116,21 +116,21 @@ async def chaos(folder: Path, seconds: float) -> tuple[Verdict, Any, int, Counte
     try:
         for name in NAMES:
             nemesis.start(name)
-        await wait_for(nemesis.committed(1), name="first commit", peer="bus", deadline_s=60)
+        await wait_for(nemesis.committed(1), name="first commit", peer="bus", deadline_s=120)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             await asyncio.sleep(chance.uniform(0.05, 0.4))
             nemesis.check()
             victim = chance.choice(NAMES)
             if chance.random() < 0.6:
-                await wait_for(nemesis.kill(victim), name="kill", peer=victim, deadline_s=60)
+                await wait_for(nemesis.kill(victim), name="kill", peer=victim, deadline_s=120)
                 acts["kill"] += 1
             else:
                 await nemesis.stop_for(victim, chance.uniform(0.05, 2.5 if seconds > 30 else 0.8))
                 acts["stop"] += 1
         stats = await nemesis.ref.call("stats", retry=True)
         after = (stats["version"] or 0) + 5
-        await wait_for(nemesis.committed(after), name="steps after the chaos", peer="bus", deadline_s=60)
+        await wait_for(nemesis.committed(after), name="steps after the chaos", peer="bus", deadline_s=120)
     finally:
         nemesis.end()
         await supervisor.close()

@@ -18,7 +18,7 @@ from rondo.comm.carriers import Gloo, check_backend
 from rondo.comm.nccl_extras import UNIQUE_ID_BYTES, Bytes, Nccl4Py, PyNccl, exchange_id
 from rondo.runtime.errors import ConfigError
 
-GENEROUS_S = 30.0
+GENEROUS_S = 120.0
 
 
 @pytest.fixture(scope="module")

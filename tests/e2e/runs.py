@@ -52,7 +52,7 @@ def start(line: list[str], folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, limit_s: float = 280.0) -> Ended:
+def finish(process: subprocess.Popen[str], run_dir: Path, limit_s: float = 560.0) -> Ended:
     output, _ = process.communicate(timeout=limit_s)
     return Ended(process.returncode, output, run_dir)
 

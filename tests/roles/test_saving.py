@@ -32,7 +32,7 @@ class Disk:
 
     def write(self, folder: Path, staged: str, extra: dict[str, Any], beside: Callable[[Path], None]) -> None:
         self.begun.release()
-        assert self.go.acquire(timeout=20)
+        assert self.go.acquire(timeout=120)
         if self.error is not None:
             raise self.error
         self._mark(folder, extra, beside)
@@ -77,16 +77,16 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_savin
     disk, told = Disk(), list[dict[str, Any]]()
     async with asyncio.TaskGroup() as tasks:
         role = actor(tmp_path, disk, told, tasks)
-        await wait_for(role._save(2, final=False), name="first", peer="disk", deadline_s=20)
-        assert await asyncio.to_thread(disk.begun.acquire, timeout=20)
+        await wait_for(role._save(2, final=False), name="first", peer="disk", deadline_s=120)
+        assert await asyncio.to_thread(disk.begun.acquire, timeout=120)
         assert (disk.done, told) == (["stage"], [])
         second = tasks.create_task(role._save(4, final=False))
         await asyncio.sleep(0)
         disk.go.release()
-        await wait_for(second, name="second", peer="disk", deadline_s=20)
+        await wait_for(second, name="second", peer="disk", deadline_s=120)
         assert disk.done == ["stage", "step_000002 with index 2", "stage"]
         disk.go.release()
-        await wait_for(role._save(5, final=True), name="final", peer="disk", deadline_s=20)
+        await wait_for(role._save(5, final=True), name="final", peer="disk", deadline_s=120)
     assert disk.done[3:] == ["step_000004 with index 4", "step_000005 with index 5"]
     assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_000004", "step_000005"]
     assert [(record["version"], record["pause_s"] <= record["save_s"]) for record in told] == [
@@ -104,7 +104,7 @@ async def test_an_error_of_a_writer_ends_the_role(tmp_path: Path) -> None:
         async with asyncio.TaskGroup() as tasks:
             role = actor(tmp_path, disk, [], tasks)
             await role._save(2, final=False)
-            await wait_for(asyncio.Event().wait(), name="training", peer="rollout", deadline_s=20)
+            await wait_for(asyncio.Event().wait(), name="training", peer="rollout", deadline_s=120)
     assert caught.value.exceptions == (disk.error,)
     assert complete(tmp_path / "checkpoints") == []
 

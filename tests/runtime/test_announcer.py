@@ -35,7 +35,7 @@ async def test_messages_wait_for_a_coordinator_that_is_not_there_and_arrive_in_o
         async with await serve(coordinator, address, token=TOKEN, name="coordinator"):
             while len(coordinator.told) < 4:
                 coordinator.heard.clear()
-                await asyncio.wait_for(coordinator.heard.wait(), 10)
+                await asyncio.wait_for(coordinator.heard.wait(), 60)
         delivering.cancel()
     assert coordinator.told == [("actor-0", number) for number in range(4)]
     assert failures == [("no_such", "endpoint of coordinator must be one of member_dead, got 'no_such'")]
@@ -53,6 +53,6 @@ async def test_what_an_attempt_did_not_deliver_is_forgotten_with_it(tmp_path: Pa
         announcer.tell("member_dead", "new", 0)
         coordinator = Coordinator()
         async with await serve(coordinator, address, token=TOKEN, name="coordinator"):
-            await asyncio.wait_for(coordinator.heard.wait(), 10)
+            await asyncio.wait_for(coordinator.heard.wait(), 60)
         delivering.cancel()
     assert coordinator.told == [("new", 0)]

@@ -54,7 +54,7 @@ def test_a_started_command_is_guarded_leads_a_session_and_writes_to_its_log(tmp_
     main = launcher.start(["/bin/sh", "-c", "echo $PPID $(ps -o sid= -p $$) $$ $RONDO_X; echo oops >&2"], {
         **os.environ, "RONDO_X": "x",
     }, log)  # fmt: skip
-    assert main.wait(30) == 0
+    assert main.wait(60) == 0
     parent, session, pid, given, oops = log.read_text().split()
     assert (parent, session, pid, given, oops) == (str(os.getpid()), str(main.pid), str(main.pid), "x", "oops")
 

@@ -18,7 +18,7 @@ from rondo.runtime.heartbeat import Beat, ask_to_leave, read_beats, segment_byte
 from rondo.runtime.segments import Registration, SegmentServer
 
 TOKEN = "a-token-of-the-run"
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 ROLES = """
 import asyncio, os, time

@@ -20,7 +20,7 @@ class Worker:
         self.process = process
 
     async def word(self) -> Any:
-        line = await asyncio.wait_for(self.process.stdout.readline(), 30)
+        line = await asyncio.wait_for(self.process.stdout.readline(), 120)
         assert line, "the worker ended"
         return json.loads(line)
 
@@ -61,7 +61,7 @@ async def workers(run: Served) -> AsyncIterator[Any]:
         for worker in started:
             if worker.process.returncode is None:
                 worker.process.stdin.close()
-                await asyncio.wait_for(worker.process.wait(), 30)
+                await asyncio.wait_for(worker.process.wait(), 120)
 
 
 async def test_several_producers_and_consumers_in_processes_move_every_row_once():

@@ -61,7 +61,7 @@ async def test_a_loader_reads_every_pass_on_every_rank_and_ends():
 
         def rank(number: int) -> list[list[float]]:
             loader = StreamingLoader(sync, "t", ["x", "name"], batch=2, rank=number, ranks=2, passes=3, prefetch=1)
-            both.wait(30)
+            both.wait(120)
             seen = []
             for columns in DataLoader(loader, batch_size=None):
                 assert columns["name"] == [f"r{int(x)}" for x in columns["x"]]

@@ -54,7 +54,7 @@ class Member:
         self._world.queues[self.rank, peer].put(tensor.clone())
 
     def recv(self, tensor: torch.Tensor, peer: int) -> None:
-        found = self._world.queues[peer, self.rank].get(timeout=30)
+        found = self._world.queues[peer, self.rank].get(timeout=120)
         if found is None:
             raise PeerGone(f"rank {peer} must answer, got nothing")
         assert found.shape == tensor.shape

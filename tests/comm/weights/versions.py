@@ -113,7 +113,7 @@ class Gloo:
             raise PeerGone(f"rank {peer} must answer rank {self.rank}, got {error}") from error
 
 
-def run_worlds(module: str, scenarios: list[list[Any]], folder: Path, deadline_s: float = 90.0) -> list[list[Any]]:
+def run_worlds(module: str, scenarios: list[list[Any]], folder: Path, deadline_s: float = 240.0) -> list[list[Any]]:
     """Each scenario, [function of `module`, number of ranks, arguments...], with a process a rank, over gloo.
 
     What `function(comm, *arguments)` returned on every rank, None for one that was killed. One interpreter imports torch and
@@ -147,7 +147,7 @@ def _fork_world(function: Callable[..., Any], folder: Path, world_size: int, *ar
         pid = os.fork()
         if pid == 0:
             try:
-                result = function(Gloo(rank, world_size, str(folder / "store"), 20.0), *arguments)
+                result = function(Gloo(rank, world_size, str(folder / "store"), 120.0), *arguments)
                 (folder / f"{rank}.json").write_text(json.dumps(result))
             except BaseException:  # noqa: BLE001 - a fork must end here, whatever it is
                 traceback.print_exc()

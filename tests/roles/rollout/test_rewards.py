@@ -362,7 +362,7 @@ asyncio.run(main())
         pidfd = os.pidfd_open(worker)
         parent.kill()
     try:
-        assert select.select([pidfd], [], [], 30)[0] == [pidfd]
+        assert select.select([pidfd], [], [], 60)[0] == [pidfd]
     finally:
         os.close(pidfd)
 
@@ -374,6 +374,6 @@ def await_end(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        assert select.select([pidfd], [], [], 30)[0] == [pidfd]
+        assert select.select([pidfd], [], [], 60)[0] == [pidfd]
     finally:
         os.close(pidfd)
