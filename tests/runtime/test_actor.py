@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import uvloop
 
+from rondo.runtime import actor
 from rondo.runtime import transport as wire
 from rondo.runtime.actor import Actor, ActorRef, GroupRef, Server, endpoint, serve
 from rondo.runtime.errors import (
@@ -778,8 +779,21 @@ async def test_a_group_call_past_its_deadline_names_the_silent_ranks_and_is_canc
         await group.call("rondo.ping")
         for rank in (0, 2):
             await probes[rank].release("key")
+        waits: list[waiting] = []
+
+        def noted(*arguments: Any, **options: Any) -> waiting:
+            waits.append(waiting(*arguments, **options))
+            return waits[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(actor, "waiting", noted)
+            held = asyncio.create_task(group.call("hold", "key"))
+            await probes[1].begun_count(1)
+        while [ref.stats().num_on_the_way for ref in group.refs] != [0, 1, 0]:  # the others' answers have no event here
+            await first_step()
+        waits[0]._expire()  # as its timer does
         with pytest.raises(DeadlineExceeded, match=r"for 'probe-0\.1' must end"):
-            await group.call("hold", "key", deadline_s=0.3)
+            await held
         await probes[1].cancelled_count(1)
 
 
@@ -824,7 +838,7 @@ async def test_groups_that_share_ranks_in_another_order_do_not_block_each_other(
         await probes[1].begun_count(1)
         queued = asyncio.create_task(middle.call("log", "queued"))  # its turn is what both groups come to wait for
         groups = (group, GroupRef(group.refs[::-1]))
-        calls = [asyncio.create_task(each.call("log", "x", deadline_s=10)) for each in groups]
+        calls = [asyncio.create_task(each.call("log", "x", deadline_s=60)) for each in groups]
         await first_step()
         await probes[1].release("held")
         await asyncio.gather(held, queued, *calls)
