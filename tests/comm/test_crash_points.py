@@ -140,11 +140,11 @@ async def second_life(folder: Path, store: Store, log: Log, *, producer_lives: b
 
 
 def in_child(act: Callable[[], Any]) -> tuple[int, str]:
-    """(wait status, traceback) of a forked child. A child that hangs ends itself after 5 s."""
+    """(wait status, traceback) of a forked child. A child that hangs ends itself after two minutes."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        faulthandler.dump_traceback_later(5, exit=True, file=writing)
+        faulthandler.dump_traceback_later(120, exit=True, file=writing)
         try:
             asyncio.run(act())
             os._exit(0)
