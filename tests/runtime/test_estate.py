@@ -29,7 +29,7 @@ def test_an_estate_is_private_while_it_lasts_and_leaves_nothing(tmp_path: Path) 
         assert [found.pid for found in process.scan(estate.surroundings.markers("actor-0", 1))] == [child.pid]
     assert child.wait(0) == -9  # ended before the estate was
     assert not estate.rt_dir.exists() and process.stat(estate.janitor.pid) is None
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors  # garbage of other tests may go meanwhile
     estate.close()
 
 

@@ -248,4 +248,4 @@ def test_no_descriptor_is_left_behind(tmp_path: Path) -> None:
         segment.close()
         os.close(doorbell)
     server.close()
-    assert num_descriptors() == before
+    assert num_descriptors() <= before  # garbage of other tests may go meanwhile
