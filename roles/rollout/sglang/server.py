@@ -20,9 +20,11 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ from typing import Protocol
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.launcher import start as start_guarded
-from rondo.runtime.process import exit_text, kill_session
+from rondo.runtime.process import exit_text, kill_session, processes
 from rondo.runtime.waits import wait_for, waiting
 
 LOOPBACK = "127.0.0.1"
@@ -42,6 +44,8 @@ _POLL_S = 0.25
 _ASK_S = 30.0
 _GRACE_S = 10.0
 _TAIL_BYTES = 4000
+_MAX_FOLDER_BYTES = 90
+"""Of a folder in which a server's Unix sockets have room for their names."""
 
 # torchrun describes the rollout's own processes with these, and a server would take them for its own.
 _OF_TORCHRUN = (
@@ -69,6 +73,7 @@ class Launch:
         """All arguments by name; the user's own win, but for address and key."""
         found: dict[str, str | int | float | bool] = {
             "model-path": self.model_path, "dtype": self.dtype, "skip-server-warmup": True, "weight-version": "-1",
+            "log-level-http": "warning",
         }  # fmt: skip
         if self.max_running is not None:
             found["max-running-requests"] = self.max_running
@@ -82,8 +87,9 @@ class Launch:
         given = {name.replace("_", "-"): value for name, value in self.arguments.items()}
         return {**found, **given, "host": LOOPBACK, "port": port, "api-key": key}
 
-    def surroundings(self) -> dict[str, str]:
-        """The environment of the server: this process's, without what is meant for this process alone."""
+    def surroundings(self, temporary: Path) -> dict[str, str]:
+        """The environment of the server: this process's, without what is meant for this process alone. `temporary` is a folder
+        for files that it does not remove itself."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -95,6 +101,10 @@ class Launch:
             # Log-probs are to be those after the temperature.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         }  # fmt: skip
+        if len(os.fsencode(temporary)) <= _MAX_FOLDER_BYTES:
+            chosen["TMPDIR"] = str(temporary)
+            user = os.environ.get("USER", str(os.getuid()))
+            chosen["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{user}"
         if not self.devices:
             chosen |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
         return {**kept, **chosen, **self.environment}
@@ -128,6 +138,8 @@ class SGLangServer:
         self.port = 0
         self._launch = launch
         self._settings = folder / f"{name}.yaml"
+        self._temporary = folder / f"{name}.tmp"
+        self._shared: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._exit: asyncio.Task[int] | None = None
 
@@ -140,8 +152,11 @@ class SGLangServer:
         await self.close()
         self.port = _free_port()
         _write_private(self._settings, json.dumps(self._launch.settings(self.port, self.key)))
+        # The server writes all its arguments into its log, the key among them.
+        os.close(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+        await asyncio.to_thread(self._temporary.mkdir, mode=0o700, parents=True, exist_ok=True)
         command = [self._launch.python, "-m", "sglang.launch_server", "--config", str(self._settings)]
-        self._process = process = start_guarded(command, self._launch.surroundings(), self.log)
+        self._process = process = start_guarded(command, self._launch.surroundings(self._temporary), self.log)
         self._exit = asyncio.create_task(_exit_code(process), name=f"{self.name} exit")
         client = await SGLangClient(f"http://{LOOPBACK}:{self.port}", api_key=self.key).__aenter__()
         try:
@@ -157,6 +172,7 @@ class SGLangServer:
             await client.__aexit__()
             await self.close()
             raise
+        self._shared = await asyncio.to_thread(_shared_memory, process.pid)
         return client
 
     async def gone(self) -> str:
@@ -180,6 +196,9 @@ class SGLangServer:
         await exited
         self._process = None
         self._settings.unlink(missing_ok=True)
+        for file in self._shared:  # a server does not remove these itself
+            file.unlink(missing_ok=True)
+        await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
 
 class AttachedServer:
@@ -270,6 +289,17 @@ def _write_private(path: Path, text: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(text)
+
+
+def _shared_memory(session: int) -> set[Path]:
+    """Files of SGLang in shared memory that the processes of a session have mapped."""
+    found = set()
+    for member in processes():
+        if member.session == session:
+            with suppress(OSError):  # it ends, or is another user's
+                maps = Path(f"/proc/{member.pid}/maps").read_text()
+                found |= {Path(path) for path in re.findall(r"/dev/shm/(?:sglang_|sgl_shm_)\S+", maps)}
+    return found
 
 
 def _tail(log: Path) -> str:
