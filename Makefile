@@ -4,15 +4,28 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 KILL ?=
 OPTIONS ?=
+ENGINE ?= embedded
+SGLANG_VENV ?= .venv-sglang
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types clean
+.PHONY: demo test test-sglang sglang lint types clean
 
-demo: $(READY)  ## train the quick start; KILL=rollout (or another role, or coordinator) kills it midway
-	$(BIN)/rondo train examples/quickstart.py $(if $(KILL),--kill $(KILL)@75) $(OPTIONS)
+# Without a GPU, SGLang needs the tests' stand-in for its kernels.
+SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
+ON_sglang = --set rollout.sglang.python=$(SGLANG_VENV)/bin/python $(SGLANG_SHIM)
+
+demo: $(READY) $(if $(filter sglang,$(ENGINE)),sglang)  ## train the quick start; KILL=rollout (or another role, or coordinator) kills it midway; ENGINE=sglang
+	$(BIN)/rondo train examples/quickstart.py $(ON_$(ENGINE)) $(if $(KILL),--kill $(KILL)@75) $(OPTIONS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(OPTIONS)
+
+test-sglang: $(READY) sglang  ## against a real SGLang server, without a GPU
+	SGLANG_VENV=$(abspath $(SGLANG_VENV)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang $(OPTIONS)
+
+# The servers' own environment: about two and a half minutes, and nothing when it is there.
+sglang: $(READY)
+	$(BIN)/rondo sglang install $(SGLANG_VENV) $(if $(wildcard /dev/nvidia0),,--cpu)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -29,4 +42,4 @@ $(READY): setup.cfg constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-sglang build *.egg-info .pytest_cache .mypy_cache .ruff_cache

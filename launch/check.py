@@ -26,6 +26,7 @@ import orjson
 from rondo.comm.litmus import litmus
 from rondo.launch.check_estimate import Shape
 from rondo.launch.check_findings import Finding
+from rondo.launch.check_sglang import look_at_sglang
 from rondo.launch.check_target import Target, judge_devices, judge_target, segment_bytes
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.machine import folder_problem, memory_limit_bytes, num_cores, port_problem, show_bytes
@@ -79,6 +80,7 @@ def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Find
     return [
         *_settings(config, facts),
         *_host(config),
+        *look_at_sglang(config),
         *_devices(config, facts),
         *_memory(config, facts, *memory),
     ]

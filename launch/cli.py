@@ -181,6 +181,12 @@ def bench(options: argparse.Namespace) -> int:
     return run(options.name, options.rest)
 
 
+def sglang(options: argparse.Namespace) -> int:
+    from rondo.launch.sglang_env import install
+
+    return install(options.path, cpu=options.cpu)
+
+
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser, and the names of the verbs."""
     parser = _Parser(prog="rondo", description="Asynchronous reinforcement learning for language models.")
@@ -244,6 +250,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     made = verb("bench", bench, "Measure this machine; `rondo bench` lists what with.")
     made.add_argument("name", metavar="NAME", nargs="?", help="a module of benchmarks/")
     made.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="options of that benchmark")
+    made = verb("sglang", sglang, "Build an environment for SGLang's servers.")
+    made.add_argument("action", choices=("install",), help="the environment is built, unless it is there")
+    made.add_argument("path", metavar="PATH", type=Path, help="a folder for it")
+    made.add_argument("--cpu", action="store_true", help="for a machine without a GPU")
     return parser, list(verbs.choices)
 
 

@@ -139,7 +139,7 @@ class RolloutRole:
 
         engines = kept_engines(self._ctx, self._job, newest=self._newest_weights)
         await ends.enter_async_context(kept(engines))
-        return one_engine(engines)
+        return one_engine(engines, newest=self._newest_weights)
 
     @asynccontextmanager
     async def _newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.roles.rollout.sglang.server import require_version
+from rondo.roles.rollout.sglang.versions import require_version
 
 _ASK_S = 60.0
 _HOT = 1e6

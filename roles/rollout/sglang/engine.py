@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -34,21 +34,13 @@ from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone
 if TYPE_CHECKING:
     import torch
 
+    from rondo.roles.rollout.sglang.weights import WeightPath
+
 Pause = Literal["in_place", "retract", "abort"]
 _ASK_S = 30.0
 _ABORT_EVERY_S = 0.2
 _PROGRESS_S = 5.0
 _SEEDS = 1 << 31
-
-
-class WeightPath(Protocol):
-    """How weights reach the server: `weights.py` has the ways."""
-
-    async def open(self) -> None: ...
-
-    async def update(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

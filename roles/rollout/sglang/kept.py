@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rondo.roles.rollout.engine import Completion, EngineStats, Request
+from rondo.roles.rollout.sglang.answers import STRANGE, version_of
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import Load, SGLangEngine, completion_of
 from rondo.roles.rollout.sglang.server import Server
@@ -41,6 +42,7 @@ Tell = Callable[[str, Mapping[str, Any]], Awaitable[None]]
 _MAX_IN_A_ROW = 3
 """Servers that leave before they have finished one request."""
 _NOTICED_S = 3.0
+_ASK_S = 30.0
 _ADDED = (
     "num_completed", "num_cancelled", "tokens_generated", "decode_steps", "prefill_tokens", "shared_prompt_tokens",
     "num_interrupted",
@@ -70,7 +72,8 @@ class KeptEngine:
 
     `newest` gives the newest weights while its body lasts, which a server that was started anew must have before it serves, or
     None when there are none any more; `tell` is told of every server that comes or goes. A request that a server takes with it is
-    asked again of the next one when this engine is `alone`; else `generate` raises PeerGone, so that another engine is asked.
+    asked again of the next one when this engine is `alone`. Else `generate` raises PeerGone, so that another engine is asked, and
+    a server that was started anew has no version until its dispatcher gives it the newest weights.
     """
 
     def __init__(
@@ -133,6 +136,8 @@ class KeptEngine:
         """What is under way ends with PeerGone; what comes waits."""
         self._up.clear()
         self._serving.clear()
+        if not self._alone:
+            self._version = None
         engine, self._engine = self._engine, None
         if engine is not None:
             self._before = _sums(self._before, engine.stats())
@@ -169,6 +174,7 @@ class KeptEngine:
         while True:
             engine = self._engine
             if engine is None or not self._serving.is_set():
+                self._raise_unless_alone()
                 engine = await self._engine_unless_cancelled(request)
             if engine is None:
                 return completion_of(request, "cancelled", request.prefix)
@@ -202,10 +208,14 @@ class KeptEngine:
         """Also through the end of a server in the middle of it: then the next one gets them."""
         async with self._updating:
             while True:
+                if not self._up.is_set():
+                    self._raise_unless_alone()
                 engine = await self._engine_when(self._up)
                 try:
                     await engine.update_weights(version, tensors)
                 except PeerGone:
+                    if not self._alone:
+                        raise
                     # It was seen gone here first: its process, or its address, tells `keep` so.
                     await self._gone(engine)
                     continue
@@ -234,8 +244,13 @@ class KeptEngine:
         return engine is not None and self._serving.is_set() and await engine.ready()
 
     async def load(self) -> Load:
+        return await (await self._engine_when(self._serving)).load()
+
+    async def proved_version(self) -> int | None:
+        """What the server says that it serves; None for weights that it was not given here."""
         engine = await self._engine_when(self._serving)
-        return await engine.load()
+        told = version_of((await engine.client.get("/model_info", deadline_s=_ASK_S))["weight_version"])
+        return None if told == STRANGE else told
 
     def stats(self) -> EngineStats:
         """Counters go on through restarts."""
@@ -254,6 +269,13 @@ class KeptEngine:
         if engine is not None:
             await engine.close()
         await self.server.close()
+
+    def _raise_unless_alone(self) -> None:
+        self._raise_if_closed()
+        if not self._alone:
+            raise PeerGone(
+                f"the SGLang server {self.server.name} must be there, got that it is started again. Ask another"
+            )
 
     def _raise_if_closed(self) -> None:
         if self._closed is not None:

@@ -3,27 +3,29 @@
 Owns what follows from a setting: how many servers a replica has, on which devices, with which cache, key, log and weights' way.
 
     engines = kept_engines(ctx, job, newest=newest)        # not started: `kept(engines)` does that
-    engine = one_engine(engines)
+    engine = one_engine(engines, newest=newest)
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rondo.roles.config import JobConfig, SGLangConfig
 from rondo.roles.job import Job
+from rondo.roles.rollout.dispatch import Dispatcher
 from rondo.roles.rollout.engine import Engine
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import SGLangEngine
-from rondo.roles.rollout.sglang.kept import KeptEngine, Newest
+from rondo.roles.rollout.sglang.kept import KeptEngine, Newest, Weights
 from rondo.roles.rollout.sglang.server import AttachedServer, Launch, Server, SGLangServer
 from rondo.roles.rollout.sglang.weights import weight_path
 from rondo.runtime.context import WorkerContext
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import Closed, ConfigError
 
 _SPARE_TOKENS = 256
 """Of the cache of a server on a processor: what it keeps for itself."""
@@ -55,13 +57,19 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEn
     return [made(index, server) for index, server in enumerate(servers)]
 
 
-def one_engine(engines: Sequence[KeptEngine]) -> Engine:
+def one_engine(engines: Sequence[KeptEngine], *, newest: Newest) -> Engine:
     """All of them as one."""
     if len(engines) == 1:
         return engines[0]
-    from rondo.roles.rollout.dispatch import Dispatcher
 
-    return Dispatcher(engines)
+    @asynccontextmanager
+    async def reload() -> AsyncIterator[Weights]:
+        async with newest() as weights:
+            if weights is None:
+                raise Closed("weights must be published to be given to a server, got none any more. The run is over")
+            yield weights
+
+    return Dispatcher(engines, names=[engine.server.name for engine in engines], reload=reload)
 
 
 async def connect_engine(

@@ -32,14 +32,12 @@ from pathlib import Path
 from typing import Protocol
 
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone, WorkerDied
+from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.launcher import start as start_guarded
 from rondo.runtime.process import exit_text, kill_session, processes
 from rondo.runtime.waits import wait_for, waiting
 
 LOOPBACK = "127.0.0.1"
-OLDEST = (0, 5, 10)
-"""Older servers read pickles from the network."""
 _POLL_S = 0.25
 _ASK_S = 30.0
 _GRACE_S = 10.0
@@ -244,26 +242,6 @@ async def answers(client: SGLangClient) -> bool:
     except (PeerGone, DeadlineExceeded):
         return False
     return True
-
-
-def parse_version(text: str) -> tuple[int, ...]:
-    """ "0.5.10.post1" -> (0, 5, 10). Raises ConfigError for what is no version."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    if match is None:
-        raise ConfigError(f"the version of an SGLang server must look like 0.5.10, got {text!r}. Use a released one")
-    return tuple(map(int, match.groups()))
-
-
-def require_version(text: str, where: str) -> tuple[int, ...]:
-    """The version, as numbers. Raises ConfigError for one that is too old to be safe."""
-    found = parse_version(text)
-    if found < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ConfigError(
-            f"SGLang of {where} must be {oldest} or newer, whose predecessors read pickles that anybody may send them, "
-            f"got {text}. Install a newer one with `rondo sglang install PATH`"
-        )
-    return found
 
 
 async def _exit_code(process: subprocess.Popen[bytes]) -> int:

@@ -1,0 +1,76 @@
+"""The part of the check that looks for SGLang: an interpreter that has it, or servers that answer.
+
+Owns no rule between settings (`roles/config.py`). Starts no server and imports nothing of SGLang: the interpreter tells the
+version of the package that it would start.
+"""
+
+from __future__ import annotations
+
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+
+from rondo.launch.check_findings import Finding
+from rondo.launch.config import RunConfig
+from rondo.launch.sglang_env import has_sglang
+from rondo.roles.config import SGLangConfig
+from rondo.roles.rollout.sglang.versions import require_version
+from rondo.runtime.errors import ConfigError
+
+_ANSWER_S = 5.0
+_BUILD = "Build one with `rondo sglang install PATH`, and set rollout.sglang.python to PATH/bin/python"
+
+
+def look_at_sglang(config: RunConfig) -> Iterator[Finding]:
+    """On this machine. Nothing without `rollout.sglang`."""
+    settings = config.rollout.sglang
+    if settings is None:
+        return
+    try:
+        if settings.python is not None:
+            yield Finding("ok", f"{settings.python} has SGLang {installed(settings.python)}")
+        else:
+            for url in settings.urls:
+                yield Finding("ok", f"SGLang {answered(url, settings)} answers at {url}")
+    except ConfigError as error:
+        yield Finding("error", str(error))
+
+
+def installed(python: str) -> str:
+    """The version of SGLang that this interpreter has. ConfigError without one, or where it is too old."""
+    if shutil.which(python) is None:
+        raise ConfigError(f"rollout.sglang.python must be an interpreter that runs, got {python}. {_BUILD}")
+    version = has_sglang(python)
+    if version is None:
+        raise ConfigError(
+            f"rollout.sglang.python must be an interpreter that has SGLang, got {python}, which has none. {_BUILD}"
+        )
+    require_version(version, python)
+    return version
+
+
+def answered(url: str, settings: SGLangConfig) -> str:
+    """The version of the server there."""
+    request = urllib.request.Request(f"{url.rstrip('/')}/server_info")
+    if settings.api_key_file is not None:
+        try:
+            request.add_header("Authorization", f"Bearer {Path(settings.api_key_file).read_text().strip()}")
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.sglang.api_key_file must be a file to read, got {settings.api_key_file}: {error.strerror}. "
+                "Correct it"
+            ) from error
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_ANSWER_S) as answer:
+            version = str(orjson.loads(answer.read()).get("version"))
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.sglang.urls must be servers that answer, got {error} of {url}. Start it, or correct the address"
+        ) from error
+    require_version(version, url)
+    return version
