@@ -41,6 +41,7 @@ from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.model_folder import ModelFolder
 from rondo.roles.rollout.sglang.weights_disk import DiskTransfer
 from rondo.roles.rollout.sglang.weights_distributed import DistributedTransfer, local_address
+from rondo.roles.rollout.sglang.weights_memory import ServerMemory, Tag
 from rondo.roles.rollout.sglang.weights_proof import Key, Proof, Recipes, told_by
 from rondo.roles.rollout.sglang.weights_tensor import TensorTransfer
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
@@ -73,6 +74,13 @@ class WeightPath(Protocol):
         Raises ConfigError for other names or shapes, having changed nothing; CorruptData when the server does not hold what was
         sent, twice; ServerError, PeerGone, GroupBroken and DeadlineExceeded as they come. After all but the first, see `proof`.
         """
+
+    async def release(self, *tags: Tag) -> None:
+        """Pause the server and free the device memory of `tags`; see `weights_memory.py`."""
+
+    async def resume(self, *tags: Tag) -> None:
+        """Take it again; with the last tag the server goes on. Weights that did not come back as they were are not proved any
+        more: resume them first, `update` while the server is paused, then resume the rest."""
 
     async def close(self) -> None:
         """Leave; the server goes on with what it has. Idempotent."""
@@ -123,6 +131,8 @@ class ServerWeights:
         self._transfer: Transfer | None = None
         self._model: ModelFolder | None = None
         self._recipes: Recipes | None = None
+        self._memory = ServerMemory(client)
+        self._held: Mapping[Key, str] = {}
         self._proof: Proof | None = None
         self._stats: UpdateStats | None = None
         self._sessions = True
@@ -156,6 +166,24 @@ class ServerWeights:
             finally:
                 await _finished(expecting)
 
+    async def release(self, *tags: Tag) -> None:
+        async with self._updating:
+            await self._memory.release(*tags)
+
+    async def resume(self, *tags: Tag) -> None:
+        async with self._updating:
+            await self._memory.resume(*tags)
+            if "weights" in tags and self._proof is not None and await self._lost():
+                await self._client.post(
+                    "/update_weight_version", _mark(self._proof.version), deadline_s=CALL_DEADLINE_S
+                )
+                self._proof = None
+            await self._memory.go_on()
+
+    async def _lost(self) -> bool:
+        """Whether the weights that were resumed are not known to be those that were released."""
+        return not self._held or await self._told() != self._held
+
     async def close(self) -> None:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -173,7 +201,7 @@ class ServerWeights:
     ) -> None:
         paused = time.monotonic()
         try:
-            await self._client.post("/pause_generation", {"mode": self._config.pause}, deadline_s=LOAD_DEADLINE_S)
+            await self._pause()
             self._proof = None
             num_sendings, proof = await self._sent(transfer, version, tensors, expecting)
         except BaseException as error:
@@ -208,6 +236,7 @@ class ServerWeights:
             told, expected = await self._told(), await expecting
             wrong = await asyncio.to_thread(self._recipes.wrong, told, expected, tensors)
             if not wrong:
+                self._held = told
                 return number, self._recipes.proof(version, told)
             await transfer.refused(str(version))
         names = sorted({name for _, name in wrong})
@@ -244,19 +273,28 @@ class ServerWeights:
             await self._client.post("/begin_weight_update", {}, deadline_s=CALL_DEADLINE_S)
         return True
 
+    async def _pause(self) -> None:
+        if "weights" in self._memory.released:
+            raise ConfigError(
+                "weights must be resumed before they are updated, got released ones. Call resume('weights')"
+            )
+        if not self._memory.released:
+            await self._client.post("/pause_generation", {"mode": self._config.pause}, deadline_s=LOAD_DEADLINE_S)
+
     async def _continue(self) -> None:
-        await self._client.post("/continue_generation", {}, deadline_s=CALL_DEADLINE_S)
+        if not self._memory.released:  # else it goes on when it has its memory
+            await self._client.post("/continue_generation", {}, deadline_s=CALL_DEADLINE_S)
 
     async def _give_up(self, transfer: Transfer, version: int, error: BaseException) -> None:
         """Leave the server generating, its tokens marked; what fails here is told beside the first error."""
         if self._proof is None:
             await transfer.refused(str(version))
-            body = {"new_version": f"{UNPROVED}{version}", "abort_all_requests": False}
-            await self._beside(error, "/update_weight_version", body)
+            await self._beside(error, "/update_weight_version", _mark(version))
             error.add_note(
                 "The server's weights are not proved: they may be of two versions. A whole update repairs that."
             )
-        await self._beside(error, "/continue_generation", {})
+        if not self._memory.released:
+            await self._beside(error, "/continue_generation", {})
 
     async def _beside(self, error: BaseException, path: str, body: dict[str, Any]) -> None:
         """A call while `error` is on its way up."""
@@ -323,6 +361,10 @@ class ServerWeights:
         return TensorTransfer(
             self._client, tensor_parallel=info["tp_size"], bucket_bytes=config.bucket_bytes, deadline_s=LOAD_DEADLINE_S
         )
+
+
+def _mark(version: int) -> dict[str, Any]:
+    return {"new_version": f"{UNPROVED}{version}", "abort_all_requests": False}
 
 
 def _on_this_node(url: str) -> bool:
