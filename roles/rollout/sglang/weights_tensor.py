@@ -93,4 +93,4 @@ def _blocks(device: torch.device, num_blocks: int, num_bytes: int) -> Iterator[l
         return
     with ExitStack() as stack:
         made = [stack.enter_context(SharedBytes(num_bytes)) for _ in range(num_blocks)]
-        yield [(block.tensor, stack.enter_context(block.named())) for block in made]
+        yield [(block.tensor, block.handle) for block in made]

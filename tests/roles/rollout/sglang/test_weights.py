@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from rondo.roles.config import SGLangConfig
 from rondo.roles.rollout.sglang.client import ServerError
+from rondo.roles.rollout.sglang.shared_bytes import FOLDER
 from rondo.roles.rollout.sglang.weights import ServerWeights, policy_version
 from rondo.runtime.errors import Closed, ConfigError, CorruptData
-
 from tests.roles.rollout.sglang.weights_server import CONFIG, WeightServer, serving, version, write_model
 
 SMALL = 1 << 16
@@ -37,7 +39,7 @@ def holds(server: WeightServer, tensors: dict[str, torch.Tensor]) -> bool:
 
 
 def leftovers() -> list[Path]:
-    return list(Path("/dev/shm").glob("rondo_weights_*"))
+    return list(FOLDER.glob(f"rondo_weights_{os.getpid()}_*"))
 
 
 @pytest.mark.parametrize("way", ["tensor", "disk"])
@@ -119,7 +121,7 @@ async def test_a_server_that_stays_wrong_goes_on_unproved_until_a_whole_update(t
     async with opened(server, tmp_path) as path:
         await path.update(1, version(1))
         server.loaded = flip
-        with pytest.raises(CorruptData, match="version 2 as it was sent.*model.norm.weight") as failed:
+        with pytest.raises(CorruptData, match=r"version 2 as it was sent.*model\.norm\.weight") as failed:
             await path.update(2, version(2))
         assert any("not proved" in note for note in failed.value.__notes__)
         assert not server.paused and not server.session

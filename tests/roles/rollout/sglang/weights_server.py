@@ -1,4 +1,4 @@
-"""A server that takes weights as SGLang does, without a model behind it: sessions, pauses, versions, checksums of fused tensors."""
+"""A server that takes weights as SGLang does, with no model behind it: sessions, pauses, versions, checksums of fused tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from typing import Any
 import orjson
 import torch
 from aiohttp import web
-from rondo.roles.rollout.sglang.client import SGLangClient
 from safetensors.torch import load_file, save_file
+
+from rondo.roles.rollout.sglang.client import SGLangClient
 
 CONFIG = {"num_key_value_heads": 2, "num_attention_heads": 4, "tie_word_embeddings": False, "dtype": "float32"}
 
@@ -92,7 +93,7 @@ class Reader(pickle.Unpickler):
 
 def _mapped(_: Any, manager: bytes, handle: bytes, num_bytes: int) -> torch.UntypedStorage:
     assert manager == b""
-    with open(f"/dev/shm{handle.decode()}", "r+b") as file:
+    with Path(f"/dev/shm{handle.decode()}").open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     return torch.frombuffer(memory, dtype=torch.uint8, offset=64, count=num_bytes).untyped_storage()
 
