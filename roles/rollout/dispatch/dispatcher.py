@@ -30,7 +30,7 @@ from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
 from rondo.roles.rollout.dispatch.rolling import Rolling
 from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Prefix, Request
 from rondo.roles.rollout.sglang.client import ServerError
-from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, WorkerDied
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, WorkerDied
 from rondo.runtime.waits import waiting
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class _Job:
 
     __slots__ = (
         "age", "attempts", "begun", "cancelled", "cancelling", "cost", "engine_id", "key", "lost", "member", "place",
-        "request", "since", "task", "why",
+        "queued", "request", "since", "task", "why",
     )  # fmt: skip
 
     def __init__(self, request: Request, task: asyncio.Task[object]) -> None:
@@ -94,7 +94,7 @@ class _Job:
         self.age: int | None = None
         self.engine_id = ""
         self.begun = self.attempts = 0
-        self.cancelled = self.lost = False
+        self.cancelled = self.lost = self.queued = False
         self.cost = 0.0
         self.key: Key | None = None
         self.why: list[str] = []
@@ -294,14 +294,16 @@ class Dispatcher:
             job.attempts += 1
             job.engine_id = job.request.id if job.attempts == 1 else f"{job.request.id}~{job.attempts}"
             asked = job.request if job.attempts == 1 else replace(job.request, id=job.engine_id)
+            floor = member.proved if self._fleet.promised is not None else None
             job.begun = True
             completion = await member.engine.generate(asked)
+            self._check_weights(member, asked, completion, floor)
         except asyncio.CancelledError:
             if not job.lost or job.task.uncancel() > job.cancelling:
                 raise
             self._again(job, "abandoned")
             return None
-        except (PeerGone, DeadlineExceeded, WorkerDied, Closed, ServerError) as error:
+        except (PeerGone, ProtocolError, DeadlineExceeded, WorkerDied, Closed, ServerError) as error:
             failing = job.member
             if failing is None or self._ended is not None or (isinstance(error, ServerError) and error.status < 500):
                 raise
@@ -319,6 +321,15 @@ class Dispatcher:
             job.task.uncancel()
         self._fleet.served(member)
         return self._taken(job, completion)
+
+    def _check_weights(self, member: Member, asked: Request, completion: Completion, floor: int | None) -> None:
+        """Weights only go forward: an older token is of a server that was started anew and not looked at yet."""
+        new = completion.policy_versions[0 if asked.prefix is None else len(asked.prefix.tokens) :]
+        if floor is not None and new.size and new.min() < floor:
+            raise PeerGone(
+                f"the engine {member.name} must sample under version {floor} or newer, got {new.min()}. "
+                "Its server was started anew, or somebody else gave it weights"
+            )
 
     def _taken(self, job: _Job, completion: Completion) -> Completion | None:
         """The outcome, or None where the engine ended early what nobody asked it to."""
@@ -364,11 +375,12 @@ class Dispatcher:
 
     def _place(self, job: _Job) -> bool:
         """Gives it an engine, if one has room and nobody waits for it."""
-        return self._queue.num_waiting == 0 and self._give(job, self._fleet.candidates())
-
-    def _give(self, job: _Job, candidates: list[Member]) -> bool:
-        if not candidates:
+        if self._queue.num_waiting or not (candidates := self._fleet.candidates()):
             return False
+        self._give(job, candidates)
+        return True
+
+    def _give(self, job: _Job, candidates: list[Member]) -> None:
         request = job.request
         job.cost = self._placement.cost(request)
         if job.key is None:
@@ -380,7 +392,6 @@ class Dispatcher:
         member.load += job.cost
         job.member, job.begun = member, False
         self._queue.began(request.kind)
-        return True
 
     def _release(self, job: _Job) -> None:
         member = job.member
@@ -401,6 +412,7 @@ class Dispatcher:
         if job.age is None:
             job.age = self._queue.age()
         job.place, job.since = asyncio.get_running_loop().create_future(), self._clock()
+        job.queued = True
         self._queue.add(kind, job.request.priority, job.age, job)
         self._watch_absence()
         peer = ", ".join(m.name for m in self._fleet.members) or "no engine yet"
@@ -409,22 +421,22 @@ class Dispatcher:
                 await job.place
         finally:
             job.place = None
-            if job.member is None:
+            if job.queued:
+                job.queued = False
                 self._queue.remove(kind, job.age)
-                self._pump()
 
     def _pump(self) -> None:
         """Gives places to those that wait, in their order."""
         queue = self._queue
         while queue.num_waiting:
-            job = queue.next()
-            assert job is not None and job.place is not None
-            if job.place.done():  # cancelled, or failed: it leaves the queue itself
+            candidates = self._fleet.candidates()
+            if not candidates:
                 break
-            if not self._give(job, self._fleet.candidates()):
-                break
-            queue.pop()
-            job.place.set_result(None)
+            job = queue.pop()
+            job.queued = False
+            if job.place is not None and not job.place.done():  # else it is being cancelled or failed
+                self._give(job, candidates)
+                job.place.set_result(None)
 
     def _changed(self) -> None:
         self._watch_absence()

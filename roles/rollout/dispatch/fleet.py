@@ -162,10 +162,7 @@ class Fleet:
 
     @property
     def version(self) -> int:
-        """The oldest proved version among the engines that serve."""
-        proved = [m.proved for m in self.members if self._serves(m) and m.proved is not None]
-        if proved:
-            self._version = min(proved)
+        """The oldest proved version among the engines that serve; while none does, what it was last."""
         return self._version
 
     def missing(self) -> tuple[tuple[str, str], ...]:
@@ -195,6 +192,9 @@ class Fleet:
     def update(self) -> None:
         """After any change of any engine."""
         self._routable = [m for m in self.members if self._is_routable(m)]
+        proved = [m.proved for m in self.members if self._serves(m) and m.proved is not None]
+        if proved:
+            self._version = min(proved)
         self.moved.set()
         self._changed()
 
@@ -323,6 +323,8 @@ class Fleet:
             return
         try:
             async with self._reload() as (version, tensors):
+                if self.promised is not None and version < self.promised:
+                    raise PeerGone(f"the newest weights must be of version {self.promised} or newer, got {version}")
                 if self._may_repair(member):
                     await self.install(member, version, tensors)
         except RondoError as error:

@@ -61,16 +61,13 @@ class FairQueue(Generic[Item]):
     def ended(self, kind: Kind) -> None:
         self.in_flight[kind] -= 1
 
-    def next(self) -> Item | None:
-        """Whose turn it is, still in the queue; None when nobody waits."""
-        kind = self._next_kind()
-        return None if kind is None else self._waiting[kind][0][2]
-
     def pop(self) -> Item:
-        """Takes `next()` out. Somebody must wait."""
-        kind = self._next_kind()
-        assert kind is not None
-        _, _, item = heapq.heappop(self._waiting[kind])
+        """Takes out whose turn it is. Somebody must wait."""
+        kind = min(
+            (kind for kind, heap in self._waiting.items() if heap),
+            key=lambda kind: self.in_flight[kind] / self._shares[kind],
+        )
+        item = heapq.heappop(self._waiting[kind])[2]
         self.num_waiting -= 1
         self._clean(self._waiting[kind])
         return item
@@ -78,10 +75,6 @@ class FairQueue(Generic[Item]):
     def all(self) -> list[Item]:
         """Everybody who waits, in no order."""
         return [item for heap in self._waiting.values() for _, age, item in heap if age not in self._removed]
-
-    def _next_kind(self) -> Kind | None:
-        waiting = [kind for kind, heap in self._waiting.items() if heap]
-        return min(waiting, key=lambda kind: self.in_flight[kind] / self._shares[kind], default=None)
 
     def _clean(self, heap: list[tuple[int, int, Item]]) -> None:
         """The first of a heap is always one that waits."""
