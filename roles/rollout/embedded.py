@@ -5,7 +5,8 @@ coroutine function that runs a function on the process's one compute thread, for
 
 Invariant: the slot engine is touched inside a turn only, and at most one turn runs. A turn carries out what has arrived, in
 order, before each decode step; so weights flip, and requests begin and end, between steps. Every `generate` ends: with its
-completion, with the error that a step raised, or with Closed.
+completion, with the error that a step raised, or with Closed. Whoever asked for the progress of a request hears of it after
+each turn; where nobody did, a turn costs what it costs without.
 
     generate, cancel, update_weights --> inbox --> turn on the compute thread (steps for about turn_s) --> futures
 """
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from rondo.roles.rollout.engine import Completion, EngineStats, Request
+from rondo.roles.rollout.engine import Completion, EngineStats, Prefix, Request
 from rondo.roles.rollout.hf_forward import HFForward
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
 from rondo.roles.rollout.slots import Forward, SlotEngine
@@ -93,6 +94,7 @@ class _Load:
     withdrawn: bool = False
 
 
+_Told = tuple[Callable[[Prefix], None], Prefix]
 _Outcome = tuple[asyncio.Future[Any], Any, Exception | None]
 """(whose, value, error): settled on the event loop after the turn."""
 
@@ -117,8 +119,10 @@ class EmbeddedEngine:
         self._pending: set[asyncio.Future[Any]] = set()
         self._turns: asyncio.Task[None] | None = None
         self._closed: Exception | None = None
+        self._paused = False
         # The rest belongs to the turn.
         self._running: dict[str, _Generate] = {}
+        self._watched: dict[str, Callable[[Prefix], None]] = {}
         self._torn: Exception | None = None
 
     @property
@@ -164,6 +168,17 @@ class EmbeddedEngine:
         finally:
             self._pending.discard(command.done)
 
+    async def pause(self) -> None:
+        """Stops between two steps until `resume`: on return nothing is being sampled. Sequences keep slot and cache; requests and
+        weights are taken meanwhile."""
+        self._paused = True
+        await self._compute(_nothing)  # behind the turn that is under way
+
+    def resume(self) -> None:
+        """Goes on where `pause` stopped."""
+        self._paused = False
+        self._keep_turning()
+
     async def close(self) -> None:
         self._closed = self._closed or Closed("the engine must be open, got a call after close. Start another engine")
         if self._turns is not None:
@@ -182,13 +197,19 @@ class EmbeddedEngine:
                 return
             raise self._closed
         self._inbox.append(command)
+        self._keep_turning()
+
+    def _keep_turning(self) -> None:
         if self._turns is None or self._turns.done():
             self._turns = asyncio.create_task(self._turn_until_idle(), name="embedded engine")
 
     async def _turn_until_idle(self) -> None:
         try:
-            while (self._inbox or self._slots.has_work) and self._closed is None:
-                for future, value, error in await self._compute(self._turn):
+            while (self._inbox or (self._slots.has_work and not self._paused)) and self._closed is None:
+                outcomes, told = await self._compute(self._turn)
+                for progress, so_far in told:
+                    asyncio.get_running_loop().call_soon(progress, so_far)  # apart, so that its errors end no turn
+                for future, value, error in outcomes:
                     if future.done():
                         continue  # its caller was cancelled
                     if error is None:
@@ -209,14 +230,14 @@ class EmbeddedEngine:
                 future.set_exception(error)
         self._inbox.clear()
 
-    def _turn(self) -> list[_Outcome]:
-        """On the compute thread: steps until `turn_s` is over, or nothing is left to do, or `close`."""
+    def _turn(self) -> tuple[list[_Outcome], list[_Told]]:
+        """On the compute thread: steps until `turn_s` is over, or nothing is left to do, or `pause` or `close`."""
         outcomes: list[_Outcome] = []
         until = self._clock() + self._turn_s
         while self._closed is None:
             while self._inbox:
                 self._carry_out(self._inbox.popleft(), outcomes)
-            if not self._slots.has_work:
+            if not self._slots.has_work or self._paused:
                 break
             try:
                 completions = self._slots.step()
@@ -226,7 +247,12 @@ class EmbeddedEngine:
             outcomes += [(self._running.pop(done.request_id).done, done, None) for done in completions]
             if self._clock() >= until:
                 break
-        return outcomes
+        return outcomes, self._progress() if self._watched else []
+
+    def _progress(self) -> list[_Told]:
+        """What the watched requests have by now. Those that have ended are forgotten."""
+        self._watched = {name: told for name, told in self._watched.items() if name in self._running}
+        return [(self._watched[name], so_far) for name, so_far in self._slots.so_far(self._watched)]
 
     def _carry_out(self, command: _Generate | _Cancel | _Drop | _Load, outcomes: list[_Outcome]) -> None:
         match command:
@@ -236,12 +262,15 @@ class EmbeddedEngine:
                 else:
                     self._slots.add(request)
                     self._running[request.id] = command
+                    if request.progress is not None:
+                        self._watched[request.id] = request.progress
             case _Cancel(request_id):
                 if (completion := self._slots.cancel(request_id)) is not None:
                     outcomes.append((self._running.pop(request_id).done, completion, None))
             case _Drop(of):
                 if self._running.get(of.request.id) is of:
                     del self._running[of.request.id]
+                    self._watched.pop(of.request.id, None)
                     self._slots.cancel(of.request.id)
             case _Load(version, tensors, done):
                 self._load(version, tensors, done, command.withdrawn, outcomes)
@@ -271,3 +300,7 @@ class EmbeddedEngine:
         outcomes += [(command.done, None, error) for command in self._running.values()]
         self._running.clear()
         self._slots.clear()
+
+
+def _nothing() -> None:
+    """What a pause computes."""

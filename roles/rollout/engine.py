@@ -13,7 +13,7 @@ completion carries the log-prob and the policy version it was sampled under.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -78,7 +78,8 @@ class Request:
     placeholders are among its tokens; engines of text models refuse them. `max_new_tokens` counts the tokens of `prefix` too.
     After `interruptions` of them (None: without end), new weights let the sequence go on in place. Of the requests that wait,
     those of higher `priority` start first, where the engine can tell them apart; requests of one `session` share prefixes,
-    so an engine of several servers keeps them on one.
+    so an engine of several servers keeps them on one. `progress` is told, in the event loop, of the whole sample so far, now and
+    then while it grows and never after its end; an engine that cannot tell does not call it.
     """
 
     id: str
@@ -92,6 +93,7 @@ class Request:
     interruptions: int | None = None
     priority: int = 0
     session: str | None = None
+    progress: Callable[[Prefix], None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def sequence(self) -> np.ndarray:

@@ -17,7 +17,7 @@ or by copying from a sample still in flight under the same weights.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -234,6 +234,17 @@ class SlotEngine:
                 self._waiting[request.id] = request.resumed(completion)
                 self._waiting.move_to_end(request.id, last=False)
         return [completion for request, completion in reversed(taken) if request.on_new_weights == "interrupt"]
+
+    def so_far(self, request_ids: Container[str]) -> list[tuple[str, Prefix]]:
+        """(id, what was sampled) of these requests, as far as they run and have a token."""
+        found = []
+        for slot, running in enumerate(self._running):
+            request = running.request
+            span = slice(request.prompt.size, int(self._length[slot]))
+            if request.id in request_ids and span.stop > span.start:
+                columns = (column[slot, span].copy() for column in (self._tokens, self._log_probs, self._versions))
+                found.append((request.id, Prefix(*columns)))
+        return found
 
     def stats(self) -> EngineStats:
         return EngineStats(
