@@ -32,12 +32,16 @@ OnNewWeights = Literal["continue", "recompute", "interrupt"]
 it ends as "interrupted", to be asked for again with what it has as its prefix."""
 
 
+MAX_TOP = 32
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn.
 
     `temperature` 0 is greedy. `top_k` (-1: off) keeps the k likeliest tokens, then `top_p` the smallest set of the rest that
-    holds this share of their probability; both act after the temperature. Raises ConfigError on values out of range.
+    holds this share of their probability; both act after the temperature. `num_top`: for each token the log-probs of so many
+    likeliest tokens are told too, by engines that can. Raises ConfigError on values out of range.
     """
 
     max_new_tokens: int
@@ -45,6 +49,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    num_top: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -57,6 +62,17 @@ class SamplingParams:
             raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}. Use 1.0 to turn it off.")
         if self.top_k != -1 and self.top_k < 1:
             raise ConfigError(f"top_k must be -1 (off) or at least 1, got {self.top_k}. Use -1 to turn it off.")
+        if not 0 <= self.num_top <= MAX_TOP:
+            raise ConfigError(f"num_top must be 0 to {MAX_TOP}, got {self.num_top}. Ask for fewer.")
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """The K likeliest tokens at the place of each of R tokens, the likeliest first: `tokens` int32 [R, K] and `log_probs` float32
+    [R, K], as in `Completion`. -1 and NaN where they are not known."""
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,7 @@ class Prefix:
     tokens: np.ndarray
     log_probs: np.ndarray
     policy_versions: np.ndarray
+    top: Top | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +119,7 @@ class Request:
 
     def resumed(self, completion: Completion) -> Request:
         """The request that goes on where an interrupted one ended."""
-        prefix = Prefix(completion.tokens, completion.log_probs, completion.policy_versions)
+        prefix = Prefix(completion.tokens, completion.log_probs, completion.policy_versions, completion.top)
         left = None if self.interruptions is None else self.interruptions - 1
         return replace(self, prefix=prefix, interruptions=left)
 
@@ -143,6 +160,7 @@ class Completion:
     policy_versions: np.ndarray
     finish_reason: FinishReason
     routed_experts: np.ndarray | None = field(default=None, repr=False)
+    top: Top | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

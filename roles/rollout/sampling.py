@@ -55,6 +55,14 @@ def keep_top(probs_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tenso
     return torch.zeros_like(probs_NV).scatter_(-1, order, ranked.masked_fill(dropped, 0.0))
 
 
+def likeliest(logits_V: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The most probable tokens after the temperature (0: of the plain logits): (int64 [K], float32 [K] log-probs), K up to
+    `count`."""
+    log_probs_V = (logits_V.float() / (temperature or 1.0)).log_softmax(-1)
+    values, tokens = log_probs_V.topk(min(count, log_probs_V.shape[-1]))
+    return tokens.cpu().numpy(), values.cpu().numpy()
+
+
 class Sampler:
     """The sampling parameters of every slot, and the draw for some of them. Called by the slot engine alone."""
 

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from rondo.models.media.inputs import MediaInputs
-from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request
-from rondo.roles.rollout.sampling import Sampler, uniforms
+from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top
+from rondo.roles.rollout.sampling import Sampler, likeliest, uniforms
 from rondo.runtime.errors import ConfigError, CorruptData
 
 
@@ -95,6 +95,8 @@ class _Prompt:
 class _Running:
     request: Request
     prompt: _Prompt
+    top: list[tuple[np.ndarray, np.ndarray]] | None = None
+    """For each token that was sampled here the likeliest ones, of requests that want them."""
 
 
 class SlotEngine:
@@ -146,6 +148,7 @@ class SlotEngine:
         self._limit = np.zeros(num_slots, np.int64)
         self._stop_ids = np.full((num_slots, 1), -1, np.int64)
         self._all_slots = np.arange(num_slots)
+        self._num_wanting_top = 0
         self._num_completed = self._num_cancelled = self._num_interrupted = 0
         self._tokens_generated = self._decode_steps = self._prefill_tokens = self._shared_prompt_tokens = 0
 
@@ -209,6 +212,7 @@ class SlotEngine:
         """Drops every request. The next step starts from an empty cache."""
         self._waiting.clear()
         self._running.clear()
+        self._num_wanting_top = 0
         self._prompts.clear()
         self._forward.clear()
 
@@ -243,7 +247,7 @@ class SlotEngine:
             span = slice(request.prompt.size, int(self._length[slot]))
             if request.id in request_ids and span.stop > span.start:
                 columns = (column[slot, span].copy() for column in (self._tokens, self._log_probs, self._versions))
-                found.append((request.id, Prefix(*columns)))
+                found.append((request.id, Prefix(*columns, top=_top(running, span.stop - span.start))))
         return found
 
     def stats(self) -> EngineStats:
@@ -300,7 +304,8 @@ class SlotEngine:
                 rows.append(-len(known))  # counted from the end, see below
             del self._waiting[request.id]
             self._place(slot, request)
-            self._running.append(_Running(request, prompt))
+            self._running.append(_Running(request, prompt, [] if request.params.num_top else None))
+            self._num_wanting_top += request.params.num_top > 0
         if not rows:
             return []
         if num_decode or prompts:
@@ -345,12 +350,20 @@ class SlotEngine:
         self._tokens[slots, at] = tokens
         self._log_probs[slots, at] = log_probs
         self._versions[slots, at] = self.version
+        if self._num_wanting_top:
+            self._record_top(logits_NV)
         at += 1  # a view of the lengths
         self._tokens_generated += num_running
         stopped = (self._stop_ids[:num_running] == tokens[:, None]).any(1)
         ended = np.flatnonzero(stopped | (at >= self._limit[:num_running]))
         # From the last to the first, so that the slot which moves into a freed one is never itself about to end.
         return [self._finish(int(slot), "stop" if stopped[slot] else "length") for slot in ended[::-1]]
+
+    def _record_top(self, logits_NV: torch.Tensor) -> None:
+        for slot, running in enumerate(self._running):
+            if running.top is not None:
+                params = running.request.params
+                running.top.append(likeliest(logits_NV[slot], params.temperature, params.num_top))
 
     def _holder(self, prompt: _Prompt | None) -> int | None:
         """A slot whose cache begins with the prompt."""
@@ -383,7 +396,9 @@ class SlotEngine:
             self._log_probs[slot, span].copy(),
             self._versions[slot, span].copy(),
             reason,
+            top=_top(self._running[slot], span.stop - span.start),
         )
+        self._num_wanting_top -= request.params.num_top > 0
         moved = self._running.pop()
         last = len(self._running)
         if slot != last:
@@ -397,3 +412,17 @@ class SlotEngine:
         self._num_interrupted += reason == "interrupted"
         self._num_completed += reason in ("stop", "length")
         return completion
+
+
+def _top(running: _Running, num_tokens: int) -> Top | None:
+    """The likeliest tokens at each of a sample's places: those of its prefix, then those recorded here."""
+    if running.top is None:
+        return None
+    prefix, width = running.request.prefix, running.request.params.num_top
+    tokens = np.full((num_tokens, width), -1, np.int32)
+    log_probs = np.full((num_tokens, width), np.nan, np.float32)
+    if prefix is not None and prefix.top is not None:
+        tokens[: len(prefix.tokens)], log_probs[: len(prefix.tokens)] = prefix.top.tokens, prefix.top.log_probs
+    for row, (ids, values) in enumerate(running.top, num_tokens - len(running.top)):
+        tokens[row, : len(ids)], log_probs[row, : len(ids)] = ids, values
+    return Top(tokens, log_probs)
