@@ -246,8 +246,8 @@ class SlotEngine:
             request = running.request
             span = slice(request.prompt.size, int(self._length[slot]))
             if request.id in request_ids and span.stop > span.start:
-                columns = (column[slot, span].copy() for column in (self._tokens, self._log_probs, self._versions))
-                found.append((request.id, Prefix(*columns, top=_top(running, span.stop - span.start))))
+                tokens, log_probs, versions = self._sampled(slot, span)
+                found.append((request.id, Prefix(tokens, log_probs, versions, _top(running, len(tokens)))))
         return found
 
     def stats(self) -> EngineStats:
@@ -386,18 +386,17 @@ class SlotEngine:
         self._stop_ids[slot, :num_stop] = params.stop_token_ids
         self._stop_ids[slot, num_stop:] = -1
 
+    def _sampled(self, slot: int, span: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Copies of a stretch of a slot: tokens, log-probs, versions."""
+        return self._tokens[slot, span].copy(), self._log_probs[slot, span].copy(), self._versions[slot, span].copy()
+
     def _finish(self, slot: int, reason: FinishReason) -> Completion:
         """Takes a sequence out and closes the gap with the last slot."""
         request = self._running[slot].request
         span = slice(request.prompt.size, int(self._length[slot]))
-        completion = Completion(
-            request.id,
-            self._tokens[slot, span].copy(),
-            self._log_probs[slot, span].copy(),
-            self._versions[slot, span].copy(),
-            reason,
-            top=_top(self._running[slot], span.stop - span.start),
-        )
+        tokens, log_probs, versions = self._sampled(slot, span)
+        top = _top(self._running[slot], len(tokens))
+        completion = Completion(request.id, tokens, log_probs, versions, reason, top=top)
         self._num_wanting_top -= request.params.num_top > 0
         moved = self._running.pop()
         last = len(self._running)

@@ -1,0 +1,8 @@
+"""An HTTP server over any engine: SGLang's dialect, and OpenAI's for agents.
+
+app            the application: who may ask, how large a body may be, which routes there are; and listening
+generate       SGLang's /generate; control, its health, information, pause and weights; sampling, the parameters
+openai         /v1/chat/completions and /v1/completions over fields (what was asked), output (reasoning, tool calls), answers
+desk           every request on its way through the engine: streaming, stop strings, aborts, pauses; text, tokens to text
+trajectory     what each call of a session sampled, to the token
+"""

@@ -1,0 +1,167 @@
+"""Sampling: one set of parameters out of the words of both dialects, and prompts out of text.
+
+Owns which parameters there are and how stop strings that are one token become that token. What an engine cannot do is refused,
+since leaving it out would change the answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rondo.roles.rollout.engine import SamplingParams
+from rondo.roles.rollout.serve.desk import Ask, one_seed
+from rondo.roles.rollout.serve.fields import Fields
+from rondo.runtime.errors import ConfigError
+
+MAX_SAMPLES = 256
+"""Samples that one request may ask for."""
+_DEFAULT_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the `num_samples` samples of a request are drawn. `max_new_tokens` None: as many as fit."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    num_samples: int
+    ignore_eos: bool = False
+    keep_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+def read_sglang(body: Any) -> Sampling:
+    """SGLang's `sampling_params`. Unknown names are refused, as there."""
+    fields = Fields(body, "sampling_params")
+    found = Sampling(
+        max_new_tokens=fields.integer("max_new_tokens", _DEFAULT_NEW_TOKENS, least=1),
+        temperature=fields.number("temperature", 1.0),
+        top_p=fields.number("top_p", 1.0),
+        top_k=fields.integer("top_k", -1),
+        stops=fields.texts("stop"),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        seed=_seed(fields.integer("sampling_seed")),
+        num_samples=_num_samples(fields),
+        ignore_eos=fields.flag("ignore_eos"),
+        keep_stop=fields.flag("no_stop_trim"),
+        skip_special_tokens=fields.flag("skip_special_tokens", True),
+    )
+    fields.off("min_p", 0)
+    fields.off("frequency_penalty", 0)
+    fields.off("presence_penalty", 0)
+    fields.off("repetition_penalty", 1)
+    fields.off("min_new_tokens", 0)
+    fields.off("spaces_between_special_tokens", True)
+    fields.off("logit_bias", {})
+    fields.off("custom_params", {})
+    for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark", "choice"):
+        fields.off(name)
+    fields.refuse_rest({"stream_interval"})
+    return found
+
+
+def read_openai(fields: Fields) -> Sampling:
+    """The sampling fields that both of OpenAI's endpoints share; the rest stays in `fields`."""
+    found = Sampling(
+        max_new_tokens=fields.integer("max_tokens", least=1),
+        temperature=fields.number("temperature", 1.0),
+        top_p=fields.number("top_p", 1.0),
+        top_k=fields.integer("top_k", -1),
+        stops=fields.texts("stop"),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        seed=_seed(fields.integer("seed")),
+        num_samples=_num_samples(fields),
+        ignore_eos=fields.flag("ignore_eos"),
+        skip_special_tokens=fields.flag("skip_special_tokens", True),
+    )
+    fields.off("presence_penalty", 0)
+    fields.off("frequency_penalty", 0)
+    fields.off("repetition_penalty", 1)
+    fields.off("min_p", 0)
+    fields.off("logit_bias", {})
+    return found
+
+
+def asks_of(
+    sampling: Sampling,
+    prompt: np.ndarray,
+    rid: str,
+    *,
+    tokenizer: Any,
+    stop_token_ids: Sequence[int],
+    max_length: int,
+    priority: int = 0,
+    session: str | None = None,
+) -> list[Ask]:
+    """The samples of one prompt (int32 [T]). `stop_token_ids` end every answer but one that ignores them. ConfigError for a
+    prompt that leaves no room in `max_length` tokens."""
+    room = max_length - prompt.size
+    if prompt.size < 1 or room < 1:
+        raise ConfigError(f"the prompt must have 1 to {max_length - 1} tokens, got {prompt.size}. Shorten it")
+    if sampling.max_new_tokens is not None and sampling.max_new_tokens > room:
+        raise ConfigError(
+            f"prompt and new tokens must fit into {max_length} tokens, got {prompt.size} + {sampling.max_new_tokens}. "
+            "Shorten the prompt, or ask for fewer tokens"
+        )
+    ends = set(sampling.stop_token_ids) | set(() if sampling.ignore_eos else stop_token_ids)
+    special = {text: token for token, text in _special(tokenizer).items()}
+    ends |= {special[text] for text in sampling.stops if text in special}
+    params = SamplingParams(
+        max_new_tokens=sampling.max_new_tokens or room,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=tuple(sorted(ends)),
+    )
+    first = Ask(
+        rid, prompt, params, one_seed(sampling.seed, 0), stops=sampling.stops, keep_stop=sampling.keep_stop,
+        skip_special_tokens=sampling.skip_special_tokens, priority=priority, session=session,
+    )  # fmt: skip
+    return [first] + [
+        replace(first, index=index, seed=one_seed(sampling.seed, index)) for index in range(1, sampling.num_samples)
+    ]
+
+
+def encode(tokenizer: Any, text: str, *, special: bool) -> np.ndarray:
+    """The tokens of a text, int32 [T]; with `special` those that the tokenizer puts in front of a prompt too."""
+    return np.asarray(tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
+
+
+def token_ids(value: Any, name: str) -> np.ndarray:
+    """A list of token ids as int32 [T]."""
+    if not isinstance(value, list) or not all(type(token) is int and -(2**31) <= token < 2**31 for token in value):
+        raise ConfigError(f"{name} must be a list of token ids, got {type(value).__name__}. Tokenize the prompt")
+    return np.asarray(value, np.int32)
+
+
+def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
+    text: str = tokenizer.decode(
+        [int(token) for token in tokens], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def _special(tokenizer: Any) -> dict[int, str]:
+    """Token -> text, of tokens that are never put together from other text."""
+    return {token: str(text) for token, text in tokenizer.added_tokens_decoder.items()}
+
+
+def _seed(seed: int | None) -> int:
+    return secrets.randbits(63) if seed is None else seed & (2**63 - 1)
+
+
+def _num_samples(fields: Fields) -> int:
+    found: int = fields.integer("n", 1, least=1)
+    if found > MAX_SAMPLES:
+        raise ConfigError(f"n must be at most {MAX_SAMPLES}, got {found}. Ask again for the rest")
+    return found
