@@ -175,6 +175,14 @@ def explain(options: argparse.Namespace) -> int:
     return show(options.run, options.steps, as_json=options.json)
 
 
+def serve(options: argparse.Namespace) -> int:
+    from rondo.launch.serve import ServeOptions
+    from rondo.launch.serve import main as run
+
+    names = ("model", "host", "port", "dtype", "device", "num_slots", "max_length", "token_file", "served_model_name")
+    return run(ServeOptions(**{name: getattr(options, name) for name in names}))
+
+
 def bench(options: argparse.Namespace) -> int:
     from rondo.launch.bench import run
 
@@ -247,6 +255,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     made.add_argument("first", metavar="RUN_A", type=Path)
     made.add_argument("second", metavar="RUN_B", type=Path)
     made.add_argument("--ids", action="store_true", help="compare which samples were trained, and their order, alone")
+    _add_serving(verb("serve", serve, "Serve a model over HTTP, in SGLang's dialect and OpenAI's."))
     made = verb("bench", bench, "Measure this machine; `rondo bench` lists what with.")
     made.add_argument("name", metavar="NAME", nargs="?", help="a module of benchmarks/")
     made.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="options of that benchmark")
@@ -255,6 +264,27 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     made.add_argument("path", metavar="PATH", type=Path, help="a folder for it")
     made.add_argument("--cpu", action="store_true", help="for a machine without a GPU")
     return parser, list(verbs.choices)
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or name, or a run with a checkpoint")
+    for name, kind, default, text in (
+        ("--host", str, "127.0.0.1", "address; any but loopback needs --token-file"),
+        ("--port", int, 30000, "0 takes a free one"),
+        ("--dtype", str, None, "float32 or bfloat16; default: float32 on the CPU, else bfloat16"),
+        ("--device", str, None, "such as cpu or cuda:0; default: the first accelerator, else the CPU"),
+        ("--num-slots", int, 32, "sequences that are decoded at once"),
+        (
+            "--max-length",
+            int,
+            None,
+            "tokens of prompt and answer together; default: the model's positions, at most 8192",
+        ),
+        ("--token-file", Path, None, "a file (mode 0600) with the bearer token; default: one of its own"),
+        ("--served-model-name", str, None, "the model's name in answers; default: MODEL"),
+    ):
+        shown = "" if default is None else f" (default {default})"
+        parser.add_argument(name, type=kind, default=default, metavar=name[2:].upper(), help=text + shown)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

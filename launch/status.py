@@ -33,6 +33,7 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
     if record is not None:
         found = {"run": run.name, "alive": True, "pid": record.pid, "url": url_of(record)}
         found |= {"health": ask(record, "/healthz"), "roles": ask(record, "/roles"), "waits": ask(record, "/waits")}
+        found |= {"endpoints": [orjson.loads(path.read_bytes()) for path in sorted((run / "endpoints").glob("*.json"))]}
         if as_json:
             _print_json(found)
         else:
@@ -113,6 +114,8 @@ def _print_alive(run: Path, found: dict[str, Any]) -> None:
     print("  ".join(f"{name}={_short(value)}" for name, value in found["health"].items()))
     for role in found["roles"]:
         print("  " + "  ".join(f"{name}={_short(value)}" for name, value in role.items()))
+    for endpoint in found["endpoints"]:
+        print("  endpoint: " + "  ".join(f"{name}={value}" for name, value in endpoint.items()))
     for wait in found["waits"]:
         print("  waits: " + "  ".join(f"{name}={_short(value)}" for name, value in wait.items()))
 

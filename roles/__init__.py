@@ -16,6 +16,7 @@ _FACE = {
     "RewardConfig": "rondo.roles.config",
     "AlgorithmConfig": "rondo.roles.config",
     "RolloutConfig": "rondo.roles.config",
+    "EndpointConfig": "rondo.roles.config",
     "TrainConfig": "rondo.roles.config",
     "EvalConfig": "rondo.roles.config",
     "SftConfig": "rondo.roles.config",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -31,6 +32,7 @@ from rondo.roles.algorithms import (
     TisMode,
     resolve,
 )
+from rondo.runtime.config import is_loopback
 from rondo.runtime.section import FunctionRef, Section, nearest
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -309,6 +311,32 @@ class SGLangConfig(Section):
         return self
 
 
+class EndpointConfig(Section):
+    """An HTTP server on each rollout replica's engine for agents, in OpenAI's and SGLang's words."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """Replica 0 listens here, replica 1 one port further, and so on; 0 takes free ones. `rondo status` says where."""
+    token_file: Path | None = None
+    """A file (mode 0600) with the token that callers show. Without it they show the run's own, which can also stop the run."""
+    max_body_bytes: int = Field(64 << 20, ge=1 << 10)
+    max_sessions: int = Field(1024, ge=1)
+    """Sessions whose trajectories are kept."""
+    max_tokens: int = Field(1 << 24, ge=1)
+    """Tokens of all trajectories together, prompts included; the session not used for longest goes first."""
+    max_age_s: float = Field(3600.0, gt=0)
+    """A session's trajectory goes so long after its last call."""
+
+    @model_validator(mode="after")
+    def _other_addresses_need_a_token(self) -> EndpointConfig:
+        if not is_loopback(self.host) and self.token_file is None:
+            raise ValueError(
+                f"rollout.endpoint.token_file must be set when rollout.endpoint.host is not loopback, got host {self.host!r} "
+                "without a token. Set it to a file with mode 0600, or the host to '127.0.0.1'"
+            )
+        return self
+
+
 class RolloutConfig(Section):
     """What is sampled for a step, and under which limits. Lengths are in tokens."""
 
@@ -326,6 +354,8 @@ class RolloutConfig(Section):
     """Sequences that one engine decodes at once."""
     sglang: SGLangConfig | None = None
     """Generate with SGLang servers; without it the engine inside the rollout process does."""
+    endpoint: EndpointConfig | None = None
+    """Answers agents over HTTP beside the run's own samples, with its newest weights."""
     filter: Literal["zero_std"] | None = None
     """'zero_std' replaces prompt groups whose rewards are all equal."""
     spare_groups: int = Field(0, ge=0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.evaluation import Evaluator, item_of, sample_seed
 from rondo.roles.rollout.rewards import RewardPool, RewardResult
+from rondo.roles.rollout.serve.endpoint import endpoint
 from rondo.roles.rollout.share import Share
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.checkpoints import newest_complete
@@ -111,6 +112,7 @@ class RolloutRole:
                     )
             async with follow(ctx, job, self.role, self._engine.update_weights) as first:
                 await first.wait()
+                await pools.enter_async_context(self._endpoint())
                 await ctx.ready()
                 async with asyncio.TaskGroup() as tasks:
                     beside = [tasks.create_task(self._renew()), tasks.create_task(self._report())]
@@ -153,6 +155,16 @@ class RolloutRole:
         place = {"attempt": held["attempt"], "version": held["version"], "checksum": held["checksum"]}
         yield held["version"], await asyncio.to_thread(functools.partial(slab.read, held["slot"], **place))
         await job.bus.call("proved", reader, held["version"])
+
+    def _endpoint(self) -> AbstractAsyncContextManager[None]:
+        """Answers agents beside the samples of the run, where the settings ask for it."""
+        config, rollout = self._job.config, self._job.config.rollout
+        return endpoint(
+            self._ctx, rollout.endpoint, self._engine, self._tokenizer, model_name=config.name,
+            model_path=self._job.model_path, max_length=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            stop_token_ids=self._params(rollout.temperature).stop_token_ids,
+            seeds=isinstance(self._engine, EmbeddedEngine),
+        )  # fmt: skip
 
     async def _open_beside(self) -> Engine | None:
         """The engine of evaluations beside the training, with a copy of the weights of its own."""

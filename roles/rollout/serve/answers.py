@@ -194,4 +194,5 @@ def _top(tokenizer: Any, answer: Answer, start: int) -> list[list[tuple[int, flo
 
 def _token(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
     text = decode(tokenizer, [token])
-    return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+    # A part of a character has no text of its own, and its bytes are not told.
+    return {"token": text, "logprob": value, "bytes": None if "\ufffd" in text else list(text.encode())}

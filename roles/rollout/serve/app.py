@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -77,20 +77,17 @@ def server(
 
 
 @asynccontextmanager
-async def listening(app: web.Application, host: str, port: int, *, drain_s: float = DRAIN_S) -> AsyncIterator[str]:
+async def listening(
+    app: web.Application, host: str, port: int, *, earlier: int = 0, drain_s: float = DRAIN_S
+) -> AsyncIterator[str]:
     """Serves while the body lasts; the value is the URL. At the end what is in flight has `drain_s` seconds to be answered.
 
-    ConfigError when the address cannot be had. `port` 0 takes a free one.
+    ConfigError when the address cannot be had. `port` 0 takes a free one, `earlier` if it is free.
     """
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
     await runner.setup()
     try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise ConfigError(
-                f"port must be free on {host}, got {port} ({error.strerror}). Take 0 for a free one, or stop who uses it"
-            ) from error
+        await _listen(runner, host, port, earlier)
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{runner.addresses[0][1]}"
         try:
@@ -99,6 +96,19 @@ async def listening(app: web.Application, host: str, port: int, *, drain_s: floa
             app[SERVICE].desk.abort(None)  # they are answered with what they have
     finally:
         await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int, earlier: int) -> None:
+    if earlier:
+        with suppress(OSError):
+            await web.TCPSite(runner, host, earlier).start()
+            return
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ConfigError(
+            f"port must be free on {host}, got {port} ({error.strerror}). Take 0 for a free one, or stop who uses it"
+        ) from error
 
 
 def _guard(tokens: Sequence[str]) -> Any:

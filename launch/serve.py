@@ -1,0 +1,179 @@
+"""`rondo serve MODEL`: a model behind HTTP, in SGLang's dialect and OpenAI's, by the embedded engine.
+
+Owns the process: what is loaded, the compute thread, the token's file, the signals. Does not own the server
+(`roles/rollout/serve/`) or the engine.
+
+    rondo serve runs/quickstart --port 30000       # a Hugging Face folder, a name on the hub, or a run with a checkpoint
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from rondo.runtime.admin_token import read_token_file
+from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.config import is_loopback
+from rondo.runtime.errors import ConfigError
+
+DEFAULT_LENGTH = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What the command line says. None: derived from model and machine."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 30000
+    dtype: str | None = None
+    device: str | None = None
+    num_slots: int = 32
+    max_length: int | None = None
+    token_file: Path | None = None
+    served_model_name: str | None = None
+
+
+def main(options: ServeOptions) -> int:
+    """Serves until SIGTERM or SIGINT, then answers what is in flight; a second signal ends it at once. ConfigError for what
+    cannot be served."""
+    _check(options)
+    path = model_folder(options.model)
+    with _token(options.token_file) as (token, token_path):
+        engine_parts = _load(options, path)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(options, path, token, token_path, *engine_parts))
+
+
+def model_folder(model: str) -> str:
+    """Where the model's files are; of a run directory those of its newest checkpoint."""
+    run = Path(model)
+    if not (run / "config.resolved.json").is_file():
+        return model
+    checkpoint = newest_complete(run / "checkpoints")
+    if checkpoint is None:
+        raise ConfigError(f"MODEL must be a run with a whole checkpoint, got {run} without one. Wait for it to save")
+    return str(checkpoint / "hf")
+
+
+def _check(options: ServeOptions) -> None:
+    if not is_loopback(options.host) and options.token_file is None:
+        raise ConfigError(
+            f"--token-file must be given when --host is not loopback, got host {options.host!r}. "
+            "Name a file of mode 0600 that whoever asks has too"
+        )
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port must be 0 to 65535, got {options.port}. 0 takes a free one")
+    if options.num_slots < 1:
+        raise ConfigError(f"--num-slots must be at least 1, got {options.num_slots}. Raise it")
+
+
+@contextmanager
+def _token(path: Path | None) -> Iterator[tuple[str, Path]]:
+    """The bearer token and the file that it is in; without a file given one of its own, gone at the end."""
+    if path is not None:
+        yield read_token_file(path, "--token-file"), path
+        return
+    with tempfile.TemporaryDirectory(prefix="rondo-serve-") as folder:  # mode 0700
+        made = Path(folder) / "token"
+        token = secrets.token_hex(32)
+        made.touch(mode=0o600)
+        made.write_text(token + "\n")
+        yield token, made
+
+
+def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
+    """(slot engine, tokenizer, stop token ids, longest sequence)."""
+    import torch
+
+    from rondo.models.load import load_config, load_model, load_tokenizer
+    from rondo.roles.rollout.embedded import slot_engine
+
+    config = load_config(path)
+    tokenizer = load_tokenizer(path)
+    positions = getattr(getattr(config, "text_config", config), "max_position_embeddings", None) or DEFAULT_LENGTH
+    length = min(positions, DEFAULT_LENGTH) if options.max_length is None else options.max_length
+    if not 2 <= length <= positions:
+        raise ConfigError(f"--max-length must be 2 to {positions}, the model's positions, got {length}. Change it")
+    device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    model = load_model(path, dtype=dtype, device=device)
+    slots = slot_engine(model, num_slots=options.num_slots, max_length=length)
+    return slots, tokenizer, _stop_ids(model, tokenizer), length
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """What ends an answer: the tokenizer's end of sequence, and those of the model's generation config."""
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = set(given) if isinstance(given, list | tuple) else {given}
+    return tuple(sorted(token for token in ids | {tokenizer.eos_token_id} if token is not None))
+
+
+async def _serve(
+    options: ServeOptions,
+    path: str,
+    token: str,
+    token_path: Path,
+    slots: Any,
+    tokenizer: Any,
+    stop_ids: Any,
+    length: int,
+) -> int:
+    from rondo.roles.rollout.embedded import EmbeddedEngine
+    from rondo.roles.rollout.serve.app import listening, server
+
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+
+    async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(thread, call)
+
+    name = options.served_model_name or options.model
+    engine = EmbeddedEngine(slots, compute)
+    app = server(
+        engine, tokenizer, model_name=name, token=token, max_length=length, model_path=path, stop_token_ids=stop_ids
+    )
+    try:
+        with _signals() as asked:
+            async with listening(app, options.host, options.port) as url:
+                print(f"serving {name} at {url}  token: {token_path}", flush=True)
+                await asked.wait()
+                print("ends: answers what is in flight; a second signal ends it at once", file=sys.stderr, flush=True)
+    finally:
+        await engine.close()
+        thread.shutdown(wait=False, cancel_futures=True)
+    return 0
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """An event that the first SIGTERM or SIGINT sets; the second is what it is without us."""
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT)
+
+    def ask() -> None:
+        asked.set()
+        for each in handled:
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+
+    for each in handled:
+        loop.add_signal_handler(each, ask)
+    try:
+        yield asked
+    finally:
+        for each in handled:
+            loop.remove_signal_handler(each)
