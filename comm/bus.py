@@ -12,6 +12,7 @@ which rows exist and who may read them is the coordinator's word alone.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from rondo.comm.ahead import Ahead
 from rondo.comm.partitions.client import Partition
 from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
@@ -120,6 +122,9 @@ class Bus:
         self._segments = segments
         self._open = ExitStack()
         self._views: dict[str, tuple[RingView, Segment]] = {}
+        # stream -> the rings that its newest two rounds view: the one that is worked on, and one that was asked for ahead
+        self._named: dict[str, deque[set[str]]] = {}
+        self._ahead: dict[str, Ahead[Round | None]] = {}  # train stream -> its next round
         self._partitions: dict[str, Partition] = {}
 
     async def open(self) -> None:
@@ -129,6 +134,8 @@ class Bus:
 
     def close(self) -> None:
         """Let go of every ring; memory and records stay."""
+        for ahead in self._ahead.values():
+            ahead.drop()
         for partition in self._partitions.values():
             partition.close()
         for ring in list(self._views):
@@ -205,27 +212,56 @@ class Bus:
     async def join(self, stream: str, tokens: int) -> None:
         await self.call("join", stream, self.member.world_size, tokens)
 
-    async def stream(self, stream: str, *, tokens: int, step: int | None = None) -> AsyncGenerator[Round, None]:
-        """Rounds of a stream in order, until the run ends; of one step, until its last, when `step` is given."""
+    async def stream(
+        self, stream: str, *, tokens: int, step: int | None = None, then: int | None = None
+    ) -> AsyncGenerator[Round, None]:
+        """Rounds of a stream in order, until the run ends; of one step, until its last, when `step` is given.
+
+        The next round of a step is asked for when one is handed out. `then`: the step whose first round is asked for with the
+        last of this one.
+        """
         await self.join(stream, tokens)
+        if step is not None:
+            async for made in self._rounds_of_step(stream, step, then):
+                yield made
+            return
         index = 0
-        while True:
-            answer = await self.call("next_round", stream, self.member.rank, index, step, deadline_s=POLL_S)
-            if "round" not in answer:
-                return
-            made = self._round(answer["round"])
-            yield made
-            if step is not None and made.last:
-                return
+        while (found := await self._next(stream, index, None)) is not None:
+            yield found
             index += 1
+
+    async def _rounds_of_step(self, stream: str, step: int, then: int | None) -> AsyncGenerator[Round, None]:
+        if stream not in self._ahead:
+            self._ahead[stream] = Ahead(lambda step, index, early: self._next(stream, index, step, early=early))
+        ahead, index = self._ahead[stream], 0
+        whole = False
+        try:
+            while not whole and (made := await ahead.take(step, index)) is not None:
+                index, whole = index + 1, made.last
+                if not whole:
+                    ahead.ask(step, index)
+                elif then is not None:
+                    ahead.ask(then, 0)
+                yield made
+        finally:
+            if not whole:
+                ahead.drop()
+
+    async def _next(self, stream: str, index: int, step: int | None, *, early: bool = False) -> Round | None:
+        """Round `index`, or None where no more come. early: once it is full, since nobody waits for it yet."""
+        method = "round_ahead" if early else "next_round"
+        answer = await self.call(method, stream, self.member.rank, index, step, deadline_s=POLL_S)
+        return self._round(answer["round"]) if "round" in answer else None
 
     def _round(self, fields: dict[str, Any]) -> Round:
         named = set()
         for group in fields["groups"]:
             named |= {(ring, pos, seq) for *_, (ring, pos, seq, _) in group["parts"]}
             named |= {(ring, pos, seq) for ring, pos, seq, _ in group["media"].values()}
-        rings = {ring for ring, _, _ in named}
-        for ring in [name for name in self._views if name.startswith("overflow/") and name not in rings]:
+        stream = fields["key"].partition("/")[0]
+        self._named.setdefault(stream, deque(maxlen=2)).append({ring for ring, _, _ in named})
+        viewed = set().union(*(rings for newest in self._named.values() for rings in newest))
+        for ring in [name for name in self._views if name.startswith("overflow/") and name not in viewed]:
             self._forget(ring)
         records = {(ring, pos, seq): self.view(ring).read(pos, seq) for ring, pos, seq in named}
         held = {group["group"]: _Held(group, records) for group in fields["groups"]}

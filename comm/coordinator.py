@@ -436,8 +436,28 @@ class Coordinator(PartitionEndpoints, Actor):
 
         return await self._until(member, incarnation, made, wakes.ROUNDS)
 
+    @endpoint
+    async def round_ahead(
+        self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int
+    ) -> dict[str, Any]:
+        """`next_round` of a rank that still works on another one: waits until nothing could be added to the round any more, so
+        that asking early cuts a step no finer. Once any rank waits for it, it is made of what is ready."""
+
+        def made() -> dict[str, Any] | None:
+            return self._round(stream, member, incarnation, rank, index, step, full=True)
+
+        return await self._until(member, incarnation, made, wakes.ROUNDS)
+
     def _round(
-        self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None
+        self,
+        stream: str,
+        member: str,
+        incarnation: int,
+        rank: int,
+        index: int,
+        step: int | None,
+        *,
+        full: bool = False,
     ) -> dict[str, Any] | None:
         rounds = self.index.rounds
         scope = f"{member}.{incarnation}" if step is None else rounds.train_scope(stream, step)
@@ -445,7 +465,7 @@ class Coordinator(PartitionEndpoints, Actor):
         if found is None and (self.index.done or self._draining):
             return {"end": True}  # the same for every rank: rounds that one of them has are planned for all
         if found is None:
-            planned = self._plan(stream, member, incarnation, step)
+            planned = self._plan(stream, member, incarnation, step, full=full)
             if planned:
                 self._emit({"event": "rounds", "rounds": planned})
             found = rounds.find(stream, scope, index)
@@ -453,8 +473,8 @@ class Coordinator(PartitionEndpoints, Actor):
             return None
         return {"round": round_of(self.index, found, rank)}
 
-    def _plan(self, stream: str, member: str, incarnation: int, step: int | None) -> list[Event]:
-        planned = self.index.plan_rounds(stream, member, incarnation, step)
+    def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Event]:
+        planned = self.index.plan_rounds(stream, member, incarnation, step, full=full)
         spec = self.index.rounds.lanes[stream].spec
         return planned if step is not None or self._reserve_outputs(planned, spec, member) else []
 

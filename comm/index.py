@@ -459,8 +459,11 @@ class Index:
         """Steps that an engine with this proved version may work for: k - e <= max_staleness."""
         return range(self.step, min(engine_version + self.rules.max_staleness + 1, self.rules.num_steps))
 
-    def plan_rounds(self, stream: str, member: str, incarnation: int, step: int | None) -> list[Event]:
-        """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`)."""
+    def plan_rounds(
+        self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool = False
+    ) -> list[Event]:
+        """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`). full: of a step only
+        those to which nothing could be added."""
         if step is None:
             return self.rounds.plan_forward(stream, member, incarnation, self.groups)
         if not self.rounds.may_train(stream, step):
@@ -469,7 +472,8 @@ class Index:
         if self.rounds.lanes[stream].spec.fixed:  # only those that no other survivor stands before
             first = set(itertools.takewhile(lambda id: self.groups[id].state == "ready", self.survivors(step)))
             certain = [[id for id in batch if id in first] for batch in certain]
-        return self.rounds.plan_train(stream, member, step, certain, self.rules.groups_per_step, self.groups)
+        needed = self.rules.groups_per_step
+        return self.rounds.plan_train(stream, member, step, certain, needed, self.groups, full=full)
 
     def entries(self, group: Group) -> list[int]:
         """Room (bytes a record) to reserve for what is still missing of a group; its media come first.

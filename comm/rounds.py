@@ -154,11 +154,14 @@ class Rounds:
         certain: Sequence[Sequence[int]],
         needed: int,
         groups: Mapping[int, Group],
+        *,
+        full: bool = False,
     ) -> list[Event]:
         """The next rounds of a step for the training group, all of one update, or [] when no further group is ready and certain.
 
         certain: for each mini-batch, the ready groups that certainly belong to it, in admission order, of a `fixed` stream only
         those that no other survivor stands before; needed: groups of a whole step; groups: all living ones.
+        full: [] too while another group may still fit, as always in a `fixed` stream.
         """
         lane = self.lanes[stream]
         scope = self.train_scope(stream, step)
@@ -182,7 +185,7 @@ class Rounds:
             batches = self._batches_again(lane, scope, update % len(sizes), groups, member)
         chosen = {group for batch in batches for rank in batch for group, _, _ in rank}
         whole = len(covered.get(update, set()) | chosen) == sizes[update % len(sizes)]
-        if lane.spec.fixed and not whole and len(chosen) == len(fresh):
+        if (lane.spec.fixed or full) and not whole and len(chosen) == len(fresh):
             return []  # the next group may still fit
         first, final = lane.planned.get(scope, 0), update == num_updates - 1
         ends = [whole and i == len(batches) - 1 for i in range(len(batches))]

@@ -139,7 +139,8 @@ class ActorRole:
             self._parity.taken()  # of a step that ran before and was not whole
         if config.algorithm.normalize_batch is not None and not await self._whiten(step):
             return None
-        async for made in timed(self._ctx, self._rounds(step)):
+        following = step + 1 if step + 1 < config.num_steps else None
+        async for made in timed(self._ctx, self._rounds(step, then=following)):
             rows, seen = await self._ctx.compute(self._read, made, step)
             if self._parity is not None:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
@@ -199,8 +200,9 @@ class ActorRole:
         self._ctx.progress()
         return metrics
 
-    def _rounds(self, step: int) -> AsyncGenerator[Round, None]:
-        return self._job.bus.stream(self.role, tokens=self._job.config.train.micro_batch_tokens, step=step)
+    def _rounds(self, step: int, then: int | None = None) -> AsyncGenerator[Round, None]:
+        tokens = self._job.config.train.micro_batch_tokens
+        return self._job.bus.stream(self.role, tokens=tokens, step=step, then=then)
 
     async def _whiten(self, step: int) -> bool:
         """The statistics of a step, from all its rounds before the first of them is trained; False when no more will come.

@@ -50,7 +50,7 @@ class Rounds:
     made: list[Any]
     asked: list[int] = field(default_factory=list)
 
-    async def stream(self, stream: str, *, tokens: int, step: int) -> AsyncGenerator[Any, None]:
+    async def stream(self, stream: str, *, tokens: int, step: int, then: int | None) -> AsyncGenerator[Any, None]:
         for made in self.made:
             self.asked.append(made.index)
             yield made
