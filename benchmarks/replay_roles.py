@@ -31,7 +31,7 @@ from rondo.comm.bus import Bus, Round
 from rondo.comm.records import Column
 from rondo.comm.spans import Span
 from rondo.models.media.inputs import MediaInputs
-from rondo.roles.actor import ActorRole, Taken
+from rondo.roles.actor import ActorRole, Read, Taken
 from rondo.roles.advantages import AdvantagesRole
 from rondo.roles.config import DataConfig
 from rondo.roles.datasets import Row
@@ -354,14 +354,17 @@ class ReplayActor(ActorRole):
         self._job = dataclasses.replace(job, bus=cast(Bus, TimedBus(job.bus, trainer.waited)))
         return trainer.prepare(replay)
 
-    def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[int]]:
+    async def _rows(self, made: Round) -> Read:
         began = time.monotonic()
-        found = super()._read(made, step)
+        found = await super()._rows(made)
+        self._trainer.waited(time.monotonic() - began)
+        return found
+
+    def _read(self, made: Round) -> Read:
         if self._trainer.replay.routed_bytes:
             for row in made.rows:
                 row.array("routed_experts")
-        self._trainer.waited_s += time.monotonic() - began
-        return found
+        return super()._read(made)
 
     async def _save(self, version: int, *, final: bool) -> None:
         """What follows the last step is not measured, and nobody resumes a replay."""

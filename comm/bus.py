@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,8 @@ from rondo.runtime.errors import CorruptData
 from rondo.runtime.segments import Segment, SegmentClient
 
 POLL_S = 3600.0  # longest time one call waits at the coordinator before it is asked again
+
+Prepare = Callable[["Round"], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class Bus:
         self._views: dict[str, tuple[RingView, Segment]] = {}
         # stream -> the rings that its newest two rounds view: the one that is worked on, and one that was asked for ahead
         self._named: dict[str, deque[set[str]]] = {}
+        self._joined: dict[str, int] = {}  # stream -> tokens a micro-batch
         self._ahead: dict[str, Ahead[Round | None]] = {}  # train stream -> its next round
         self._partitions: dict[str, Partition] = {}
 
@@ -210,19 +213,28 @@ class Bus:
     # ---- consuming --------------------------------------------------------------------------------------------------
 
     async def join(self, stream: str, tokens: int) -> None:
-        await self.call("join", stream, self.member.world_size, tokens)
+        """Register this group's layout for a stream. Once is enough: the coordinator's journal keeps it."""
+        if self._joined.get(stream) != tokens:
+            await self.call("join", stream, self.member.world_size, tokens)
+            self._joined[stream] = tokens
 
     async def stream(
-        self, stream: str, *, tokens: int, step: int | None = None, then: int | None = None
+        self,
+        stream: str,
+        *,
+        tokens: int,
+        step: int | None = None,
+        then: int | None = None,
+        prepare: Prepare | None = None,
     ) -> AsyncGenerator[Round, None]:
         """Rounds of a stream in order, until the run ends; of one step, until its last, when `step` is given.
 
         The next round of a step is asked for when one is handed out. `then`: the step whose first round is asked for with the
-        last of this one.
+        last of this one. `prepare` is awaited with every round that came before it was needed.
         """
         await self.join(stream, tokens)
         if step is not None:
-            async for made in self._rounds_of_step(stream, step, then):
+            async for made in self._rounds_of_step(stream, step, then, prepare):
                 yield made
             return
         index = 0
@@ -230,9 +242,17 @@ class Bus:
             yield found
             index += 1
 
-    async def _rounds_of_step(self, stream: str, step: int, then: int | None) -> AsyncGenerator[Round, None]:
+    async def _rounds_of_step(
+        self, stream: str, step: int, then: int | None, prepare: Prepare | None
+    ) -> AsyncGenerator[Round, None]:
+        async def request(step: int, index: int, early: bool) -> Round | None:
+            made = await self._next(stream, index, step, early=early)
+            if early and made is not None and prepare is not None:
+                await prepare(made)
+            return made
+
         if stream not in self._ahead:
-            self._ahead[stream] = Ahead(lambda step, index, early: self._next(stream, index, step, early=early))
+            self._ahead[stream] = Ahead(request)
         ahead, index = self._ahead[stream], 0
         whole = False
         try:

@@ -54,6 +54,9 @@ SETTLE_LIMIT_S = 1800.0
 P = ParamSpec("P")
 T = TypeVar("T")
 
+Read = tuple[list[TrainRow], list[np.ndarray]]
+"""The rows of a round, and how many versions old each of their tokens is."""
+
 _WARM_UP_RECORD = 20
 """Steps of the warm-up from one record of it to the next."""
 
@@ -77,6 +80,7 @@ class ActorRole:
         self._settling: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._parity: ParityLog | None = None
+        self._read_ahead: dict[str, Read] = {}  # by the round's key
 
     async def run(self) -> None:
         ctx = self._ctx
@@ -109,7 +113,8 @@ class ActorRole:
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             with self._ctx.span("step", step=step):
-                metrics = await self._train(step)
+                with job.turns.training():
+                    metrics = await self._train(step)
                 if metrics is not None and self._saves_at(step + 1):
                     await self._save(step + 1, final=False)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
@@ -140,8 +145,8 @@ class ActorRole:
         if config.algorithm.normalize_batch is not None and not await self._whiten(step):
             return None
         following = step + 1 if step + 1 < config.num_steps else None
-        async for made in timed(self._ctx, self._rounds(step, then=following)):
-            rows, seen = await self._ctx.compute(self._read, made, step)
+        async for made in self._rounds(step, then=following):
+            rows, seen = await self._rows(made)
             if self._parity is not None:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()
@@ -196,13 +201,22 @@ class ActorRole:
         if self._ctx.world_size == 1:
             self._settling = self._tasks.create_task(settling, name="settle")
         else:
-            await settling
+            with self._job.turns.waiting():
+                await settling
         self._ctx.progress()
         return metrics
 
-    def _rounds(self, step: int, then: int | None = None) -> AsyncGenerator[Round, None]:
+    async def _rounds(self, step: int, then: int | None = None) -> AsyncGenerator[Round, None]:
+        """The rounds of a step; while one is waited for, other roles of this process may compute."""
         tokens = self._job.config.train.micro_batch_tokens
-        return self._job.bus.stream(self.role, tokens=tokens, step=step, then=then)
+        stream = self._job.bus.stream(self.role, tokens=tokens, step=step, then=then, prepare=self._prepare)
+        async with aclosing(timed(self._ctx, stream)) as rounds:
+            while True:
+                with self._job.turns.waiting():
+                    made = await anext(rounds, None)
+                if made is None:
+                    return
+                yield made
 
     async def _whiten(self, step: int) -> bool:
         """The statistics of a step, from all its rounds before the first of them is trained; False when no more will come.
@@ -213,7 +227,7 @@ class ActorRole:
         over, num_batches = config.algorithm.normalize_batch, config.train.optimizer_steps_per_batch
         assert over is not None
         parts: list[Contribution] = []
-        async with aclosing(timed(self._ctx, self._rounds(step))) as rounds:
+        async with aclosing(self._rounds(step)) as rounds:
             async for made in rounds:
                 parts += [contribution(row.array("advantages"), row.array("loss_mask"), over) for row in made.rows]
                 self._job.bus.check(made)
@@ -241,7 +255,10 @@ class ActorRole:
     async def _settled(self) -> None:
         """The newest version is committed and copied out of the trainer, which may change it now."""
         if self._settling is not None:
-            with self._ctx.span("commit", part="wait"):  # what of it the trainer stands still for
+            with (
+                self._job.turns.waiting(),
+                self._ctx.span("commit", part="wait"),
+            ):  # what of it the trainer stands still for
                 await wait_for(self._settling, name="settle", peer="actor", deadline_s=SETTLE_LIMIT_S)
             self._settling = None
 
@@ -263,7 +280,17 @@ class ActorRole:
             await self._ctx.stopping.wait()
             raise RondoError(cause)
 
-    def _read(self, made: Round, step: int) -> tuple[list[TrainRow], list[np.ndarray]]:
+    async def _rows(self, made: Round) -> Read:
+        """What `_read` makes of a round; of one that was asked for ahead it is there."""
+        found = self._read_ahead.pop(made.key, None)
+        self._read_ahead.clear()  # of rounds that nobody came for
+        return found if found is not None else await self._ctx.compute(self._read, made)
+
+    async def _prepare(self, made: Round) -> None:
+        """Beside the compute thread, which works on the round before."""
+        self._read_ahead[made.key] = await asyncio.to_thread(self._read, made)
+
+    def _read(self, made: Round) -> Read:
         """Views of a round's rows as the loss needs them, and how many versions old each token is, int64 [R] a sample."""
         algorithm = self._job.config.algorithm
         has_fwd = bool(made.rows) and all("log_probs" in row.columns for row in made.rows)
@@ -284,7 +311,7 @@ class ActorRole:
             )
             for row in made.rows
         ]
-        return rows, [step - row.array("policy_versions").astype(np.int64) for row in made.rows]
+        return rows, [made.step - row.array("policy_versions").astype(np.int64) for row in made.rows]
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 

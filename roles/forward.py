@@ -1,7 +1,8 @@
 """reference and actor_fwd: one forward pass over finished samples, one column of log-probs back. One class, two weights.
 
-Owns when a group is scored (as soon as it is put) and under which weights: `actor_fwd` with the newest version it has proved,
-`reference` with weights that never change. Decides nothing about rows: rounds come from the coordinator.
+Owns when a group is scored (as soon as it is put; beside a trainer in its waits, `turns.py`) and under which weights: `actor_fwd`
+with the newest version it has proved, `reference` with weights that never change. Decides nothing about rows: rounds come from
+the coordinator.
 
     round -> pack -> log-probs of the response tokens -> put column -> acknowledge
 """
@@ -87,9 +88,10 @@ class _Forward:
         async for made in timed(self._ctx, job.bus.stream(self.role, tokens=job.config.train.micro_batch_tokens)):
             rows = [Packable(row.array("tokens"), row.response, media_of(row)) for row in made.rows]
             if rows:
-                with self._ctx.span("forward", step=made.step, groups=groups_of(made)):
-                    version, log_probs = await self._ctx.compute(scorer.score, rows)
-                    job.bus.put_columns(made, self.columns(version, log_probs))
+                async with job.turns.scoring():
+                    with self._ctx.span("forward", step=made.step, groups=groups_of(made)):
+                        version, log_probs = await self._ctx.compute(scorer.score, rows)
+                job.bus.put_columns(made, self.columns(version, log_probs))
             await job.bus.ack(made)
             self._ctx.progress()
             if self._ctx.stopping.is_set():

@@ -20,6 +20,7 @@ import orjson
 from rondo.comm.bus import POLL_S, Bus, Member, Round
 from rondo.comm.slab import WeightSlab
 from rondo.roles.config import JobConfig
+from rondo.roles.turns import Turns
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.segments import SegmentClient
 
@@ -29,12 +30,13 @@ Install = Callable[[int, Mapping[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The settings of the run, this process's bus, and where the model's files are."""
+    """The settings of the run, this process's bus, where the model's files are, and whose turn it is to compute."""
 
     config: JobConfig
     bus: Bus
     model_path: str
     device: str
+    turns: Turns
 
 
 _opened: WeakKeyDictionary[SegmentClient, asyncio.Task[Job]] = WeakKeyDictionary()  # one client a process
@@ -52,7 +54,7 @@ async def _open(ctx: WorkerContext) -> Job:
     member = Member(ctx.group, ctx.incarnation, ctx.rank, ctx.world_size, ctx.attempt)
     bus = Bus(member, ctx.coordinator, ctx.segments)
     await bus.open()
-    return Job(config, bus, model_path, device)
+    return Job(config, bus, model_path, device, Turns())
 
 
 def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:

@@ -13,6 +13,7 @@ from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
 from rondo.roles.actor import ActorRole
 from rondo.roles.config import JobConfig
 from rondo.roles.trainer import TrainRow
+from rondo.roles.turns import Turns
 from rondo.roles.whitening import Whitening, contribution
 from rondo.runtime.timeline import Span, span
 from tests.comm.memory import MemorySegment
@@ -50,7 +51,7 @@ class Rounds:
     made: list[Any]
     asked: list[int] = field(default_factory=list)
 
-    async def stream(self, stream: str, *, tokens: int, step: int, then: int | None) -> AsyncGenerator[Any, None]:
+    async def stream(self, stream: str, *, tokens: int, step: int, **_: Any) -> AsyncGenerator[Any, None]:
         for made in self.made:
             self.asked.append(made.index)
             yield made
@@ -81,7 +82,7 @@ def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
         spans = [[at, 0, 1] for at in range(at, at + size)]
         part = SimpleNamespace(
             index=index, step=0, rows=tuple(Given(row) for row in batch[at : at + size]), spans=spans, last=False,
-            update=at // 2, closes=(at + size) % 2 == 0,
+            key=f"actor/step0/{index}", update=at // 2, closes=(at + size) % 2 == 0,
         )  # fmt: skip
         made.append(part)
         at += size
@@ -90,7 +91,7 @@ def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
 
 def role(config: JobConfig, path: str, made: list[Any]) -> tuple[ActorRole, Rounds]:
     actor, bus = ActorRole(Here()), Rounds(made)  # type: ignore[arg-type]
-    actor._job = SimpleNamespace(config=config, bus=bus)  # type: ignore[assignment]
+    actor._job = SimpleNamespace(config=config, bus=bus, turns=Turns())  # type: ignore[assignment]
     actor._trainer = trainer(config, path)
     tensors, state = actor._trainer.state()
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

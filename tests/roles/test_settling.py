@@ -12,6 +12,7 @@ import numpy as np
 
 from rondo.launch.config import load
 from rondo.roles.actor import ActorRole, Taken
+from rondo.roles.turns import Turns
 from rondo.runtime.timeline import span
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ class OneRound:
         self._log = log
 
     async def stream(self, *_: Any, step: int, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(rows=(), spans=[], last=True, closes=True, update=0, step=step)
+        yield SimpleNamespace(rows=(), spans=[], last=True, closes=True, update=0, step=step, key=f"{step}")
 
     async def call(self, method: str, *_: Any, **__: Any) -> dict[str, Any]:
         if method == "commit":
@@ -69,11 +70,11 @@ class Actor(ActorRole):
         super().__init__(ctx)
         self.bus, self.log = OneRound(log), log
         self._trainer: Any = Told(log)
-        self._job: Any = SimpleNamespace(config=CONFIG, bus=self.bus)
+        self._job: Any = SimpleNamespace(config=CONFIG, bus=self.bus, turns=Turns())
         self._snapshot, self._publisher, self._publishing, self._parity = None, None, None, None
         self._step_began = 0.0
 
-    def _read(self, made: Any, step: int) -> tuple[list[Any], list[np.ndarray]]:
+    def _read(self, made: Any) -> tuple[list[Any], list[np.ndarray]]:
         return [], [np.zeros(1, np.int64)]
 
     async def _publish(self, version: int, taken: Taken) -> None:
