@@ -18,7 +18,7 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),sglang)  ## train the quick start
 	$(BIN)/rondo train examples/quickstart.py $(ON_$(ENGINE)) $(if $(KILL),--kill $(KILL)@75) $(OPTIONS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(OPTIONS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(OPTIONS)
 
 test-sglang: $(READY) sglang  ## against a real SGLang server, without a GPU
 	SGLANG_VENV=$(abspath $(SGLANG_VENV)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang $(OPTIONS)
