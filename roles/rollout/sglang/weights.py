@@ -117,11 +117,6 @@ def weight_path(config: SGLangConfig, client: SGLangClient, *, folder: Path, mod
     return ServerWeights(config, client, folder=folder, model_path=model_path)
 
 
-def policy_version(told: str) -> int | None:
-    """The policy version that a server's weight_version names; None for weights that nobody proved, its first ones included."""
-    return int(told) if told.isascii() and told.isdigit() else None
-
-
 class ServerWeights:
     """A `WeightPath`; one update at a time."""
 
@@ -147,7 +142,7 @@ class ServerWeights:
 
     async def open(self) -> None:
         self._proof = None
-        info = await self._server_info()
+        info = await self._client.get("/server_info", deadline_s=CALL_DEADLINE_S)
         self._model = model = await asyncio.to_thread(ModelFolder.of, self._model_path)
         self._transfer = self._made(info, model)
         self._recipes = await self._learned(info, model)
@@ -330,14 +325,6 @@ class ServerWeights:
         return recipes
 
     # ---- the way ----------------------------------------------------------------------------------------------------
-
-    async def _server_info(self) -> Any:
-        try:
-            return await self._client.get("/server_info", deadline_s=CALL_DEADLINE_S)
-        except ServerError as error:
-            if error.status != 404:
-                raise
-            return await self._client.get("/get_server_info", deadline_s=CALL_DEADLINE_S)  # its name before
 
     def _made(self, info: Mapping[str, Any], model: ModelFolder) -> Transfer:
         config = self._config

@@ -175,8 +175,8 @@ def told_by(answer: Any) -> dict[Key, str]:
     found: dict[Key, str] = {}
     for rank in answer["ranks"]:
         info = rank["parallelism_info"]
-        roles = info if isinstance(info, list) else [info]  # one a model
-        drafts = tuple(f"{role['role']}." for role in roles if role["role"] != "target")
+        roles = info if isinstance(info, list) else [info]  # one a model; before 0.5.21 there is one, without a role
+        drafts = tuple(f"{role['role']}." for role in roles if role.get("role", "target") != "target")
         for name, value in rank["checksums"].items():
             if not (drafts and name.startswith(drafts)):
                 found[roles[0]["tp_rank"], name] = value

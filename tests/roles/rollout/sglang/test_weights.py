@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from rondo.roles.config import SGLangConfig
+from rondo.roles.rollout.sglang.answers import STRANGE, version_of
 from rondo.roles.rollout.sglang.client import ServerError
 from rondo.roles.rollout.sglang.shared_bytes import FOLDER
-from rondo.roles.rollout.sglang.weights import ServerWeights, policy_version
+from rondo.roles.rollout.sglang.weights import ServerWeights
 from rondo.runtime.errors import Closed, ConfigError, CorruptData
 from tests.roles.rollout.sglang.weights_server import CONFIG, WeightServer, serving, version, write_model
 
@@ -125,7 +126,7 @@ async def test_a_server_that_stays_wrong_goes_on_unproved_until_a_whole_update(t
             await path.update(2, version(2))
         assert any("not proved" in note for note in failed.value.__notes__)
         assert not server.paused and not server.session
-        assert path.proof is None and server.version == "unproved-2" and policy_version(server.version) is None
+        assert path.proof is None and server.version == "unproved-2" and version_of(server.version) == STRANGE
         server.loaded = lambda tensors: None
         await path.update(3, version(3))
         assert path.proof is not None and server.version == "3" and holds(server, version(3))

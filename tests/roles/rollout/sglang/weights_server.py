@@ -186,8 +186,11 @@ class WeightServer:
                 name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
                 for name, tensor in held.items()
             }
-            ranks.append({"checksums": sums, "parallelism_info": [{"role": "target", "tp_rank": rank}]})
+            ranks.append({"checksums": sums, "parallelism_info": self._told(rank)})
         return {"success": True, "ranks": ranks}
+
+    def _told(self, rank: int) -> Any:
+        return [{"role": "target", "tp_rank": rank}] if self._sessions else {"tp_rank": rank}
 
     def _load(self, tensors: dict[str, torch.Tensor], body: Any) -> None:
         assert self.paused
