@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from rondo.roles.config import SGLangConfig
 from rondo.roles.rollout.sglang import weights_distributed, weights_tensor
-from rondo.roles.rollout.sglang.client import SGLangClient
+from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.server import SGLangServer
 from rondo.roles.rollout.sglang.shared_bytes import FOLDER
 from rondo.roles.rollout.sglang.weights import ServerWeights
@@ -173,6 +174,28 @@ async def test_a_bit_flipped_in_a_bucket_is_seen_by_the_server_and_sent_again(
         await path.update(3, first)
         assert flipped and (stats := path.stats()) is not None and stats.num_sendings == 2
         assert await log_probs(client) == before
+
+
+async def test_a_bucket_that_the_server_does_not_take_ends_the_group_and_the_next_update_forms_another(
+    served: Served, first: Tensors, tmp_path: Path
+) -> None:
+    async with (
+        served.client() as client,
+        opened(client, served.model, tmp_path, "distributed", "retract", 4 << 20) as path,
+    ):
+        await path.update(1, first)
+        path._sessions = False  # an update outside of a session is refused before the broadcast
+        with pytest.raises(ServerError, match="must run between"):
+            await path.update(2, first)
+        assert path.proof is None
+        assert (await client.get("/model_info", deadline_s=CALL_S))["weight_version"] == "unproved-2"
+        for thread in threading.enumerate():  # gloo cannot be interrupted, but its peer has left
+            if thread.name.startswith("broadcast"):
+                await asyncio.to_thread(thread.join, CALL_S)
+                assert not thread.is_alive()
+        path._sessions = True
+        await path.update(3, first)
+        assert path.proof is not None and path.proof.version == 3
 
 
 async def test_memory_is_released_and_resumed_around_an_update(
