@@ -114,6 +114,11 @@ class Member:
         self._limit = limits.in_flight
 
     @property
+    def takes_weights(self) -> bool:
+        """Whether it may be asked to: it answers, or it failed to, which may have left it paused and never ready again."""
+        return (self.alive and not self.suspect) or self.updates_failed > 0
+
+    @property
     def limit(self) -> int:
         if self._limit is None:
             slots = self.engine.stats().num_slots or _UNKNOWN_SLOTS
@@ -338,11 +343,11 @@ class Fleet:
         member.updates_failed += 1
 
     def _may_repair(self, member: Member) -> bool:
-        return member.alive and not (member.suspect or member.leaving or member.updating or self.rolling)
+        return member.takes_weights and not (member.leaving or member.updating or self.rolling)
 
-    async def install(self, member: Member, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Updates one engine; whether it now serves this version. Raises ConfigError if the engine refuses the tensors, and keeps
-        its own; whatever else it fails with takes it out."""
+    async def install(self, member: Member, version: int, tensors: Mapping[str, torch.Tensor]) -> Exception | None:
+        """Updates one engine; what it failed with, None when it serves this version now. Raises ConfigError if the engine refuses
+        the tensors, and keeps its own; whatever else it fails with takes it out."""
         member.updating = True
         self.update()
         deadline_s = self.limits.update_deadline_s
@@ -357,13 +362,14 @@ class Fleet:
             raise
         except asyncio.CancelledError:
             member.suspect = True
+            self._put_off(member)
             self.take_out(member, PeerGone(f"the engine {member.name} must take weights in time, got no end"))
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is out and its error told
             member.suspect = True
             self._put_off(member)
             self.take_out(member, error)
-            return False
+            return error
         finally:
             member.updating = False
             member.wake.set()
@@ -373,7 +379,7 @@ class Fleet:
         member.updates_failed, member.repair_at = 0, 0.0
         member.breaker.seen(self.clock())
         self.update()
-        return True
+        return None
 
     async def _ask(self, member: Member, name: str, asked: Any) -> Any:
         return await wait_for(asked, name=name, peer=member.name, deadline_s=self.limits.probe_deadline_s)

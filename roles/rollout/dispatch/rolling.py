@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from rondo.roles.rollout.dispatch.fleet import Fleet, Member, NoEngine
-from rondo.runtime.errors import ConfigError, DeadlineExceeded
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone
 from rondo.runtime.waits import waiting
 
 if TYPE_CHECKING:
@@ -77,16 +78,20 @@ class Rolling:
         fleet = self._fleet
         fleet.rolling = True
         update.moved_at = fleet.clock()
-        refused: list[ConfigError] = []
+        failed: list[Exception] = []
         attempts: dict[Member, int] = {}
+        gone: set[Member] = set()
         running: dict[Member, asyncio.Task[None]] = {}
 
         async def one(member: Member) -> None:
             try:
-                if not await fleet.install(member, update.version, update.tensors):
+                error = await fleet.install(member, update.version, update.tensors)
+                if isinstance(error, PeerGone):
+                    gone.add(member)
+                elif error is not None:
                     attempts[member] = attempts.get(member, 0) + 1
             except ConfigError as error:
-                refused.append(error)
+                failed.append(error)
             finally:
                 del running[member]
                 update.moved_at = fleet.clock()
@@ -94,20 +99,23 @@ class Rolling:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                while self._newest is update and not refused:
+                while self._newest is update and not failed:
                     fleet.moved.clear()
-                    todo = [m for m in fleet.members if self._needs(m, update, attempts)]
+                    served = any(m.proved == update.version for m in fleet.members)
+                    wanted = [m for m in fleet.members if self._wants(m, update, gone)]
+                    todo = [m for m in wanted if attempts.get(m, 0) < fleet.limits.update_attempts]
+                    if not todo and not served:
+                        todo = wanted  # asked again without end, since there is nobody else
                     for member in self._next(todo, running):
                         update.moved_at = fleet.clock()
                         running[member] = tasks.create_task(one(member), name=f"update {member.name}")
-                    served = any(m.proved == update.version for m in fleet.members)
                     if served and all(m in running for m in todo):
                         if not running or await self._too_late(update, running):
                             break
-                    else:
-                        await self._wait(update, bool(running))
-            if refused:
-                raise refused[0]
+                    elif (missing := await self._wait(update, bool(running))) is not None:
+                        failed.append(missing)
+            if failed:
+                raise failed[0]
             if self._newest is update:
                 fleet.promised = update.version
         finally:
@@ -117,18 +125,17 @@ class Rolling:
                     member.wake.set()
             fleet.update()
 
-    def _needs(self, member: Member, update: _Update, attempts: Mapping[Member, int]) -> bool:
-        """Whether the update waits for this engine: it has other weights, and nothing says that it is gone."""
-        if member.leaving or not member.alive or member.proved == update.version:
+    def _wants(self, member: Member, update: _Update, gone: AbstractSet[Member]) -> bool:
+        """Whether this engine has other weights, and nothing says that it is gone."""
+        if member.leaving or member.proved == update.version:
             return False
-        others = any(m.proved == update.version for m in self._fleet.members)
-        return not others or attempts.get(member, 0) < self._fleet.limits.update_attempts
+        return member.alive or (member.updates_failed > 0 and member not in gone)
 
     def _next(self, todo: list[Member], running: Mapping[Member, object]) -> list[Member]:
         """Whom to begin now."""
         fleet = self._fleet
         now = fleet.clock()
-        able = [m for m in todo if not (m.updating or m.suspect or now < m.repair_at)]
+        able = [m for m in todo if m.takes_weights and not m.updating and now >= m.repair_at]
         idle = [m for m in able if m not in fleet.routable]
         serving = [m for m in able if m in fleet.routable]
         beginning = idle
@@ -154,8 +161,8 @@ class Rolling:
             return True
         return False
 
-    async def _wait(self, update: _Update, updating: bool) -> None:
-        """Until something changes."""
+    async def _wait(self, update: _Update, updating: bool) -> NoEngine | None:
+        """Until something changes; the error when nothing did for too long."""
         limits = self._fleet.limits
         deadline_s = limits.absent_deadline_s + (limits.update_deadline_s if updating else 0.0)
         peer = ", ".join(m.name for m in self._fleet.members if m.proved != update.version)
@@ -165,4 +172,7 @@ class Rolling:
                 await self._fleet.moved.wait()
         except DeadlineExceeded as error:
             what = f"version {update.version} must be taken by an engine within {deadline_s:g} s"
-            raise NoEngine(what, self._fleet.missing()) from error
+            missing = NoEngine(what, self._fleet.missing())
+            missing.__cause__ = error
+            return missing
+        return None

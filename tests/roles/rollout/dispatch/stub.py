@@ -181,9 +181,7 @@ class StubServer:
 
     async def loads(self, request: web.Request) -> web.Response:
         others = self.faults.get("others", 0)
-        return web.json_response(
-            {"loads": [{"num_running_reqs": len(self.running) + others, "num_waiting_reqs": 0}]}
-        )
+        return web.json_response({"loads": [{"num_running_reqs": len(self.running) + others, "num_waiting_reqs": 0}]})
 
 
 def _seed(asked: dict[str, Any]) -> tuple[int, int]:
@@ -220,7 +218,9 @@ def nursery() -> None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     nursed, ready = os.getpid(), os.dup(1)
-    kept: dict[str, socket.socket] = {}  # bound and not listening: nobody else gets the port of a server that was killed
+    kept: dict[
+        str, socket.socket
+    ] = {}  # bound and not listening: nobody else gets the port of a server that was killed
     for line in sys.stdin:
         name, port, record, step_s = line.split()
         if port == "0":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.roles.rollout.dispatch import DispatchLimits, Dispatcher, NoEngine
+from rondo.roles.rollout.dispatch import Dispatcher, DispatchLimits, NoEngine
 from rondo.roles.rollout.dispatch.dispatcher import EnginesFailed
 from rondo.roles.rollout.engine import Completion, Request
 from tests.roles.rollout.dispatch.engines import QUICK, ThinEngine, asked, check
@@ -27,7 +27,12 @@ def nursery() -> Iterator[Nursery]:
 
 @contextlib.asynccontextmanager
 async def world(
-    nursery: Nursery, folder: Path, *names: str, step_s: float = STEP_S, limits: DispatchLimits = QUICK, num_slots: int = 64
+    nursery: Nursery,
+    folder: Path,
+    *names: str,
+    step_s: float = STEP_S,
+    limits: DispatchLimits = QUICK,
+    num_slots: int = 64,
 ) -> AsyncIterator[tuple[dict[str, Stub], Dispatcher]]:
     """Stubs behind a dispatcher that can reload version 1."""
 
@@ -112,9 +117,7 @@ async def test_a_restarted_server_gets_the_weights_before_it_gets_requests(nurse
     assert events.index("update") < events.index("begin")
 
 
-async def test_what_a_server_sampled_that_was_restarted_unseen_is_thrown_away(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+async def test_what_a_server_sampled_that_was_restarted_unseen_is_thrown_away(nursery: Nursery, tmp_path: Path) -> None:
     limits = replace(QUICK, health_interval_s=60.0)
     async with world(nursery, tmp_path, "a", limits=limits) as (found, dispatcher):
         await dispatcher.generate(asked("before"))
@@ -145,19 +148,23 @@ async def test_without_any_engine_a_request_fails_and_says_who_is_missing(nurser
     limits = replace(QUICK, absent_deadline_s=0.2)
     async with world(nursery, tmp_path, "a", limits=limits) as (found, dispatcher):
         found["a"].kill()
-        with pytest.raises(NoEngine, match=r"an engine must take a request within 0.2 s, got none. Missing are a: ") as e:
+        with pytest.raises(
+            NoEngine, match=r"an engine must take a request within 0.2 s, got none. Missing are a: "
+        ) as e:
             await dispatcher.generate(asked("r"))
         assert [name for name, _ in e.value.missing] == ["a"]
         stats = dispatcher.dispatch_stats()
         assert (stats.num_failed, stats.num_waiting, stats.num_in_flight) == (1, 0, 0)
 
 
-async def test_a_request_that_every_engine_fails_under_is_told_to_be_the_reason(nursery: Nursery, tmp_path: Path) -> None:
+async def test_a_request_that_every_engine_fails_under_is_told_to_be_the_reason(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     limits = replace(QUICK, most_attempts=4)
     async with world(nursery, tmp_path, "a", "b", limits=limits) as (_, dispatcher):
         for name in "ab":
             await order(dispatcher, name, faults={"generate": 500})
-        with pytest.raises(EnginesFailed, match="'r' must be answered within 4 attempts, got .*told to fail"):
+        with pytest.raises(EnginesFailed, match=r"'r' must be answered within 4 attempts, got .*told to fail"):
             await dispatcher.generate(asked("r"))
         assert dispatcher.dispatch_stats().num_lost_attempts == 4
 
@@ -192,7 +199,9 @@ async def gone(dispatcher: Dispatcher, name: str) -> None:
             await dispatcher._fleet.moved.wait()
 
 
-async def test_a_request_is_cancelled_on_its_engine_in_the_queue_and_between_attempts(nursery: Nursery, tmp_path: Path) -> None:
+async def test_a_request_is_cancelled_on_its_engine_in_the_queue_and_between_attempts(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     limits = replace(QUICK, in_flight=1)
     async with world(nursery, tmp_path, "a", step_s=0, limits=limits) as (found, dispatcher):
         await order(dispatcher, "a", faults={"partial": 2})
@@ -216,7 +225,9 @@ async def test_a_request_is_cancelled_on_its_engine_in_the_queue_and_between_att
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_random_kills_and_updates_lose_nothing_and_bring_nothing_twice(nursery: Nursery, tmp_path: Path, seed: int) -> None:
+async def test_random_kills_and_updates_lose_nothing_and_bring_nothing_twice(
+    nursery: Nursery, tmp_path: Path, seed: int
+) -> None:
     chance = random.Random(seed)
     names = ("a", "b", "c")
     ledger: dict[str, list[Completion | Exception]] = {}
