@@ -92,7 +92,7 @@ class Member:
 
     __slots__ = (
         "_limit", "alive", "breaker", "engine", "foreign", "in_flight", "installed", "jobs", "leaving", "load", "name",
-        "num_failed", "num_served", "proved", "repair_at", "suspect", "updates_failed", "updating", "wake", "why",
+        "num_failed", "num_served", "proved", "repair_at", "suspect", "torn", "updates_failed", "updating", "wake", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, engine: Engine, limits: DispatchLimits) -> None:
@@ -110,6 +110,8 @@ class Member:
         self.jobs: set[Any] = set()
         self.num_served = self.num_failed = self.updates_failed = 0
         self.repair_at = 0.0
+        self.torn: int | None = None
+        """The version that it told when an update failed: what it has since is unknown until it tells another one."""
         self.wake = asyncio.Event()
         self._limit = limits.in_flight
 
@@ -260,7 +262,7 @@ class Fleet:
 
     def take_out(self, member: Member, error: BaseException) -> None:
         """Its weights are not known any more: what it has in flight is lost."""
-        member.proved = None
+        member.proved, member.torn = None, member.engine.version
         member.why = f"its update failed, {type(error).__name__}: {error}"
         self._lost(member)
         member.wake.set()
@@ -315,7 +317,7 @@ class Fleet:
         if member.updating:
             return
         # What a server says is a number, which another run's weights may carry too.
-        known = ask is None or told == member.installed or self.promised is None
+        known = told != member.torn and (ask is None or told == member.installed or self.promised is None)
         if not known and member.proved is not None:
             member.why = f"it serves version {told} where it was given {member.installed}"
         member.proved, member.suspect = told if known else None, False
@@ -375,6 +377,7 @@ class Fleet:
             member.wake.set()
             self.update()
         member.installed = member.proved = version
+        member.torn = None
         member.alive, member.suspect = True, False
         member.updates_failed, member.repair_at = 0, 0.0
         member.breaker.seen(self.clock())

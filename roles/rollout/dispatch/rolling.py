@@ -86,10 +86,10 @@ class Rolling:
         async def one(member: Member) -> None:
             try:
                 error = await fleet.install(member, update.version, update.tensors)
+                if error is not None:
+                    attempts[member] = attempts.get(member, 0) + 1
                 if isinstance(error, PeerGone):
                     gone.add(member)
-                elif error is not None:
-                    attempts[member] = attempts.get(member, 0) + 1
             except ConfigError as error:
                 failed.append(error)
             finally:
