@@ -26,7 +26,7 @@ import numpy as np
 from rondo.roles.rollout.engine import Completion, Engine, Kind, OnNewWeights, Prefix, Request, SamplingParams, Top
 from rondo.roles.rollout.serve.errors import TurnedDown
 from rondo.roles.rollout.serve.text import TextReader
-from rondo.runtime.errors import Closed, ConfigError, CorruptData
+from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -215,6 +215,10 @@ class Desk:
             asked.retracted, asked.inside = False, True
             try:
                 done = await self.engine.generate(request)
+            except RondoError:
+                raise
+            except Exception as error:  # whatever a step failed with, who asked is told
+                raise TurnedDown(500, f"the engine must not fail, got {type(error).__name__}: {error}") from error
             finally:
                 asked.inside = False
                 self._changed.set()

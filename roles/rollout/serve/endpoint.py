@@ -1,7 +1,7 @@
 """The endpoint of a run: the server on a rollout replica's engine, and the record of where it listens.
 
-Owns the record `endpoints/GROUP.json` (mode 0600) in the run directory, from the first moment that the endpoint answers to its end.
-Does not own the engine. Its callers ask and abort; pauses and weights are the run's.
+Owns the record `endpoints/GROUP.json` (mode 0600) in the run directory, while the endpoint answers. Does not own the engine. Its
+callers ask and abort; pauses and weights are the run's.
 
     {"group": "rollout-0", "url": "http://127.0.0.1:41233", "token_path": "/run/.../token", "model": "digits", "pid": 4711}
 
@@ -24,7 +24,6 @@ from rondo.roles.rollout.serve.app import listening, server
 from rondo.roles.rollout.serve.trajectory import Trajectories
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.context import WorkerContext
-from rondo.runtime.errors import ConfigError
 
 FOLDER = "endpoints"
 _DRAIN_S = 5.0

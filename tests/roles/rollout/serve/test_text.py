@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.roles.rollout.serve.output import OutputReader, Part
+from rondo.roles.rollout.serve.text import TextReader
+from tests.roles.rollout.serve.serving import ids, tokenizer
+
+
+def read(tokens: list[int], pieces: random.Random | None, **settings: object) -> tuple[str, int | None, str | None]:
+    """(text, tokens kept, stop string) after the sample came in pieces, or at once."""
+    reader = TextReader(tokenizer(), **settings)  # type: ignore[arg-type]
+    at = 0
+    while pieces is not None and at < len(tokens):
+        at = min(len(tokens), at + pieces.randint(1, 9))
+        before = reader.text
+        kept = reader.feed(tokens[:at])
+        if kept is not None:
+            return reader.text, kept, reader.matched
+        assert reader.text.startswith(before)
+    kept = reader.finish(tokens)
+    return reader.text, kept, reader.matched
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_text_that_comes_in_pieces_is_the_text_of_all_tokens_also_where_bytes_make_no_character(seed: int) -> None:
+    draw = random.Random(seed)
+    words = "".join(draw.choice("aé漢🙂 ") for _ in range(60))
+    tokens = ids(words) + [draw.randrange(256) for _ in range(300)] + ids(words)
+    whole = tokenizer().decode(tokens)
+    assert read(tokens, draw)[0] == read(tokens, None)[0] == whole
+
+
+def test_a_character_is_told_once_its_last_byte_is_there() -> None:
+    reader = TextReader(tokenizer())
+    tokens = ids("a漢")
+    texts = []
+    for end in range(1, len(tokens) + 1):
+        reader.feed(tokens[:end])
+        texts.append(reader.text)
+    assert texts == ["a", "a", "a", "a漢"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stop_string_keeps_the_tokens_up_to_the_one_that_completes_it(seed: int) -> None:
+    tokens = ids("one two END three END")
+    expected = ("one two ", len("one two END"), "END")
+    stops = ("STOP", "END")
+    assert read(tokens, random.Random(seed), stops=stops) == read(tokens, None, stops=stops) == expected
+    assert read(tokens, None, stops=stops, keep_stop=True)[0] == "one two END"
+
+
+def test_what_may_become_a_stop_string_is_not_shown_before_it_is_decided() -> None:
+    reader = TextReader(tokenizer(), stops=("</end>",))
+    reader.feed(ids("yes </e"))
+    assert (reader.text, reader.shown) == ("yes </e", "yes ")
+    reader.feed(ids("yes </exit>"))
+    assert reader.shown == reader.text == "yes </exit>"
+
+
+def test_of_two_stop_strings_the_one_that_is_complete_first_ends_the_sample() -> None:
+    assert read(ids("abcdef"), None, stops=("abcdef", "cd")) == ("ab", 4, "cd")
+
+
+def test_special_tokens_are_no_part_of_the_text_unless_asked_for() -> None:
+    tokens = [*ids("a"), build_tokenizer().eos_token_id]
+    assert read(tokens, None)[0] == "a"
+    assert read(tokens, None, skip_special_tokens=False)[0] == "a<|im_end|>"
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain  text\n", [Part("content", "plain  text\n")]),
+        ("<think>\nhm\n</think>\n\nyes", [Part("reasoning", "hm"), Part("content", "yes")]),
+        ("<think>no end", [Part("reasoning", "no end")]),
+        ("<thin air", [Part("content", "<thin air")]),
+        (f"First.\n{CALL}", [Part("content", "First."), Part("call", '{"a":1}', "add")]),
+        (f"{CALL}\n{CALL}", [Part("call", '{"a":1}', "add"), Part("call", '{"a":1}', "add")]),
+        ("<tool_call>not json</tool_call> so", [Part("content", "<tool_call>not json</tool_call> so")]),
+        ("a <tool_call>{", [Part("content", "a <tool_call>{")]),
+        (
+            f"<think>x</think>{CALL} end",
+            [Part("reasoning", "x"), Part("call", '{"a":1}', "add"), Part("content", "end")],
+        ),
+        ('<tool_call>{"name": ""}</tool_call>', [Part("content", '<tool_call>{"name": ""}</tool_call>')]),
+    ],
+)
+def test_output_is_read_as_reasoning_content_and_calls_however_it_is_cut(text: str, expected: list[Part]) -> None:
+    for size in (1, 2, 3, 7, len(text)):
+        reader = OutputReader(tools=True, reasoning=False)
+        parts: list[Part] = []
+        for at in range(0, len(text), size):
+            parts += reader.feed(text[at : at + size])
+        parts += reader.finish()
+        joined: list[Part] = []
+        for part in parts:
+            if joined and part.kind != "call" and joined[-1].kind == part.kind:
+                joined[-1] = Part(part.kind, joined[-1].text + part.text)
+            else:
+                joined.append(part)
+        assert joined == expected
+
+
+def test_a_prompt_that_ends_inside_of_reasoning_makes_the_output_begin_there() -> None:
+    reader = OutputReader(tools=False, reasoning=True)
+    assert reader.feed("so </think> yes") == [Part("reasoning", "so"), Part("content", "yes")]
+
+
+def test_without_tools_a_call_is_content() -> None:
+    reader = OutputReader(tools=False, reasoning=False)
+    assert reader.feed(CALL + " ") + reader.finish() == [Part("content", CALL + " ")]
