@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import stat
@@ -73,7 +72,7 @@ def test_what_cannot_be_served_is_told_in_a_line(arguments: tuple[str, ...], wor
 
     build(tmp_path / "model", hidden_size=32, num_heads=2, num_kv_heads=1)
     (tmp_path / "open").write_text("x" * 32)
-    os.chmod(tmp_path / "open", 0o644)
+    (tmp_path / "open").chmod(0o644)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.resolved.json").write_bytes(orjson.dumps({}))
     names = {name: str(tmp_path / name) for name in ("model", "open", "run")}
