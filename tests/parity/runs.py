@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rondo.launch.timeline import read_run
 from tests.e2e.runs import ROOT, Ended, finish, left_behind, read_until, start
 
 RONDO = [sys.executable, "-m", "rondo.launch.cli"]
@@ -63,3 +64,17 @@ class Run:
         read_until(process, f"step={at_step}/")
         process.kill()
         process.communicate(timeout=60)
+
+
+def scored_in_waits(run: Path) -> int:
+    """How many forward rounds of the trainer's process began while it waited for a round. No forward round begins while it
+    trains one, and at most one lies between a round that came and its training."""
+    spans = [span for span in read_run(run)[0] if span.process == "actor-0.0"]
+    trained = [span for span in spans if span.lane == "actor" and span.name == "train"]
+    waits = [span for span in spans if span.lane == "actor" and span.name == "wait for a round"]
+    forwards = [span for span in spans if span.lane == "reference" and span.name == "forward"]
+    for training in trained:
+        inside = [each for each in forwards if training.start < each.end and each.start < training.end]
+        assert len(inside) <= 1, (training, inside)
+        assert all(each.start <= training.start for each in inside), (training, inside)
+    return sum(any(wait.start <= each.start <= wait.end for wait in waits) for each in forwards)

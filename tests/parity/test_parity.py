@@ -12,7 +12,7 @@ from rondo.launch.diff import first_difference
 from rondo.launch.records import step_records
 from rondo.roles.cursor import Order
 from rondo.roles.parity import read
-from tests.parity.runs import NUM_STEPS, TASK, Run
+from tests.parity.runs import NUM_STEPS, TASK, Run, scored_in_waits
 
 STEPS = random.Random(1905)
 """Draws the moments of deaths; a failure's message has them, since it has the run's output."""
@@ -74,6 +74,7 @@ def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same
     records = step_records(run.path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(NUM_STEPS))
     assert 0 < max(record["staleness_max"] for record in records) <= 2
+    assert scored_in_waits(run.path) > 0
 
 
 def test_a_planted_fault_is_found_at_the_first_row_that_it_touches(modes: dict[str, Run], tmp_path: Path) -> None:
