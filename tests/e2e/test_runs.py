@@ -13,7 +13,7 @@ from rondo.launch.rundir import supervisor_record
 from rondo.launch.status import ask
 from rondo.launch.steps import read_steps
 from rondo.runtime.checkpoints import newest_complete
-from tests.e2e.runs import ROOT, command, finish, left_behind, read_until, start, train
+from tests.e2e.runs import ROOT, Ended, command, finish, left_behind, read_until, start, train
 from tests.launch.hand import crossing
 
 ROLES = ("rollout", "actor_fwd", "reference", "advantages", "actor", "coordinator")
@@ -86,17 +86,21 @@ def trained_in(trace: dict[str, Any]) -> set[int]:
 
 
 def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> None:
+    """Before that its store dies: the run begins again at its checkpoint, under the next attempt."""
     # More steps than it can make before it is stopped, however long the questions between take.
-    running = start(command(tmp_path, sets=("num_steps=5000",)), tmp_path)
-    read_until(running, "step=4/5000")
+    running = start(command(tmp_path, "--kill", "store@3", sets=("num_steps=5000", "train.save_every=2")), tmp_path)
+    read_until(running, "global_restart")
+    read_until(running, "step=7/5000")
     running.send_signal(signal.SIGTERM)
     stopped = finish(running, tmp_path / "quickstart")
     assert stopped.code == 75, stopped.output
+    assert stopped.summary["attempt"] == 1
+    goes_on_whole(stopped)
     folder = newest_complete(stopped.run_dir / "checkpoints")
     assert folder is not None and left_behind(tmp_path) == []
     rondo, run = command(tmp_path)[:3], str(stopped.run_dir)
     resumed = start([*rondo, "resume", run], tmp_path)
-    read_until(resumed, "step=9/5000")
+    read_until(resumed, "step=12/5000")
     status = subprocess.run(
         [*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
@@ -105,9 +109,9 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     record = supervisor_record(stopped.run_dir)
     assert record is not None
     due = time.monotonic() + PATIENCE_S  # a process writes its spans down from time to time
-    while 7 not in trained_in(ask(record, "/timeline")):
+    while 10 not in trained_in(ask(record, "/timeline")):
         assert time.monotonic() < due
-    assert trained_in(ask(record, "/timeline?steps=6:8")) == {6, 7}
+    assert trained_in(ask(record, "/timeline?steps=9:11")) == {9, 10}
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert "steps 1 to " in words.stdout
     told = subprocess.run(
@@ -116,11 +120,18 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     assert "saves and ends" in told.stdout
     ended = finish(resumed, stopped.run_dir)
     assert ended.code == 75, ended.output
-    summary = ended.summary
-    steps = [record["step"] for record in step_records(ended.run_dir / "metrics.jsonl")]
-    assert summary["attempt"] == 1 and steps == list(range(len(steps)))
-    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
+    assert ended.summary["attempt"] == 2
+    goes_on_whole(ended)
     assert left_behind(tmp_path) == []
+
+
+def goes_on_whole(run: Ended) -> None:
+    """Every step is told once, with samples that are new enough, and no sample is lost or trained twice."""
+    summary = run.summary
+    steps = [record["step"] for record in step_records(run.run_dir / "metrics.jsonl")]
+    assert steps == list(range(summary["steps"])) and summary["samples_trained"] == 8 * 8 * len(steps)
+    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
+    assert max(map(int, summary["staleness_histogram"])) <= 1
 
 
 def test_on_policy_on_two_actor_processes_with_rewards_that_raise_and_hang(tmp_path: Path) -> None:
@@ -135,16 +146,4 @@ def test_on_policy_on_two_actor_processes_with_rewards_that_raise_and_hang(tmp_p
     told = [event for event in events if event["kind"] == "group_error" and event["state"] == "quarantined"]
     assert len(told) == 2
     assert "ZeroDivisionError" in told[0]["why"] and "1 s" in told[1]["why"]
-    assert left_behind(tmp_path) == []
-
-
-def test_the_death_of_the_store_restarts_the_run_from_its_checkpoint_under_the_next_attempt(tmp_path: Path) -> None:
-    ended = train(tmp_path, "--kill", "store@5", sets=("num_steps=8", "train.save_every=2"))
-    assert ended.code == 0, ended.output
-    summary = ended.summary
-    assert (summary["attempt"], summary["steps"]) == (1, 8)
-    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
-    assert summary["samples_trained"] == 8 * 8 * 8
-    assert max(map(int, summary["staleness_histogram"])) <= 1
-    assert [record["step"] for record in step_records(ended.run_dir / "metrics.jsonl")] == list(range(8))
     assert left_behind(tmp_path) == []
