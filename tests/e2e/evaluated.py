@@ -1,6 +1,9 @@
-"""A run on words with two evaluated sets every third step and samples that new weights interrupt. For the tests."""
+"""A run on words with two evaluated sets every fourth step, samples that new weights interrupt, a reward that raises for one row
+and hangs for another. For the tests."""
 
 from __future__ import annotations
+
+import time
 
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import fully_async
@@ -17,6 +20,10 @@ def other_words() -> list[dict[str, str]]:
 
 
 def moody(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
+    if label == "5":
+        raise ZeroDivisionError("five")
+    if label == "13":
+        time.sleep(3600)
     return float(len(response) % 2)
 
 
@@ -37,7 +44,7 @@ config = RunConfig(
             "own": EvalSet(num_prompts=4, data=DataConfig(rows=other_words), temperature=0, max_new_tokens=3),
         },
     ),
-    reward=RewardConfig(function=moody),
+    reward=RewardConfig(function=moody, deadline_s=1.0, max_failures=1),
     rollout=RolloutConfig(
         prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=100, num_slots=8,
         on_new_weights="interrupt", max_interruptions=1, mask_old_tokens=True,

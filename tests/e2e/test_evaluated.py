@@ -9,7 +9,7 @@ from rondo.launch.records import evaluation_records, step_records
 from tests.e2e.runs import ROOT, command, finish, left_behind, start
 
 
-def test_versions_are_evaluated_beside_training_while_new_weights_interrupt_samples_and_a_replica_dies(
+def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_raise_and_hang_and_a_replica_dies(
     tmp_path: Path,
 ) -> None:
     module = str(ROOT / "tests" / "e2e" / "evaluated.py")
@@ -19,6 +19,11 @@ def test_versions_are_evaluated_beside_training_while_new_weights_interrupt_samp
     summary, metrics = ended.summary, ended.run_dir / "metrics.jsonl"
     assert (summary["steps"], summary["restarts"]) == (8, {"rollout": 1})
     assert (summary["samples_lost"], summary["samples_trained_twice"], summary["samples_trained"]) == (0, 0, 8 * 4 * 2)
+    assert summary["samples_by_outcome"]["quarantined"] == 2 * 2  # two prompts of two samples
+    events = [orjson.loads(text) for text in (ended.run_dir / "events.jsonl").read_bytes().splitlines()]
+    failed = {event["group"]: event["why"] for event in events if event.get("state") == "quarantined"}
+    raised, hung = (failed[group] for group in sorted(failed))
+    assert "ZeroDivisionError" in raised and "within 1 s" in hung
     found = evaluation_records(metrics)
     assert [each["version"] for each in found] == [4, 8] and list(summary["evaluations"]) == ["4", "8"]
     assert all(each["sets"].keys() == {"kept", "own"} for each in found)

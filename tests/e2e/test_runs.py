@@ -13,7 +13,7 @@ from rondo.launch.rundir import supervisor_record
 from rondo.launch.status import ask
 from rondo.launch.steps import read_steps
 from rondo.runtime.checkpoints import newest_complete
-from tests.e2e.runs import ROOT, Ended, command, finish, left_behind, read_until, start, train
+from tests.e2e.runs import Ended, command, finish, left_behind, read_until, start, train
 from tests.launch.hand import crossing
 
 ROLES = ("rollout", "actor_fwd", "reference", "advantages", "actor", "coordinator")
@@ -132,18 +132,3 @@ def goes_on_whole(run: Ended) -> None:
     assert steps == list(range(summary["steps"])) and summary["samples_trained"] == 8 * 8 * len(steps)
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
     assert max(map(int, summary["staleness_histogram"])) <= 1
-
-
-def test_on_policy_on_two_actor_processes_with_rewards_that_raise_and_hang(tmp_path: Path) -> None:
-    line = [*command(tmp_path)[:4], str(ROOT / "tests" / "e2e" / "on_policy.py"), "--set", f"run_dir={tmp_path}"]
-    ended = finish(start(line, tmp_path), tmp_path / "on_policy")
-    assert ended.code == 0, ended.output
-    summary = ended.summary
-    assert summary["staleness_histogram"] == {"0": 5 * 6 * 2}
-    assert summary["samples_admitted"] - summary["samples_trained"] == 2 * 2  # two prompts of two samples
-    assert (summary["samples_lost"], summary["samples_trained_twice"], summary["restarts"]) == (0, 0, {})
-    events = [orjson.loads(text) for text in (ended.run_dir / "events.jsonl").read_bytes().splitlines()]
-    told = [event for event in events if event["kind"] == "group_error" and event["state"] == "quarantined"]
-    assert len(told) == 2
-    assert "ZeroDivisionError" in told[0]["why"] and "1 s" in told[1]["why"]
-    assert left_behind(tmp_path) == []
