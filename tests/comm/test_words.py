@@ -81,7 +81,7 @@ def test_a_doorbell_that_nobody_drains_never_blocks_the_producer(doorbell: int) 
 
 
 def test_no_wake_up_is_lost_and_no_word_is_torn_between_two_processes() -> None:
-    assert litmus(20_000) == Litmus(num_rounds=20_000, lost=0, torn=0, unseen=0)
+    assert litmus(20_000, deadline_s=120.0) == Litmus(num_rounds=20_000, lost=0, torn=0, unseen=0)
 
 
 def test_the_litmus_test_notices_a_wake_up_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,10 @@ def trained_in(trace: dict[str, Any]) -> set[int]:
 
 def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> None:
     """Before that its store dies: the run begins again at its checkpoint, under the next attempt."""
-    # More steps than it can make before it is stopped, however long the questions between take.
-    running = start(command(tmp_path, "--kill", "store@3", sets=("num_steps=5000", "train.save_every=2")), tmp_path)
+    # More steps than it makes before it is stopped, and fewer lines than a pipe holds that nobody reads meanwhile.
+    running = start(command(tmp_path, "--kill", "store@3", sets=("num_steps=300", "train.save_every=2")), tmp_path)
     read_until(running, "global_restart")
-    read_until(running, "step=7/5000")
+    read_until(running, "step=7/300")
     running.send_signal(signal.SIGTERM)
     stopped = finish(running, tmp_path / "quickstart")
     assert stopped.code == 75, stopped.output
@@ -100,7 +100,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     assert folder is not None and left_behind(tmp_path) == []
     rondo, run = command(tmp_path)[:3], str(stopped.run_dir)
     resumed = start([*rondo, "resume", run], tmp_path)
-    read_until(resumed, "step=12/5000")
+    read_until(resumed, "step=12/300")
     status = subprocess.run(
         [*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )

@@ -48,8 +48,8 @@ def test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits(
 ) -> None:
     run = Run(tmp_path / "disturbed")
     kills = [f"{role}@{STEPS.randint(1, 5)}" for role in ("actor", "rollout")]
-    run.stop(run.train("hybrid", kills=kills), at_step=STEPS.randint(6, 9))
-    run.kill(run.resume(), at_step=STEPS.randint(11, 13))
+    run.stop(run.train("hybrid", kills=kills), at_step=STEPS.randint(5, 7))
+    run.kill(run.resume(), at_step=STEPS.randint(9, 11))
     ended = run.ended(run.resume())
     assert first_difference(modes["colocate"].path, run.path) is None
     assert ended.summary["attempt"] == 2
@@ -67,7 +67,7 @@ def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same
 ) -> None:
     run = Run(tmp_path / "stale")
     kills = [f"rollout@{STEPS.randint(1, 4)}"]
-    run.kill(run.train("hybrid", sets=["max_staleness=2"], kills=kills), at_step=STEPS.randint(7, 12))
+    run.kill(run.train("hybrid", sets=["max_staleness=2"], kills=kills), at_step=STEPS.randint(6, 10))
     run.ended(run.resume())
     assert first_difference(modes["colocate"].path, run.path, ids_only=True) is None
     assert first_difference(modes["colocate"].path, run.path) is not None
