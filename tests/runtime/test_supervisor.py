@@ -249,10 +249,9 @@ def test_the_supervisor_never_imports_torch(calm: Program) -> None:
 def test_memory_and_processor_time_are_measured(calm: Program) -> None:
     memory = calm.outcome["memory_bytes"]
     assert set(memory) == {"supervisor", "store", "coordinator", "gamma-0"} and min(memory.values()) > 10 << 20
-    assert 0 < calm.outcome["cpu_share"] <= 1
-    assert set(calm.outcome["cores"]) == set(memory) and all(
-        0 <= cores <= 2 for cores in calm.outcome["cores"].values()
-    )
+    cores = calm.outcome["cores"]
+    assert set(cores) == set(memory) and min(cores.values()) >= 0
+    assert calm.outcome["cpu_share"] == pytest.approx(sum(cores.values()) / len(os.sched_getaffinity(0))) != 0
 
 
 # Runs that end badly.
