@@ -1,12 +1,10 @@
-"""Whole runs of `rondo train` that generate with servers which rondo starts itself."""
+"""A whole run of `rondo train` that generates with servers which rondo starts itself."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +12,48 @@ import orjson
 import psutil
 import pytest
 
-from tests.e2e.runs import command, finish, left_behind, read_until, start
+from tests.e2e.runs import finish, left_behind, read_until, start
 from tests.sglang.servers import environment, python
 
-SETS = ("num_steps=8", "evaluation.at_start=False", "evaluation.at_end=True")
+CONFIG = Path(__file__).parent / "small.py"
 
 
-def line(folder: Path, *arguments: str) -> list[str]:
-    settings = orjson.dumps(environment()).decode()
-    sets = (*SETS, f"rollout.sglang.python={python()}", f"rollout.sglang.environment={settings}")
-    return command(folder, *arguments, sets=sets)
+def line(folder: Path, *arguments: str, interpreter: str | None = None) -> list[str]:
+    sets = {
+        "run_dir": str(folder),
+        "rollout.sglang.python": interpreter or python(),
+        "rollout.sglang.environment": orjson.dumps(environment()).decode(),
+    }
+    chosen = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
+    return [sys.executable, "-m", "rondo.launch.cli", "train", str(CONFIG), *chosen, *arguments]
 
 
-@pytest.fixture
-def shared_memory() -> Iterator[None]:
-    """A server leaves files of its own in shared memory when it is killed; those that were there are others'."""
-    before = set(os.listdir("/dev/shm"))
-    yield
-    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sgl")} == set()
+def kept_in_shared_memory(processes: list[psutil.Process]) -> list[str]:
+    """SGLang's files there that have a name, and would stay there when these processes are killed."""
+    lines = [line for each in processes for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()]
+    return [line for line in lines if "/dev/shm/sgl" in line and not line.endswith("(deleted)")]
 
 
-def servers(folder: Path) -> list[psutil.Process]:
-    """The launchers of this run's servers."""
+def family_of(folder: Path) -> list[psutil.Process]:
+    """The processes of the one server of this run."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         text = " ".join(process.info["cmdline"] or ())
-        if "sglang.launch_server" not in text or "guard.py" in text:
-            continue
-        try:
-            if process.environ().get("RONDO_RUN_DIR", "").startswith(str(folder)):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+        if "sglang.launch_server" in text and "guard.py" not in text and str(folder) in run_dir_of(process):
+            found.append(process)
+    [launcher] = found
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def run_dir_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get("RONDO_RUN_DIR", "")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -54,51 +61,38 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(orjson.loads, lines) if event["kind"] == kind]
 
 
-def test_a_server_killed_in_mid_generation_is_started_again_and_nothing_is_lost(
-    tmp_path: Path, shared_memory: None
+@pytest.mark.timeout(1200)
+def test_neither_a_killed_server_nor_a_killed_rollout_loses_a_sample_or_leaves_a_process(
+    tmp_path: Path,
 ) -> None:
-    running = start(line(tmp_path), tmp_path)
-    read_until(running, "step=2/8")
-    [server] = servers(tmp_path)
-    family = [server, *server.children(recursive=True)]
-    server.send_signal(signal.SIGKILL)
-    read_until(running, "step=4/8")
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
-    ended = finish(running, tmp_path / "quickstart")
+    running = start(line(tmp_path, "--kill", "rollout@5"), tmp_path)
+    read_until(running, "step=1/8")
+    first = family_of(tmp_path)
+    assert len(first) >= 3 and kept_in_shared_memory(first) == []
+    first[0].send_signal(signal.SIGKILL)
+    read_until(running, "step=4/8")  # its successor generates by now
+    assert alive(first) == []
+    second = family_of(tmp_path)
+    read_until(running, "step=8/8")  # and that of the rollout which was killed at step 5
+    assert alive(second) == []
+    ended = finish(running, tmp_path / "small", limit_s=600)
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
-    assert summary["samples_trained"] == summary["samples_admitted"] == 8 * 8 * 8
-    assert summary["restarts"] == {} and summary["steps"] == 8
-    gap = summary["log_prob_gap"]
-    print(f"log-prob difference of SGLang to the trainer, dense, float32, mean of a run: {gap}")
-    assert gap["all"] < 1e-5
+    assert summary["samples_trained"] == summary["samples_admitted"] == 8 * 4 * 4
+    assert summary["restarts"] == {"rollout": 1} and summary["steps"] == 8
     [gone], [back] = events(ended.run_dir, "sglang_gone"), events(ended.run_dir, "sglang_back")
     assert gone["why"] == "killed by SIGKILL"
+    assert [event["version"] for event in events(ended.run_dir, "sglang")] == ["0.5.23"] * 3
     print(f"a killed server serves again, with proved weights, after {back['after_s']:.1f} s")
-    assert [event["version"] for event in events(ended.run_dir, "sglang")] == ["0.5.23"] * 2
-    assert left_behind(tmp_path) == []
-
-
-def test_a_killed_rollout_leaves_no_server_behind_and_comes_back_with_a_new_one(tmp_path: Path) -> None:
-    running = start(line(tmp_path, "--kill", "rollout@2"), tmp_path)
-    read_until(running, "step=1/8")
-    [first] = servers(tmp_path)
-    family = [first, *first.children(recursive=True)]
-    assert len(family) >= 3
-    read_until(running, "step=4/8")  # the second one generates by now
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
-    ended = finish(running, tmp_path / "quickstart")
-    assert ended.code == 0, ended.output
-    summary = ended.summary
-    assert summary["restarts"] == {"rollout": 1}
-    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
+    print(f"log-prob difference to the trainer over a run, dense, float32: {summary['log_prob_gap']}")
+    assert summary["log_prob_gap"]["all"] < 1e-5
     assert left_behind(tmp_path) == []
 
 
 def test_a_run_without_sglang_in_its_interpreter_says_how_to_get_it(tmp_path: Path) -> None:
     told = subprocess.run(
-        command(tmp_path, sets=(f"rollout.sglang.python={sys.executable}",)),
+        line(tmp_path, interpreter=sys.executable),
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert told.returncode == 2

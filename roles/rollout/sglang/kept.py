@@ -107,19 +107,43 @@ class KeptEngine:
     async def keep(self) -> None:
         """Replaces servers that leave, for ever. Raises when one cannot be started, or when they leave again and again."""
         in_a_row = 0
-        while True:
-            why = await self.server.gone()
-            since, done_before = time.monotonic(), self._before["num_completed"]
-            await self._lose()
-            in_a_row = 1 if self._before["num_completed"] > done_before else in_a_row + 1
-            await self._tell("sglang_gone", {"server": self.server.name, "why": why})
-            if in_a_row > _MAX_IN_A_ROW:
-                raise WorkerDied(
-                    f"the SGLang server {self.server.name} must finish requests, got {in_a_row} ends in a row without one, "
-                    f"the last: {why}. Read its log"
-                )
-            await self._start()
-            await self._prove()
+        proving: asyncio.Task[None] | None = None
+        try:
+            while True:
+                why = await self._until_gone(proving)
+                since, done_before = time.monotonic(), self._before["num_completed"]
+                await self._lose()
+                in_a_row = 1 if self._before["num_completed"] > done_before else in_a_row + 1
+                await self._tell("sglang_gone", {"server": self.server.name, "why": why})
+                if in_a_row > _MAX_IN_A_ROW:
+                    raise WorkerDied(
+                        f"the SGLang server {self.server.name} must finish requests, got {in_a_row} ends in a row without one, "
+                        f"the last: {why}. Read its log"
+                    )
+                await self._start()
+                proving = asyncio.create_task(self._come_back(since), name=f"prove {self.server.name}")
+        finally:
+            if proving is not None:
+                proving.cancel()
+
+    async def _until_gone(self, proving: asyncio.Task[None] | None) -> str:
+        """Why the server left. Proving ends with it, which may be waiting for an update that waits for the next server."""
+        leaving = asyncio.create_task(self.server.gone(), name=f"watch {self.server.name}")
+        try:
+            if proving is not None:
+                await asyncio.wait([leaving, proving], return_when=asyncio.FIRST_COMPLETED)
+                if proving.done():
+                    proving.result()
+                else:
+                    proving.cancel()
+                    await asyncio.wait([proving])
+            return await leaving
+        finally:
+            leaving.cancel()
+
+    async def _come_back(self, since: float) -> None:
+        await self._prove()
+        if self._serving.is_set():
             await self._tell("sglang_back", {"server": self.server.name, "after_s": time.monotonic() - since})
 
     async def _start(self) -> None:

@@ -40,7 +40,6 @@ from rondo.runtime.waits import wait_for, waiting
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25
 _ASK_S = 30.0
-_GRACE_S = 10.0
 _TAIL_BYTES = 4000
 _MAX_FOLDER_BYTES = 90
 """Of a folder in which a server's Unix sockets have room for their names."""
@@ -129,15 +128,15 @@ class SGLangServer:
     `folder` is private to this user and gets the server's settings; `log` is appended to.
     """
 
-    def __init__(self, launch: Launch, *, log: Path, folder: Path, name: str = "sglang") -> None:
+    def __init__(self, launch: Launch, *, log: Path, folder: Path, name: str = "sglang", grace_s: float = 10.0) -> None:
         self.name = name
         self.log = log
         self.key = secrets.token_urlsafe(32)
         self.port = 0
         self._launch = launch
+        self._grace_s = grace_s
         self._settings = folder / f"{name}.yaml"
         self._temporary = folder / f"{name}.tmp"
-        self._shared: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._exit: asyncio.Task[int] | None = None
 
@@ -170,8 +169,15 @@ class SGLangServer:
             await client.__aexit__()
             await self.close()
             raise
-        self._shared = await asyncio.to_thread(_shared_memory, process.pid)
+        await self._take_names_away(client, process.pid)
         return client
+
+    async def _take_names_away(self, client: SGLangClient, session: int) -> None:
+        """Of a file in shared memory in which a server keeps its load: it stays there when the server is killed."""
+        with suppress(ServerError, PeerGone, DeadlineExceeded):  # by its first answer all who use the file have it open
+            await client.get("/v1/loads", deadline_s=_ASK_S)
+        for file in await asyncio.to_thread(_load_files, session):
+            file.unlink(missing_ok=True)
 
     async def gone(self) -> str:
         assert self._exit is not None, "gone() is asked of a server that was started"
@@ -186,7 +192,7 @@ class SGLangServer:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             with suppress(DeadlineExceeded):
-                await wait_for(asyncio.shield(exited), name="end of sglang", peer=self.name, deadline_s=_GRACE_S)
+                await wait_for(asyncio.shield(exited), name="end of sglang", peer=self.name, deadline_s=self._grace_s)
         # Its children may have left their parent's group, but not its session.
         # Dying takes the kernel a moment, and it tells nobody but the parent.
         while await asyncio.to_thread(kill_session, process.pid):  # noqa: ASYNC110
@@ -194,8 +200,6 @@ class SGLangServer:
         await exited
         self._process = None
         self._settings.unlink(missing_ok=True)
-        for file in self._shared:  # a server does not remove these itself
-            file.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
 
@@ -269,14 +273,14 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _shared_memory(session: int) -> set[Path]:
-    """Files of SGLang in shared memory that the processes of a session have mapped."""
+def _load_files(session: int) -> set[Path]:
+    """Those that the processes of a session have mapped."""
     found = set()
     for member in processes():
         if member.session == session:
             with suppress(OSError):  # it ends, or is another user's
                 maps = Path(f"/proc/{member.pid}/maps").read_text()
-                found |= {Path(path) for path in re.findall(r"/dev/shm/(?:sglang_|sgl_shm_)\S+", maps)}
+                found |= {Path(path) for path in re.findall(r"/dev/shm/sglang_loads_\S+", maps)}
     return found
 
 

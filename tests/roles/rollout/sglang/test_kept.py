@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rondo.roles.rollout.engine import Request, SamplingParams
+from rondo.roles.rollout.sglang.capabilities import probe
+from rondo.roles.rollout.sglang.client import SGLangClient
+from rondo.roles.rollout.sglang.engine import SGLangEngine
+from rondo.roles.rollout.sglang.kept import KeptEngine, kept
+from rondo.roles.rollout.sglang.server import SGLangServer
+from rondo.runtime.errors import Closed, PeerGone, WorkerDied
+from rondo.runtime.waits import waiting
+from tests.roles.rollout.sglang.pretender import launch
+
+DEADLINE_S = 60.0
+
+
+class Named:
+    """Weights that are a name alone."""
+
+    proof = None
+
+    def __init__(self, client: SGLangClient, rig: Rig) -> None:
+        self._client, self._rig = client, rig
+
+    async def open(self) -> None:
+        return
+
+    async def update(self, version: int, tensors: Mapping[str, Any]) -> None:
+        if self._rig.kills_in_update and self._rig.server.pid is not None:
+            self._rig.kills_in_update -= 1
+            self._rig.kill()
+        await self._client.post("/update_weight_version", {"new_version": str(version)}, deadline_s=DEADLINE_S)
+        self._rig.given.append(version)
+
+    async def close(self) -> None:
+        return
+
+
+class Rig:
+    """A kept engine over a pretender, and what is told of it."""
+
+    def __init__(self, folder: Path, *, alone: bool = True, step_s: float = 0.001) -> None:
+        how = launch(folder, PRETEND_STEP_S=str(step_s))
+        self.server = SGLangServer(how, log=folder / "log", folder=folder, grace_s=0.2)
+        self.told: list[tuple[str, Mapping[str, Any]]] = []
+        self.given: list[int] = []
+        self.newest: int | None = None
+        self.kills_in_update = 0
+        self.came = asyncio.Event()
+        self.engine = KeptEngine(
+            self.server, self._connect, newest=self._newest, deadline_s=DEADLINE_S, tell=self._tell, alone=alone
+        )
+
+    async def _connect(self, client: SGLangClient) -> SGLangEngine:
+        return SGLangEngine(client, weights=Named(client, self), pause="in_place", capabilities=await probe(client))
+
+    @asynccontextmanager
+    async def _newest(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:
+        yield None if self.newest is None else (self.newest, {})
+
+    async def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
+        self.told.append((kind, data))
+        if kind == "sglang_back":
+            self.came.set()
+
+    def kill(self) -> None:
+        assert self.server.pid is not None
+        os.kill(self.server.pid, signal.SIGKILL)
+
+
+def request(name: str, num: int = 5) -> Request:
+    return Request(name, np.array([1, 2], np.int32), SamplingParams(num), seed=1)
+
+
+async def in_flight(rig: Rig) -> None:
+    async with waiting("a request in flight", peer="server", deadline_s=DEADLINE_S):
+        while rig.engine.stats().num_running == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_a_request_that_a_server_takes_with_it_is_asked_of_the_next_one_under_the_newest_weights(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, step_s=0.2)
+    async with kept([rig.engine]):
+        await rig.engine.update_weights(4, {})
+        rig.newest = 5
+        asking = asyncio.create_task(rig.engine.generate(request("r")))
+        await in_flight(rig)
+        rig.kill()
+        done = await asking
+        assert done.tokens.tolist() == [1000, 1001, 1002, 1003, 1004]
+        assert done.policy_versions.tolist() == [5] * 5 and rig.engine.version == 5
+        await rig.came.wait()
+        assert await rig.engine.ready()
+        assert rig.engine.stats().num_completed == 1 and rig.engine.stats().version == 5
+    assert [kind for kind, _ in rig.told] == ["sglang", "sglang_gone", "sglang", "sglang_back"]
+    assert rig.told[1][1]["why"] == "killed by SIGKILL" and rig.told[3][1]["after_s"] > 0
+    assert rig.given == [4, 5] and rig.server.pid is None
+
+
+async def test_one_of_several_raises_so_that_another_is_asked_and_comes_back_without_a_version(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, alone=False, step_s=0.2)
+    async with kept([rig.engine]):
+        await rig.engine.update_weights(4, {})
+        assert await rig.engine.proved_version() == 4
+        asking = asyncio.create_task(rig.engine.generate(request("r")))
+        await in_flight(rig)
+        rig.kill()
+        with pytest.raises(PeerGone):
+            await asking
+        await rig.came.wait()
+        assert rig.engine.version == -1 and await rig.engine.proved_version() is None
+        await rig.engine.update_weights(5, {})
+        assert (await rig.engine.generate(request("r", 1))).policy_versions.tolist() == [5]
+
+
+async def test_an_update_that_a_server_takes_with_it_reaches_the_next_one(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with kept([rig.engine]):
+        rig.kills_in_update = 1
+        await rig.engine.update_weights(7, {})
+        assert rig.given == [7]
+        assert (await rig.engine.generate(request("r"))).policy_versions.tolist() == [7] * 5
+
+
+async def test_servers_that_leave_again_and_again_end_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.newest = 1
+    rig.kills_in_update = 100
+    with pytest.raises(ExceptionGroup) as raised:
+        async with kept([rig.engine]):
+            await rig.engine.update_weights(1, {})
+    assert raised.group_contains(WorkerDied, match="must finish requests, got 4 ends in a row")
+    assert rig.server.pid is None
+
+
+async def test_a_request_that_waits_for_a_server_can_be_cancelled_and_ends_with_the_engine(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, step_s=0.2)
+    async with kept([rig.engine]):
+        await rig.engine.update_weights(4, {})
+        rig.newest = 4
+        rig.kill()
+        await rig.server.gone()
+        while rig.engine.engine is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        asking = [asyncio.create_task(rig.engine.generate(request(f"r{n}"))) for n in range(2)]
+        await asyncio.sleep(0)
+        assert rig.engine.stats().num_waiting == 2 and not await rig.engine.ready()
+        rig.engine.cancel("r0")
+        rig.engine.cancel("unknown")
+        done = await asking[0]
+        assert done.finish_reason == "cancelled" and len(done.tokens) == 0
+        await rig.engine.close()
+        with pytest.raises(Closed):
+            await asking[1]
+        with pytest.raises(Closed):
+            await rig.engine.generate(request("late"))
+
+
+async def test_a_cancelled_request_has_what_was_made(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, step_s=0.02)
+    async with kept([rig.engine]):
+        asking = asyncio.create_task(rig.engine.generate(request("r", 1000)))
+        await in_flight(rig)
+        rig.engine.cancel("r")
+        done = await asking
+        assert done.finish_reason == "cancelled" and len(done.tokens) < 1000
