@@ -20,8 +20,9 @@ fails = os.environ.get("PRETEND_FAIL")
 if fails:
     print(fails, flush=True)
     sys.exit(3)
-CHILD = "import ctypes, signal, time; ctypes.CDLL(None).prctl(1, 9); signal.signal(15, signal.SIG_IGN); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", CHILD])
+CHILD = "import ctypes, signal, time; ctypes.CDLL(None).prctl(1, 9); signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-S", "-c", CHILD], stdout=subprocess.PIPE)
+child.stdout.readline()
 if os.environ.get("PRETEND_DEAF"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 state = {"version": settings["weight-version"], "aborted": set()}
