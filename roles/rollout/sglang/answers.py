@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rondo.roles.rollout.engine import Top
 from rondo.roles.rollout.sglang.capabilities import Experts
 from rondo.runtime.errors import ProtocolError
 
@@ -37,6 +38,7 @@ class Answer:
     why: str = ""
     matched: int | None = None
     experts: np.ndarray | None = field(default=None, repr=False)
+    top: Top | None = field(default=None, repr=False)
 
 
 def read_answer(told: Any, *, num_before: int, experts: Experts | None) -> Answer:
@@ -69,6 +71,7 @@ def read_answer(told: Any, *, num_before: int, experts: Experts | None) -> Answe
         str(finish.get("message") or ""),
         matched if isinstance(matched, int) else None,
         _routed(meta.get("routed_experts"), num_before + len(tokens) - 1, experts),
+        _top(meta.get("output_top_logprobs"), len(tokens)),
     )
 
 
@@ -94,6 +97,20 @@ def _versions(meta: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     if covered < num_tokens:
         raise ProtocolError(f"the spans of weight versions must cover all {num_tokens} tokens, got {spans}")
     return found
+
+
+def _top(told: Sequence[Sequence[Sequence[Any]]] | None, num_tokens: int) -> Top | None:
+    """The likeliest tokens at each place, of an answer that was asked for them."""
+    if not told or not num_tokens:
+        return None
+    if len(told) != num_tokens:
+        raise ProtocolError(f"the likeliest tokens must be told at {num_tokens} places, got {len(told)}")
+    num = max(map(len, told))
+    tokens, log_probs = np.full((num_tokens, num), -1, np.int32), np.full((num_tokens, num), np.nan, np.float32)
+    for place, triples in enumerate(told):
+        tokens[place, : len(triples)] = [triple[1] for triple in triples]
+        log_probs[place, : len(triples)] = [triple[0] for triple in triples]
+    return Top(tokens, log_probs)
 
 
 def _routed(told: str | None, num_rows: int, experts: Experts | None) -> np.ndarray | None:

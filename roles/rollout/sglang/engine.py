@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request
+from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top
 from rondo.roles.rollout.sglang.answers import STRANGE, Answer, read_answer
 from rondo.roles.rollout.sglang.capabilities import Capabilities
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
@@ -210,6 +210,8 @@ class SGLangEngine:
         body: dict[str, Any] = {
             "rid": rid, "input_ids": request.sequence.tolist(), "sampling_params": sampling, "return_logprob": True,
         }  # fmt: skip
+        if params.num_top:
+            body["top_logprobs_num"] = params.num_top
         if found.experts is not None:
             body["return_routed_experts"] = True
         if found.priority:
@@ -346,18 +348,32 @@ def completion_of(
     if done is None:
         none = np.zeros(0, np.int32)
         return Completion(request.id, none, none.astype(np.float32), none, reason)
-    return Completion(request.id, done.tokens, done.log_probs, done.policy_versions, reason, experts)
+    return Completion(request.id, done.tokens, done.log_probs, done.policy_versions, reason, experts, done.top)
 
 
 def _joined(before: Prefix | None, answer: Answer) -> Prefix | None:
     """What there was, and what came."""
     if not len(answer.tokens):
         return before
-    new = Prefix(answer.tokens, answer.log_probs, answer.versions)
+    new = Prefix(answer.tokens, answer.log_probs, answer.versions, answer.top)
     if before is None:
         return new
     return Prefix(
         np.concatenate([before.tokens, new.tokens]),
         np.concatenate([before.log_probs, new.log_probs]),
         np.concatenate([before.policy_versions, new.policy_versions]),
+        _with_top(before, new),
     )
+
+
+def _with_top(before: Prefix, new: Prefix) -> Top | None:
+    """What is known of the likeliest tokens at all places; a prefix that came without them has none."""
+    if new.top is None:
+        return None
+    num = new.top.tokens.shape[1]
+    tokens = np.full((len(before.tokens), num), -1, np.int32)
+    log_probs = np.full((len(before.tokens), num), np.nan, np.float32)
+    if before.top is not None:
+        known = min(num, before.top.tokens.shape[1])
+        tokens[:, :known], log_probs[:, :known] = before.top.tokens[:, :known], before.top.log_probs[:, :known]
+    return Top(np.concatenate([tokens, new.top.tokens]), np.concatenate([log_probs, new.top.log_probs]))

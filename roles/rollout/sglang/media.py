@@ -12,6 +12,7 @@ processor serves all samples of a prompt and the trainer.
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ import numpy as np
 from rondo.models.media.inputs import MediaInputs, Modality
 
 FORMAT = "rondo"
+PROCESSOR = Path(__file__).parent / "processor"
+"""On the PYTHONPATH of a server that rondo starts."""
+PACKAGE = "rondo_media"
 _FIELDS: dict[Modality, str] = {"image": "image_data", "audio": "audio_data", "video": "video_data"}
 _OF: dict[Modality, tuple[str, ...]] = {
     "image": ("pixel_values", "image_grid_thw"),
@@ -33,11 +37,8 @@ def media_body(media: MediaInputs, sequence: np.ndarray) -> dict[str, Any]:
     body: dict[str, Any] = {}
     for modality in media.modalities:
         arrays = {name: media.arrays[name] for name in _OF[modality]}
-        item: dict[str, Any] = {"format": FORMAT, "key": f"{media.key}/{modality}"}
-        item["arrays"] = {name: _described(array) for name, array in arrays.items()}
-        if not body:
-            item["positions"] = _described(positions)
-        body[_FIELDS[modality]] = [item]
+        described = {name: _described(array) for name, array in arrays.items()}
+        body[_FIELDS[modality]] = [{"format": FORMAT, "arrays": described, "positions": _described(positions)}]
     return body
 
 

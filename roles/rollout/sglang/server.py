@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
+from rondo.roles.rollout.sglang.media import PACKAGE, PROCESSOR
 from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.launcher import start as start_guarded
 from rondo.runtime.process import exit_text, kill_session, processes
@@ -104,7 +105,9 @@ class Launch:
             chosen["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{user}"
         if not self.devices:
             chosen |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-        return {**kept, **chosen, **self.environment}
+        chosen |= self.environment
+        chosen["PYTHONPATH"] = os.pathsep.join(filter(None, (chosen.get("PYTHONPATH"), str(PROCESSOR))))
+        return {**kept, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PACKAGE, **chosen}
 
 
 class Server(Protocol):

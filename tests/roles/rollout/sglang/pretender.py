@@ -20,7 +20,8 @@ fails = os.environ.get("PRETEND_FAIL")
 if fails:
     print(fails, flush=True)
     sys.exit(3)
-CHILD = "import ctypes, signal, time; ctypes.CDLL(None).prctl(1, 9); signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+CHILD = "import ctypes, signal, time; ctypes.CDLL(None).prctl(1, 9); signal.signal(15, signal.SIG_IGN)"
+CHILD += "; print(flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-S", "-c", CHILD], stdout=subprocess.PIPE)
 child.stdout.readline()
 if os.environ.get("PRETEND_DEAF"):
