@@ -9,7 +9,8 @@ listens on the one address by which this process reaches the server; like gloo a
 
 Invariants: a group that failed once is not used again; the next update forms another one under a new name. No call outlives its
 deadline here: the library's calls run on threads that may be abandoned, since gloo cannot be interrupted (a thread that waits for
-a dead server ends as soon as its socket does). NCCL has not yet run.
+a server ends when the server leaves the group, or dies). While one waits, nobody takes the group down: that would block whoever
+does it, with the interpreter's lock; the thread does it at its end. NCCL has not yet run.
 """
 
 from __future__ import annotations
@@ -164,6 +165,8 @@ class _Group:
             address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._carrier: Gloo | Nccl | None = None
+        self._lock = threading.Lock()
+        self._busy = self._over = False
 
     async def join(self, deadline_s: float) -> None:
         keys: Any = dist.PrefixStore(self.name, self._store)
@@ -176,20 +179,30 @@ class _Group:
 
     async def broadcast(self, data: torch.Tensor, deadline_s: float) -> None:
         """From here to all others. Raises GroupBroken."""
-        carrier = self._carrier
-        assert carrier is not None, "the group is joined first"
+        self._busy = True
+        work = functools.partial(self._broadcast, data, deadline_s)
         try:
-            await _in_thread(
-                lambda: carrier.broadcast(data, 0, deadline_s), name=f"broadcast {self.name}", deadline_s=deadline_s
-            )
+            await _in_thread(work, name=f"broadcast {self.name}", deadline_s=deadline_s)
         except RuntimeError as error:
             raise GroupBroken(self.name, 1, "broadcast", str(error).splitlines()[0]) from error
 
+    def _broadcast(self, data: torch.Tensor, deadline_s: float) -> None:
+        carrier = self._carrier
+        assert carrier is not None, "the group is joined first"
+        try:
+            carrier.broadcast(data, 0, deadline_s)
+        finally:
+            with self._lock:
+                self._busy = False
+                if self._over:
+                    carrier.close()
+
     def close(self) -> None:
-        """Its sockets close, when no thread waits in the library any more."""
-        carrier, self._carrier, self._store = self._carrier, None, None
-        if carrier is not None:
-            carrier.close()
+        """Its sockets close, as soon as no thread waits in the library."""
+        with self._lock:
+            self._over = True
+            if self._carrier is not None and not self._busy:
+                self._carrier.close()
 
 
 class Nccl:
