@@ -76,7 +76,7 @@ class DispatchLimits:
     most_attempts: int = 8
     """A request that so many engines failed under without a new token is told to be the reason."""
     update_deadline_s: float = 600.0
-    """One engine's update."""
+    """One engine's update; when it is known how long they take, ten times the longest and `update_grace_s`, if that is less."""
     update_grace_s: float = 30.0
     """An engine that is still being updated so long after all others is left behind."""
     update_attempts: int = 3
@@ -151,6 +151,7 @@ class Fleet:
         self.moved = asyncio.Event()
         """Set at every change; whoever waits for one clears it first."""
         self._version = -1
+        self._longest_update_s: float | None = None
         self._changed, self._lost, self._broken, self._reload = changed, lost, broken, reload
         self._watchers: dict[Member, asyncio.Task[None]] = {}
         self._routable: list[Member] = []
@@ -290,7 +291,7 @@ class Fleet:
             if alive and member.suspect:
                 await self._prove(member)
             told = await self._ask(member, "engine load", load()) if alive and load is not None else None
-        except RondoError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, this engine is out and its error told
             if not member.updating:
                 member.alive = False
                 self.failed(member, error, gone=True)
@@ -316,6 +317,8 @@ class Fleet:
         told = member.engine.version if ask is None else await self._ask(member, "engine version", ask())
         if member.updating:
             return
+        if told is None and self.promised is None:
+            told = member.engine.version  # nobody was promised other weights than those it was started with
         # What a server says is a number, which another run's weights may carry too.
         known = told != member.torn and (ask is None or told == member.installed or self.promised is None)
         if not known and member.proved is not None:
@@ -352,7 +355,9 @@ class Fleet:
         the tensors, and keeps its own; whatever else it fails with takes it out."""
         member.updating = True
         self.update()
-        deadline_s = self.limits.update_deadline_s
+        deadline_s, began = self.limits.update_deadline_s, self.clock()
+        if self._longest_update_s is not None:
+            deadline_s = min(deadline_s, 10 * self._longest_update_s + self.limits.update_grace_s)
         try:
             updating = member.engine.update_weights(version, tensors)
             await wait_for(updating, name="update engine", peer=member.name, deadline_s=deadline_s)
@@ -376,6 +381,7 @@ class Fleet:
             member.updating = False
             member.wake.set()
             self.update()
+        self._longest_update_s = max(self._longest_update_s or 0.0, self.clock() - began)
         member.installed = member.proved = version
         member.torn = None
         member.alive, member.suspect = True, False

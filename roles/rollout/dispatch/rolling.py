@@ -9,7 +9,7 @@ Owns the order of an update and what newer weights do to it. Does not own how an
 
 Invariant: `update` returns when one engine at least serves the version and none serves an older one. Until then its tensors are
 read, afterwards they are not. An engine that fails is asked again, up to `update_attempts` times, and one that takes much longer
-than the others is left behind; both come back when they have been given newer weights. Newer weights supersede those that are
+than others did is left behind; both come back when they have been given newer weights. Newer weights supersede those that are
 rolling: engines that are being updated finish, the rest go straight to the newer ones, and both updates return together.
 """
 
@@ -86,7 +86,9 @@ class Rolling:
         async def one(member: Member) -> None:
             try:
                 error = await fleet.install(member, update.version, update.tensors)
-                if error is not None:
+                if isinstance(error, DeadlineExceeded):
+                    attempts[member] = fleet.limits.update_attempts
+                elif error is not None:
                     attempts[member] = attempts.get(member, 0) + 1
                 if isinstance(error, PeerGone):
                     gone.add(member)

@@ -13,12 +13,11 @@ there, or left before it answered) or `DeadlineExceeded`. Cancelling a call clos
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Self
 
-import aiohttp
 import orjson
 
+from rondo.roles.rollout.sglang.connections import Connections
 from rondo.runtime.errors import PeerGone, Refused
 from rondo.runtime.waits import wait_for
 
@@ -40,22 +39,14 @@ class SGLangClient:
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._session: aiohttp.ClientSession | None = None
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._connections = Connections(self.url, headers)
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            # Shorter than the server's own 5 s: a call on a connection that it has just closed would look like its end.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-            timeout=aiohttp.ClientTimeout(total=None),
-            headers=self._headers,
-            trust_env=False,
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        self._connections.close()
 
     async def get(self, path: str, *, deadline_s: float | None) -> Any:
         return await self._bounded("GET", path, None, deadline_s)
@@ -69,21 +60,16 @@ class SGLangClient:
         return await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s)
 
     async def _call(self, method: str, path: str, body: object) -> Any:
-        assert self._session is not None, "calls are made inside `async with`"
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        headers = {} if data is None else {"Content-Type": "application/json"}
         try:
-            async with self._session.request(method, self.url + path, data=data, headers=headers) as answer:
-                content = await answer.read()
-        except (aiohttp.ClientError, OSError) as error:
-            if isinstance(error, asyncio.TimeoutError):
-                raise
+            status, content = await self._connections.call(method, path, data)
+        except OSError as error:  # ConnectionError is one
             raise PeerGone(
                 f"the SGLang server {self.url} must answer {path}, got {type(error).__name__}: {error}. Read its log"
             ) from error
         told = _read(content)
-        if answer.status != 200:
-            raise ServerError(self.url, path, answer.status, _words(told))
+        if status != 200:
+            raise ServerError(self.url, path, status, _words(told))
         return told
 
 

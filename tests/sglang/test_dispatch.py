@@ -1,0 +1,194 @@
+"""Two real servers behind a dispatcher, which are killed in mid-generation and during an update: lost 0, twice 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rondo.models.load import load_model
+from rondo.models.parallel import full_tensors
+from rondo.roles.config import SGLangConfig
+from rondo.roles.rollout.dispatch import Dispatcher
+from rondo.roles.rollout.engine import Completion, Request
+from rondo.roles.rollout.sglang.kept import KeptEngine, Weights, kept
+from rondo.roles.rollout.sglang.open import connect_engine
+from rondo.roles.rollout.sglang.server import SGLangServer
+from rondo.runtime.waits import waiting
+from tests.roles.rollout.engines import request
+from tests.sglang.servers import START_S, launch, moe, python
+
+STEP_S = 300.0
+NUM_REQUESTS, NUM_TOKENS = 24, 96
+
+
+@dataclass
+class World:
+    """A dispatcher over two servers, its loop, and what it was given last."""
+
+    runner: asyncio.Runner
+    dispatcher: Dispatcher
+    servers: list[SGLangServer]
+    tensors: dict[str, torch.Tensor]
+    model: Any
+    version: int = 0
+    expected: dict[int, list[int]] = field(default_factory=dict)
+
+    async def update(self) -> None:
+        self.version += 1
+        await self.dispatcher.update_weights(self.version, self.tensors)
+
+    def kill(self, *indices: int) -> float:
+        """SIGKILL of launchers, schedulers and all; when."""
+        for index in indices:
+            pid = self.servers[index].pid
+            assert pid is not None
+            os.killpg(pid, signal.SIGKILL)
+        return time.monotonic()
+
+    async def both_serve(self) -> float:
+        """When both are routable again, with proved weights."""
+        fleet = self.dispatcher._fleet
+        async with waiting("two servers", peer="sglang", deadline_s=STEP_S):
+            while len(fleet.routable) < 2:
+                fleet.moved.clear()
+                await fleet.moved.wait()
+        return time.monotonic()
+
+    async def generating(self) -> None:
+        """Until both have requests that are being decoded."""
+        async with waiting("both generate", peer="sglang", deadline_s=STEP_S):
+            for member in self.dispatcher._fleet.members:
+                while True:
+                    load = await member.engine.load()  # type: ignore[attr-defined]
+                    if load.num_running > 0 and load.num_tokens > 100:
+                        break
+                    await asyncio.sleep(0.02)
+
+    def requests(self, label: str) -> list[Request]:
+        """Greedy, so that what must come is known."""
+        return [request(f"{label}/{n}", 1 + n % 12, NUM_TOKENS, temperature=0.0) for n in range(NUM_REQUESTS)]
+
+    async def asked(self, label: str, ledger: Counter[str]) -> list[Completion]:
+        async def one(each: Request) -> Completion:
+            done = await self.dispatcher.generate(each)
+            ledger[each.id] += 1
+            return done
+
+        return await asyncio.gather(*map(one, self.requests(label)))
+
+    def check(self, label: str, done: list[Completion], ledger: Counter[str], before: int) -> None:
+        """Every request once, with the model's own tokens, none of them under weights that nobody proved."""
+        asked = self.requests(label)
+        assert ledger == Counter(each.id for each in asked)
+        for each, got in zip(asked, done, strict=True):
+            assert got.request_id == each.id and got.finish_reason == "length"
+            assert got.policy_versions.min() >= before
+            np.testing.assert_array_equal(got.tokens, self.expects(each.prompt))
+
+    def expects(self, prompt: np.ndarray) -> list[int]:
+        if len(prompt) not in self.expected:
+            ids = torch.from_numpy(prompt.astype(np.int64))[None]
+            made = self.model.generate(
+                ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            self.expected[len(prompt)] = made[0, ids.shape[1] :].tolist()
+        return self.expected[len(prompt)]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("dispatch")
+    path = moe(folder / "model")
+    model = load_model(str(path)).eval()
+    tensors = {name: tensor.clone() for name, tensor in full_tensors(model)}
+    settings = SGLangConfig(python=python())
+    found: list[World] = []
+
+    @contextlib.asynccontextmanager
+    async def newest() -> AsyncIterator[Weights | None]:
+        yield found[0].version, tensors
+
+    async def tell(kind: str, more: Mapping[str, Any]) -> None:
+        print(kind, dict(more))
+
+    def engine(index: int) -> KeptEngine:
+        server = SGLangServer(launch(path), log=folder / f"{index}.log", folder=folder, name=f"sglang-{index}")
+        servers.append(server)
+        connect = functools.partial(
+            connect_engine, settings=settings, folder=folder / f"weights-{index}", model_path=str(path),
+            processed_media=False,
+        )  # fmt: skip
+        return KeptEngine(server, connect, newest=newest, deadline_s=START_S, tell=tell, alone=False)
+
+    servers: list[SGLangServer] = []
+    with asyncio.Runner() as runner:
+        engines = [engine(0), engine(1)]
+        ends = contextlib.AsyncExitStack()
+
+        async def start() -> World:
+            await ends.enter_async_context(kept(engines))
+            dispatcher = Dispatcher(engines, names=["sglang-0", "sglang-1"], reload=newest)  # type: ignore[arg-type]
+            ends.push_async_callback(dispatcher.close)
+            return World(runner, dispatcher, servers, tensors, model)
+
+        try:
+            found.append(runner.run(start()))
+            runner.run(found[0].update())
+            yield found[0]
+        finally:
+            runner.run(ends.aclose())
+
+
+@pytest.mark.parametrize("victims", [(0,), (0, 1)], ids=["one", "both"])
+def test_servers_killed_in_mid_generation_lose_nothing(world: World, victims: tuple[int, ...]) -> None:
+    label, ledger, before = f"kill {len(victims)}", Counter[str](), world.version
+
+    async def scenario() -> list[Completion]:
+        await world.both_serve()
+        asking = asyncio.create_task(world.asked(label, ledger))
+        await world.generating()
+        killed = world.kill(*victims)
+        done = await asking
+        print(f"{label}: all answered {time.monotonic() - killed:.1f} s after the kill")
+        print(f"{label}: both serve again after {await world.both_serve() - killed:.1f} s")
+        return done
+
+    world.check(label, world.runner.run(scenario()), ledger, before)
+
+
+def test_a_server_killed_during_an_update_loses_nothing_and_comes_back_with_the_new_weights(world: World) -> None:
+    label, ledger, before = "update", Counter[str](), world.version
+
+    async def scenario() -> list[Completion]:
+        await world.both_serve()
+        members = world.dispatcher._fleet.members
+        asking = asyncio.create_task(world.asked(label, ledger))
+        await world.generating()
+        updating = asyncio.create_task(world.update())
+        async with waiting("an update", peer="sglang", deadline_s=STEP_S):
+            while not any(member.updating for member in members):
+                world.dispatcher._fleet.moved.clear()
+                await world.dispatcher._fleet.moved.wait()
+        victim = next(index for index, member in enumerate(members) if member.updating)
+        killed = world.kill(victim)
+        await updating
+        print(f"{label}: the other one has the weights {time.monotonic() - killed:.1f} s after the kill")
+        assert world.dispatcher.version == world.version == before + 1
+        done = await asking
+        print(f"{label}: both serve again after {await world.both_serve() - killed:.1f} s")
+        assert [member.proved for member in members] == [world.version] * 2
+        return done
+
+    world.check(label, world.runner.run(scenario()), ledger, before)
