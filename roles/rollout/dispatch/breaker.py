@@ -7,7 +7,8 @@ event brings its time. What must never exist: an open breaker that closes withou
                                                            ^                         |
                                                            +----- any failure, twice as long (`longest_open_s` at most)
 
-Half-open lets one request through at a time; whoever asks for more is told there is no room.
+Half-open lets one request through at a time; whoever asks for more is told there is no room. An engine that has a probe of its own
+needs no such trial to be seen `recovered`.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class Breaker:
         """Seconds until it is tried again; 0 unless it is open."""
         return 0.0 if self._until is None else max(0.0, self._until - now)
 
-    def seen(self, now: float) -> None:
-        """The engine answers again: if it is open, it is tried now."""
-        if self._until is not None:
-            self._until = min(self._until, now)
+    def recovered(self) -> None:
+        """An engine that was gone has answered its probe, or taken weights and proved them: that was the trial."""
+        self._in_a_row = 0
+        self._until = None
+        self._open_s = self._first_open_s
 
     def succeeded(self, now: float) -> None:
         """A success closes it, unless it is open: then it is of something that began before."""

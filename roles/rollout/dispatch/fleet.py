@@ -308,7 +308,7 @@ class Fleet:
         if told is not None:
             self._weigh(member, told)
         if alive and not was_alive:
-            member.breaker.seen(self.clock())
+            member.breaker.recovered()
         self.update()
 
     async def _prove(self, member: Member) -> None:
@@ -386,7 +386,7 @@ class Fleet:
         member.torn = None
         member.alive, member.suspect = True, False
         member.updates_failed, member.repair_at = 0, 0.0
-        member.breaker.seen(self.clock())
+        member.breaker.recovered()
         self.update()
         return None
 

@@ -235,11 +235,11 @@ def test_open_it_neither_counts_failures_nor_believes_a_success_that_began_befor
     assert it.state(5) == "open"
 
 
-def test_an_engine_that_answers_again_is_tried_at_once() -> None:
+def test_an_engine_that_was_gone_and_answers_its_own_probe_needs_no_other_trial() -> None:
     it = breaker()
     it.failed(0, "x", fatal=True)
-    it.seen(1)
-    assert it.state(1) == "half-open"
-    it.succeeded(1)
-    it.seen(2)
-    assert it.state(2) == "closed"
+    it.failed(10, "x")
+    it.recovered()
+    assert it.state(11) == "closed" and it.admits(11, 5)
+    it.failed(12, "x", fatal=True)
+    assert it.opens_for_s(12) == 10
