@@ -7,8 +7,8 @@ event brings its time. What must never exist: an open breaker that closes withou
                                                            ^                         |
                                                            +----- any failure, twice as long (`longest_open_s` at most)
 
-Half-open lets one request through at a time; whoever asks for more is told there is no room. An engine that has a probe of its own
-needs no such trial to be seen `recovered`.
+Half-open lets one request through at a time; whoever asks for more is told there is no room. An engine that has a probe of its
+own needs no such trial to be seen `recovered`.
 """
 
 from __future__ import annotations

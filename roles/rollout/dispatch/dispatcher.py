@@ -30,7 +30,7 @@ from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
 from rondo.roles.rollout.dispatch.rolling import Rolling
 from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Prefix, Request
 from rondo.roles.rollout.sglang.client import ServerError
-from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, WorkerDied
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused, WorkerDied
 from rondo.runtime.waits import waiting
 
 if TYPE_CHECKING:
@@ -303,15 +303,17 @@ class Dispatcher:
                 raise
             self._again(job, "abandoned")
             return None
-        except (PeerGone, ProtocolError, DeadlineExceeded, WorkerDied, Closed, ServerError) as error:
+        except (PeerGone, ProtocolError, DeadlineExceeded, WorkerDied, Closed, Refused) as error:
             failing = job.member
             if failing is None or self._ended is not None or (isinstance(error, ServerError) and error.status < 500):
                 raise
-            gone = not isinstance(error, ServerError)
             if job.lost:  # its own error came first
                 job.task.uncancel()
             self._release(job)
-            self._fleet.failed(failing, error, gone=gone)
+            if isinstance(error, Refused) and not isinstance(error, ServerError):
+                self._fleet.doubt(failing, error)
+            else:
+                self._fleet.failed(failing, error, gone=not isinstance(error, ServerError))
             self._again(job, f"{failing.name}: {error}")
             return None
         finally:

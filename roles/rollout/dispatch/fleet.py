@@ -253,6 +253,14 @@ class Fleet:
             self._lost(member)
         self.update()
 
+    def doubt(self, member: Member, error: BaseException) -> None:
+        """It refused a request that it took: its weights may not be those that it was given. It is looked at before the next."""
+        member.num_failed += 1
+        member.why = f"{type(error).__name__}: {error}"
+        member.suspect = True
+        member.wake.set()
+        self.update()
+
     def served(self, member: Member) -> None:
         """It ended a request well."""
         member.num_served += 1

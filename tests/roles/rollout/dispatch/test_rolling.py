@@ -13,7 +13,7 @@ import pytest
 
 from rondo.roles.rollout.dispatch import Dispatcher, NoEngine
 from rondo.roles.rollout.engine import Completion, EngineStats, Request
-from rondo.runtime.errors import ConfigError, PeerGone
+from rondo.runtime.errors import ConfigError, PeerGone, Refused
 from tests.roles.rollout.dispatch.engines import QUICK, asked, check
 from tests.roles.rollout.dispatch.stub import Nursery, record_of
 from tests.roles.rollout.dispatch.test_killed import gone, nursery, order, routable, world
@@ -252,4 +252,26 @@ async def test_an_engine_is_asked_again_so_often_and_then_the_others_go_on() -> 
     await dispatcher.update_weights(2, {})
     assert asked_before == [[], [], []], "as long as it is asked again, the other one keeps serving what it has"
     assert engines[1].taken == [2] and dispatcher.version == 2
+    await dispatcher.close()
+
+
+async def test_an_engine_that_refuses_what_it_took_is_looked_at_and_the_request_goes_elsewhere() -> None:
+    class Doubtful(Told):
+        num_asked = 0
+
+        async def generate(self, request: Request) -> Completion:
+            self.num_asked += 1
+            raise Refused("tokens of weights that nobody gave it")
+
+        async def proved_version(self) -> int | None:
+            return None if self.num_asked else self.version
+
+    doubtful, sound = Doubtful(), Told()
+    dispatcher = Dispatcher([doubtful, sound], limits=QUICK)
+    await dispatcher.update_weights(2, {})
+    done = await asyncio.gather(*(dispatcher.generate(asked(f"r{i}", group=i)) for i in range(8)))
+    assert [completion.policy_versions.tolist() for completion in done] == [[2]] * 8
+    assert 1 <= doubtful.num_asked <= 8
+    await gone(dispatcher, "engine-0")
+    assert (await dispatcher.generate(asked("s"))).policy_versions.tolist() == [2]
     await dispatcher.close()
