@@ -90,8 +90,11 @@ class ActorRole:
             self._trainer = await ctx.compute(self._open_trainer)
             if job.config.deterministic:
                 self._parity = ParityLog(ctx.run_dir, ctx.rank)
+            if job.lent is not None and self._trainer.lent is not None:
+                job.lent.set_result(self._trainer.lent)
             self._open_memory()
             version = await self._restore()
+            self._lend(version)
         async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
             self._tasks = tasks
             await self._publish(version, self._taken())
@@ -104,7 +107,10 @@ class ActorRole:
     def _open_trainer(self) -> Trainer:
         """On the compute thread."""
         job, ctx = self._job, self._ctx
-        return Trainer(job.config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device)
+        return Trainer(
+            job.config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device,
+            lends=job.lent is not None,
+        )  # fmt: skip
 
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job
@@ -249,8 +255,14 @@ class ActorRole:
         beside = "settle" if self._ctx.world_size == 1 else ""
         with self._ctx.span("commit", beside=beside, step=version - 1):
             await self._commit(version, spans, taken)
+            self._lend(version)
         with self._ctx.span("publish", beside=beside, step=version - 1):
             await self._publish(version, taken)
+
+    def _lend(self, version: int) -> None:
+        """The trainer's tensors are this committed version, also to the engine that generates with them."""
+        if self._trainer.lent is not None:
+            self._trainer.lent.holds(version)
 
     async def _settled(self) -> None:
         """The newest version is committed and copied out of the trainer, which may change it now."""
@@ -329,7 +341,7 @@ class ActorRole:
         num_slots = config.num_weight_slots
         self._publisher: Publisher | None = None
         self._publishing: asyncio.Task[None] | None = None
-        if ctx.rank == 0:
+        if ctx.rank == 0 and self._job.publishes:
             segment = ctx.segments.segment(
                 SLAB, slab_bytes(total, len(weights), num_slots, config.bus.weight_bucket_bytes)
             )
@@ -389,6 +401,8 @@ class ActorRole:
 
     async def _publish(self, version: int, taken: Taken) -> None:
         """Step 5. Every rank takes part in gathering; rank 0 copies into the slab. Sums and sends run beside the next step."""
+        if not self._job.publishes:
+            return
         slot = -1
         if self._ctx.rank == 0:
             if self._publishing is not None:  # its slot counts as free until it is told complete

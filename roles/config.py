@@ -543,6 +543,13 @@ class JobConfig(Section):
         """Whether every row is first trained on under the version that it was sampled from."""
         return self.max_staleness == 0 and self.train.optimizer_steps_per_batch == 1
 
+    @property
+    def can_lend_weights(self) -> bool:
+        """Whether an embedded engine in the trainer's own process may generate with the trainer's tensors: they have one dtype,
+        and move only when the step has all its samples."""
+        embedded, same = self.rollout.sglang is None, self.model.dtype == "float32"
+        return embedded and same and self.train.optimizer_steps_per_batch == 1
+
     def demonstrated(self) -> DataConfig:
         """How the prompts of the warm-up's demonstrations are written."""
         assert self.sft is not None

@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -23,6 +24,9 @@ from rondo.roles.config import JobConfig
 from rondo.roles.turns import Turns
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.segments import SegmentClient
+
+if TYPE_CHECKING:
+    from rondo.roles.rollout.lent import Lent
 
 SLAB = "weights"
 Install = Callable[[int, Mapping[str, Any]], Awaitable[None]]
@@ -37,6 +41,10 @@ class Job:
     model_path: str
     device: str
     turns: Turns
+    lent: asyncio.Future[Lent] | None = None
+    """The trainer's tensors for the engine of this process, once the trainer has them; None where the engine has its own."""
+    publishes: bool = True
+    """Whether anybody reads published weights."""
 
 
 _opened: WeakKeyDictionary[SegmentClient, asyncio.Task[Job]] = WeakKeyDictionary()  # one client a process
@@ -54,7 +62,17 @@ async def _open(ctx: WorkerContext) -> Job:
     member = Member(ctx.group, ctx.incarnation, ctx.rank, ctx.world_size, ctx.attempt)
     bus = Bus(member, ctx.coordinator, ctx.segments)
     await bus.open()
-    return Job(config, bus, model_path, device, Turns())
+    roles = _roles(ctx.run_dir)
+    lends = {"actor", "rollout"} <= roles.get(ctx.role_group, set()) and ctx.world_size == 1 and config.can_lend_weights
+    others_read = any("actor_fwd" in each for each in roles.values()) or config.num_pinned > 0
+    lent = asyncio.get_running_loop().create_future() if lends else None
+    return Job(config, bus, model_path, device, Turns(), lent, publishes=others_read or not lends)
+
+
+def _roles(run_dir: Path) -> dict[str, set[str]]:
+    """The roles of every role group, by its name."""
+    resolved = orjson.loads((run_dir / "config.resolved.json").read_bytes())
+    return {group["name"]: set(group["roles"]) for group in resolved["groups"]}
 
 
 def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:

@@ -43,6 +43,7 @@ from rondo.roles.datasets import demonstrations
 from rondo.roles.determinism import seed, settle
 from rondo.roles.gap import Gap
 from rondo.roles.media import preparer
+from rondo.roles.rollout.lent import Lent
 from rondo.roles.whitening import Contribution, Whitening
 
 
@@ -71,7 +72,10 @@ class _Update:
 
 
 class Trainer:
-    def __init__(self, config: JobConfig, path: str, *, rank: int, world_size: int, device: str) -> None:
+    def __init__(
+        self, config: JobConfig, path: str, *, rank: int, world_size: int, device: str, lends: bool = False
+    ) -> None:
+        """lends: to the engine of this process, as `lent`."""
         self.config = config
         self._path = path
         self.rank, self.world_size = rank, world_size
@@ -85,6 +89,7 @@ class Trainer:
             model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters
         )
         self._packing = Packing.of(model)
+        self.lent = Lent(model) if lends else None
         self.model = parallel.shard(
             model,
             world_size=world_size,
@@ -235,6 +240,8 @@ class Trainer:
         grad_norm = parallel.clip_grad_norm(self.model, train.clip_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr(step)
+        if self.lent is not None:
+            self.lent.moves()
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self._updates.append(_Update(total, float(total.loss) / denominator, grad_norm))

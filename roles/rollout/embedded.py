@@ -24,6 +24,7 @@ import torch
 
 from rondo.roles.rollout.engine import Completion, EngineStats, Prefix, Request
 from rondo.roles.rollout.hf_forward import HFForward
+from rondo.roles.rollout.lent import Lent, LentForward
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
 from rondo.roles.rollout.slots import Forward, SlotEngine
 from rondo.runtime.errors import Closed, ConfigError
@@ -42,11 +43,13 @@ def slot_engine(
     max_prefill_tokens: int = 8192,
     fixed_shapes: bool = False,
     version: int = 0,
+    lent: Lent | None = None,
 ) -> SlotEngine:
     """A slot engine over a transformers causal LM, which it puts into evaluation mode and whose weights it may replace.
 
     `forward`: "auto" takes the fused path for plain Qwen3 and the Hugging Face path for the rest; "fused" and "hf" force
-    one. Raises ConfigError if the forced path cannot compute the model. The rest is as in `SlotEngine`.
+    one. Raises ConfigError if the forced path cannot compute the model. `lent`: whose tensors the model's are, where its weights
+    are somebody else's. The rest is as in `SlotEngine`.
     """
     if forward not in ("auto", "fused", "hf"):
         raise ConfigError(f"forward must be auto, fused or hf, got {forward!r}. Use auto.")
@@ -59,7 +62,7 @@ def slot_engine(
     make: type[Qwen3Forward] | type[HFForward] = Qwen3Forward if fused and forward != "hf" else HFForward
     built: Forward = make(model, num_slots=num_slots, max_length=max_length, fixed_shapes=fixed_shapes)
     return SlotEngine(
-        built,
+        built if lent is None else LentForward(built, lent),
         num_slots=num_slots,
         max_length=max_length,
         max_prefill_tokens=max_prefill_tokens,
@@ -103,6 +106,7 @@ class EmbeddedEngine:
     """`Engine` in this process. Made and used on one event loop; `compute(fn)` awaits `fn()` on the compute thread.
 
     A turn holds the compute thread for about `turn_s` seconds, at least one step, so that other work on it gets its share.
+    While its weights are `held`, nothing is sampled: the next ones that are given end that.
     When a step fails, every request here fails with that error and the cache is emptied; the engine goes on. When writing
     weights fails half-way, it fails what is here too and refuses requests until other weights are in.
     """
@@ -174,6 +178,10 @@ class EmbeddedEngine:
         self._paused = True
         await self._compute(_nothing)  # behind the turn that is under way
 
+    @property
+    def _stands(self) -> bool:
+        return self._paused or self._slots.held
+
     def resume(self) -> None:
         """Goes on where `pause` stopped."""
         self._paused = False
@@ -205,7 +213,7 @@ class EmbeddedEngine:
 
     async def _turn_until_idle(self) -> None:
         try:
-            while (self._inbox or (self._slots.has_work and not self._paused)) and self._closed is None:
+            while (self._inbox or (self._slots.has_work and not self._stands)) and self._closed is None:
                 outcomes, told = await self._compute(self._turn)
                 for progress, so_far in told:
                     asyncio.get_running_loop().call_soon(progress, so_far)  # apart, so that its errors end no turn
@@ -237,7 +245,7 @@ class EmbeddedEngine:
         while self._closed is None:
             while self._inbox:
                 self._carry_out(self._inbox.popleft(), outcomes)
-            if not self._slots.has_work or self._paused:
+            if not self._slots.has_work or self._stands:
                 break
             try:
                 completions = self._slots.step()

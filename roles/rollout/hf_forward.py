@@ -218,6 +218,11 @@ class HFForward:
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         load_disk_tensors(self._model, tensors)
 
+    held = False
+
+    def refresh(self) -> None:
+        """The module's own parameters are all there is."""
+
     def _decode(self, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         at = torch.from_numpy(positions).to(self._device)
         rows = torch.arange(len(tokens), device=self._device)

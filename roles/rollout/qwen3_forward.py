@@ -120,6 +120,7 @@ class Qwen3Forward:
         self._views: dict[tuple[int, int, int], _Views] = {}
 
     modalities: tuple[str, ...] = ()
+    held = False
     keeps_prefixes = True
 
     @property
@@ -164,8 +165,7 @@ class Qwen3Forward:
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         load_disk_tensors(self._model, tensors)
-        with torch.inference_mode():
-            self._refresh()
+        self.refresh()
 
     def _layer(
         self,
@@ -269,7 +269,8 @@ class Qwen3Forward:
             module, Product(qkv, rows), Product(out, rows), Product(gate_up, rows), Product(down, rows), qk_norm
         )
 
-    def _refresh(self) -> None:
+    @torch.inference_mode()
+    def refresh(self) -> None:
         """Takes the module's parameters over after they changed."""
         for layer in self._layers:
             qkv, out, gate_up, qk_norm = self._fuse(layer.module)

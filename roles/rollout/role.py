@@ -41,6 +41,7 @@ from rondo.roles.prompts import render_prompt
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.evaluation import Evaluator, item_of, sample_seed
+from rondo.roles.rollout.lent import Lent
 from rondo.roles.rollout.rewards import RewardPool, RewardResult
 from rondo.roles.rollout.serve.endpoint import endpoint
 from rondo.roles.rollout.share import Share
@@ -81,6 +82,7 @@ class RolloutRole:
         self._ctx = ctx
         # By (group, epoch): a group whose lease was lost can come back here before its old task has ended.
         self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._lent: Lent | None = None  # the trainer's tensors, where the engine generates with them
 
     async def run(self) -> None:
         ctx = self._ctx
@@ -110,7 +112,7 @@ class RolloutRole:
                         self._prompt,
                         self._params(config.rollout.temperature),
                     )
-            async with follow(ctx, job, self.role, self._engine.update_weights) as first:
+            async with self._follow() as first:
                 await first.wait()
                 await pools.enter_async_context(self._endpoint())
                 await ctx.ready()
@@ -131,7 +133,12 @@ class RolloutRole:
             return await self._open_servers(ends)
         evaluation = self._job.config.evaluation
         evaluates = evaluation is not None and (evaluation.at_start or evaluation.at_end)
-        slots = await self._ctx.compute(self._build, self._job.config.rollout.num_slots, evaluates=evaluates)
+        num_slots = self._job.config.rollout.num_slots
+        if self._job.lent is None:
+            slots = await self._ctx.compute(self._build, num_slots, evaluates=evaluates)
+            return EmbeddedEngine(slots, self._ctx.compute)
+        self._lent = await self._job.lent
+        slots = await self._ctx.compute(self._build, num_slots, evaluates=evaluates, lent=self._lent)
         return EmbeddedEngine(slots, self._ctx.compute)
 
     async def _open_servers(self, ends: AsyncExitStack) -> Engine:
@@ -178,17 +185,48 @@ class RolloutRole:
         stats = self._engine.stats()
         return stats.num_running + stats.num_waiting > 0
 
-    def _build(self, num_slots: int, *, evaluates: bool) -> SlotEngine:
-        """On the compute thread. Long enough for the rollout's responses, and an evaluation's if it has some."""
+    def _build(self, num_slots: int, *, evaluates: bool, lent: Lent | None = None) -> SlotEngine:
+        """On the compute thread. Long enough for the rollout's responses, and an evaluation's if it has some. Over a model of its
+        own, or the trainer's tensors."""
         config, rollout = self._job.config, self._job.config.rollout
         settle(config)
-        model = load_model(
-            self._job.model_path, dtype=config.model.dtype, device=self._job.device, attn=config.model.attn
+        model = (
+            lent.model
+            if lent is not None
+            else load_model(
+                self._job.model_path, dtype=config.model.dtype, device=self._job.device, attn=config.model.attn
+            )
         )
         sets = config.evaluation.named_sets().values() if evaluates and config.evaluation is not None else ()
         most = max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
         length = rollout.max_prompt_tokens + most
-        return slot_engine(model, num_slots=num_slots, max_length=length, fixed_shapes=config.deterministic)
+        return slot_engine(model, num_slots=num_slots, max_length=length, fixed_shapes=config.deterministic, lent=lent)
+
+    @asynccontextmanager
+    async def _follow(self) -> AsyncIterator[asyncio.Event]:
+        """Serves every new version while the body runs; the event is set once the first one is proved."""
+        if self._lent is None:
+            async with follow(self._ctx, self._job, self.role, self._engine.update_weights) as first:
+                yield first
+            return
+        first = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(self._flip(self._lent, first))
+            try:
+                yield first
+            finally:
+                task.cancel()
+
+    async def _flip(self, lent: Lent, first: asyncio.Event) -> None:
+        """Each version is there when the trainer says so: its tensors are those that it committed."""
+        version = -1
+        while True:
+            flip = await lent.newer_than(version)
+            version = flip.version
+            with self._ctx.span("load weights", beside="weights", version=version):
+                await self._engine.update_weights(version, flip)
+            await self._job.bus.call("proved", f"{self.role}.{self._ctx.rank}", version)
+            first.set()
 
     # ---- leases -----------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,10 @@ class Forward(Protocol):
         """Of the media that prompts may carry; empty for a model of text."""
 
     @property
+    def held(self) -> bool:
+        """Whether its weights are just now not the version that was loaded: then it must not be called."""
+
+    @property
     def keeps_prefixes(self) -> bool:
         """Whether `copy` can still take a prompt from a slot that has gone on since. Not so where layers carry a state."""
 
@@ -78,6 +82,9 @@ class Forward(Protocol):
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces the weights in place (Hugging Face disk names), or raises ConfigError and changes nothing."""
+
+    def refresh(self) -> None:
+        """Takes over weights that somebody else has changed in place."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -151,6 +158,11 @@ class SlotEngine:
         self._num_wanting_top = 0
         self._num_completed = self._num_cancelled = self._num_interrupted = 0
         self._tokens_generated = self._decode_steps = self._prefill_tokens = self._shared_prompt_tokens = 0
+
+    @property
+    def held(self) -> bool:
+        """Whether `step` has to wait until other weights are loaded."""
+        return self._forward.held
 
     @property
     def has_work(self) -> bool:

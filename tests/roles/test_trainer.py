@@ -173,3 +173,22 @@ def test_the_gap_compares_each_token_with_a_log_prob_of_the_version_it_was_sampl
     arrived = replace(row, policy_versions=np.array([2] * 2 + [3] * (length - 2), np.int32))
     made.accumulate(3, [arrived], [[0, 0, 1]], last=True)
     assert "log_prob_gap" not in made.finish(3)[0]
+
+
+def test_lent_weights_are_no_version_from_the_optimizer_on_and_stay_the_trainers_tensors(model: str) -> None:
+    config = job(model)
+    torch.manual_seed(0)
+    made = Trainer(config, model, rank=0, world_size=1, device="cpu", lends=True)
+    assert made.lent is not None
+    made.lent.holds(0)
+    tensors, state = made.state()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    made.accumulate(0, rows(0), [[0, i, 1] for i in range(6)], last=True)
+    assert made.lent.version == 0
+    made.finish(0)
+    assert made.lent.version is None
+    pairs = list(zip(made.lent.model.parameters(), made.model.parameters(), strict=True))
+    assert all(lent is own for lent, own in pairs)
+    made.load_state(before, state)  # a step that is undone, or a restart
+    assert all(lent.data_ptr() == own.data_ptr() for lent, own in pairs)
+    assert trainer(config, model).lent is None

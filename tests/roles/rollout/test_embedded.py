@@ -33,6 +33,7 @@ class Controlled:
 
     modalities: tuple[str, ...] = ()
     keeps_prefixes = True
+    held = False
 
     @property
     def vocab_size(self) -> int:
