@@ -153,7 +153,7 @@ def resume(options: argparse.Namespace) -> int:
     run = existing_run(options.run)
     from rondo.launch.train import resume as go_on
 
-    return go_on(run)
+    return go_on(run, options.set)
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -248,6 +248,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
             made.add_argument("--out", metavar="TRACE.json", type=Path, help="default: trace.json in the run directory")
         if name in ("status", "explain"):
             made.add_argument("--json", action="store_true", help="one JSON object")
+        if name == "resume":
+            made.add_argument(
+                "--set", action="append", default=[], metavar="PATH=VALUE",
+                help="place roles otherwise than before: --set groups.1.processes=2",
+            )  # fmt: skip
         if name == "stop":
             made.add_argument("--reason", default="rondo stop", help="for the logs")
             made.add_argument("--no-wait", action="store_true", help="return before the run has ended")

@@ -41,8 +41,13 @@ class Setup:
     spare_groups: int = 0
     prompts_per_step: int = 1
     reward_workers: int = 1
-    takes_turns: bool = False
-    """Actor and rollout live in one role group."""
+    beside_actor: frozenset[str] = frozenset()
+    """Roles that live in the actor's processes, and compute on its thread."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Actor and rollout live in one role group."""
+        return "rollout" in self.beside_actor
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], num_cores: int) -> Setup:
@@ -62,7 +67,13 @@ class Setup:
             spare_groups=settings["rollout"]["spare_groups"],
             prompts_per_step=settings["rollout"]["prompts_per_step"],
             reward_workers=settings["reward"]["num_workers"],
-            takes_turns=any({"actor", "rollout"} <= set(group["roles"]) for group in settings["groups"]),
+            beside_actor=frozenset(
+                role
+                for group in settings["groups"]
+                if "actor" in group["roles"]
+                for role in group["roles"]
+                if role != "actor"
+            ),
         )
 
 
@@ -187,6 +198,8 @@ def _limit(
     if whom in ("rollout", "weights") and idle >= _LITTLE:
         why.append(f"rollout waits for the trainer's next version {idle:.0%} of the time")
         return Finding("turns", "actor and rollout take turns: each waits for the other.", tuple(why), _turns(setup))
+    if whom in setup.beside_actor:
+        return _one_thread(whom, why, roles, setup)
     if whom == "rollout":
         why.append(
             f"of its wait for rollout {_of(longest_s, seconds)} is for the last tenth of the step's prompt groups: "
@@ -202,7 +215,7 @@ def _limit(
 def _actor_limits(step_s: float, trainer: Mapping[str, float], waited: float, idle: float, setup: Setup) -> Finding:
     train = trainer.get("train", 0.0)
     why = [f"it trains {_of(train, step_s)} of a step and waits {_of(waited, step_s)}"]
-    change = [f"give it more: actor_processes={setup.processes.get('actor', 1) + 1}, actor_threads, or a device"]
+    change = ["give it more: " + _more_of_the_actor(setup)]
     for name, advice in (
         ("save", "save less often: a greater train.save_every"),
         ("commit", "commits copy weights and optimizer: train.hot_snapshot=False spares that, but a death costs more"),
@@ -216,6 +229,38 @@ def _actor_limits(step_s: float, trainer: Mapping[str, float], waited: float, id
         why.append(f"rollout waits for the trainer's next version {idle:.0%} of the time")
         change.append("rollout needs less than it has: move its threads, cores or devices to the actor")
     return Finding("actor", "actor limits this run: the others keep up with the trainer.", tuple(why), tuple(change))
+
+
+def _more_of_the_actor(setup: Setup) -> str:
+    """As the mode that made the groups names it."""
+    if setup.takes_turns:
+        return "threads, or a device; or groups of their own (modes.hybrid), so that it need not generate too"
+    prefix = "" if "reference" in setup.beside_actor or "advantages" in setup.beside_actor else "actor_"
+    return f"{prefix}processes={setup.processes.get('actor', 1) + 1}, {prefix}threads, or a device"
+
+
+def _one_thread(whom: str, why: list[str], roles: Mapping[str, RoleShare], setup: Setup) -> Finding:
+    """The trainer waits for a role that computes on its own thread."""
+    here = ["actor", *sorted(setup.beside_actor & roles.keys())]
+    at_work = sorted(((roles[name].busy, name) for name in here if name in roles), reverse=True)
+    why.append("at work on the thread that they share: " + ", ".join(f"{name} {busy:.0%}" for busy, name in at_work))
+    change = ["more threads or a device for that process"]
+    if whom == "rollout":
+        change.append(
+            "put them into groups of their own (modes.hybrid or modes.fully_async), so that both work at once"
+        )
+    else:
+        change.append(f"put {whom} into a group of its own (modes.fully_async), where cores or devices are free for it")
+        if whom == "reference":
+            change.append("algorithm.kl_coef=0 needs no reference")
+        if whom == "actor_fwd":
+            change.append("max_staleness=0 needs no actor_fwd")
+    return Finding(
+        whom,
+        f"{whom} and the trainer share one process: what one computes, the other waits for.",
+        tuple(why),
+        tuple(change),
+    )
 
 
 def _turns(setup: Setup) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ import uvloop
 from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.launch.check import Facts, require
 from rondo.launch.cli import TrainOptions
-from rondo.launch.config import RunConfig, resolve, unresolve
+from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
 from rondo.launch.provider import RunProvider, serve_trace
 from rondo.launch.rundir import RunDir, write_json
@@ -43,6 +43,8 @@ from rondo.runtime.supervisor import Supervisor
 _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
 PREPARED = "prepared.json"
+_PLACES = ("groups", "supervision", "admin")
+"""Settings that say where and under whose eyes a run works, and not what it trains."""
 
 
 def main(
@@ -72,8 +74,8 @@ def fine_tune(config: RunConfig, options: TrainOptions) -> int:
         return _run(config, run, options, attempt=0, groups=(group,))
 
 
-def resume(path: Path) -> int:
-    """Go on with the run at `path` from its newest whole checkpoint, under the next attempt."""
+def resume(path: Path, sets: Sequence[str] = ()) -> int:
+    """Go on with the run at `path` from its newest whole checkpoint, under the next attempt. `sets`: other places for roles."""
     with RunDir.claim(path) as run:
         checkpoint = newest_complete(run.checkpoints)
         if checkpoint is None:
@@ -83,8 +85,36 @@ def resume(path: Path) -> int:
             )
         config = unresolve(orjson.loads(run.config_json.read_bytes()))
         os.chdir(orjson.loads((run.path / "environment.json").read_bytes())["cwd"])  # relative paths of the settings
+        if sets:
+            config = _placed_anew(config, run, sets)
         print(f"run {run.path.name} goes on from {checkpoint.name}", flush=True)
         return _run(config, run, TrainOptions(run.path / "config.py"), attempt=run.next_attempt())
+
+
+def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str]) -> RunConfig:
+    """The run's settings with its roles in other places, written down for its processes. What is trained, and the roles that a
+    checkpoint knows, stay."""
+    for text in sets:
+        if text.partition("=")[0].split(".")[0] not in _PLACES:
+            raise ConfigError(
+                f"--set of `rondo resume` must say where the run goes on ({', '.join(_PLACES)}), got {text!r}. "
+                "What is trained stays: start another run with `rondo train`"
+            )
+    changed = override(config, sets)
+    before, after = ({role for group in each.groups for role in group.roles} for each in (config, changed))
+    if before != after:
+        raise ConfigError(
+            f"groups must hold the roles that the run had, {', '.join(sorted(before))}, got {', '.join(sorted(after))}. "
+            "Its checkpoint knows these alone"
+        )
+    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
+        facts = require(changed, Path(folder))
+    assert facts.num_rows is not None
+    prepared = orjson.loads((run.path / PREPARED).read_bytes())
+    write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.groups)})
+    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(coordinator_config(changed, facts.num_rows)))
+    write_json(run.config_json, resolve(changed))
+    return changed
 
 
 def _run(

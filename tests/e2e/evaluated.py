@@ -1,5 +1,5 @@
-"""A run on words with two evaluated sets every fourth step, samples that new weights interrupt, a reward that raises for one row
-and hangs for another. For the tests."""
+"""A run on words, on two replicas, with two evaluated sets every fourth step, samples that new weights interrupt, a reward that
+raises for one row and hangs for another. For the tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ config = RunConfig(
     name="evaluated",
     num_steps=8,
     max_staleness=2,
-    groups=fully_async(),
+    groups=fully_async(rollout_replicas=2),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, shuffle=False, held_out=4),
     evaluation=EvalConfig(

@@ -9,7 +9,7 @@ from rondo.launch.records import evaluation_records, step_records
 from tests.e2e.runs import ROOT, command, finish, left_behind, start
 
 
-def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_raise_and_hang_and_a_replica_dies(
+def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_raise_and_hang_and_both_replicas_die(
     tmp_path: Path,
 ) -> None:
     module = str(ROOT / "tests" / "e2e" / "evaluated.py")
@@ -17,7 +17,7 @@ def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_rais
     ended = finish(start(line, tmp_path), tmp_path / "evaluated")
     assert ended.code == 0, ended.output
     summary, metrics = ended.summary, ended.run_dir / "metrics.jsonl"
-    assert (summary["steps"], summary["restarts"]) == (8, {"rollout": 1})
+    assert (summary["steps"], summary["restarts"]) == (8, {"rollout": 2})
     assert (summary["samples_lost"], summary["samples_trained_twice"], summary["samples_trained"]) == (0, 0, 8 * 4 * 2)
     assert summary["samples_by_outcome"]["quarantined"] == 2 * 2  # two prompts of two samples
     events = [orjson.loads(text) for text in (ended.run_dir / "events.jsonl").read_bytes().splitlines()]

@@ -106,6 +106,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     )
     seen = orjson.loads(status.stdout)
     assert seen["alive"] and seen["health"]["ready"] and {role["name"] for role in seen["roles"]} >= {"actor-0"}
+    assert {role["name"]: role["num_ranks"] for role in seen["roles"]}["actor-0"] == 2
     record = supervisor_record(stopped.run_dir)
     assert record is not None
     due = time.monotonic() + PATIENCE_S  # a process writes its spans down from time to time

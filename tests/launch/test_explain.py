@@ -76,7 +76,7 @@ def test_roles_that_take_turns_ask_for_staleness() -> None:
     assert found.text == "actor and rollout take turns: each waits for the other."
     assert found.why[1] == "rollout waits for the trainer's next version 60% of the time"
     assert found.change[0].startswith("max_staleness=1 (now 0)")
-    together = replace(SETUP, takes_turns=True)
+    together = replace(SETUP, beside_actor=frozenset({"rollout", "advantages"}))
     assert "groups of their own" in first(step(train=0.5, wait_for_rollout=0.5, idle=0.5), setup=together).change[0]
 
 
@@ -94,6 +94,21 @@ def test_roles_that_take_turns_ask_for_staleness() -> None:
 def test_whom_the_trainer_waits_for_longest_limits_the_run(whom: str, change: str) -> None:
     found = first(step(train=0.4, wait_for_rollout=0.1, **{f"wait_for_{whom}": 0.5}))
     assert (found.subject, found.change[0]) == (whom, change)
+
+
+def test_a_role_in_the_trainers_process_is_told_as_such_and_nothing_is_advised_that_its_mode_has_not() -> None:
+    parts = {"train": 0.4, "wait_for_reference": 0.5, "wait_for_rollout": 0.1}
+    hybrid = replace(SETUP, beside_actor=frozenset({"advantages", "reference"}))
+    found = first(step(**parts), setup=hybrid)
+    assert found.text == "reference and the trainer share one process: what one computes, the other waits for."
+    assert found.why[-1] == "at work on the thread that they share: reference 100%, actor 0%"
+    assert not any("reference_replicas" in change for change in found.change)
+    assert any("modes.fully_async" in change for change in found.change)
+    colocated = replace(SETUP, beside_actor=frozenset({"advantages", "reference", "rollout"}))
+    found = first(step(train=0.4, wait_for_rollout=0.6), setup=colocated)
+    assert found.subject == "rollout" and not any("rollout_replicas" in change for change in found.change)
+    for setup, change in ((hybrid, "processes=2, threads"), (colocated, "threads, or a device; or groups of their own")):
+        assert first(step(train=1.0), setup=setup).change[0].startswith(f"give it more: {change}")
 
 
 def test_full_processors_and_too_many_threads_are_told() -> None:
@@ -185,4 +200,5 @@ def test_the_setup_is_read_from_the_resolved_settings() -> None:
         "rollout": {"spare_groups": 2, "prompts_per_step": 16},
         "reward": {"num_workers": 3},
     }
-    assert Setup.of(settings, 8) == Setup(4, {"rollout": 3, "actor": 2, "reference": 2}, 8, 8, 2, 16, 3, False)
+    processes = {"rollout": 3, "actor": 2, "reference": 2}
+    assert Setup.of(settings, 8) == Setup(4, processes, 8, 8, 2, 16, 3, frozenset({"reference"}))
