@@ -23,7 +23,7 @@ def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_rais
     events = [orjson.loads(text) for text in (ended.run_dir / "events.jsonl").read_bytes().splitlines()]
     failed = {event["group"]: event["why"] for event in events if event.get("state") == "quarantined"}
     raised, hung = (failed[group] for group in sorted(failed))
-    assert "ZeroDivisionError" in raised and "within 1 s" in hung
+    assert "ZeroDivisionError" in raised and "within 3 s" in hung
     found = evaluation_records(metrics)
     assert [each["version"] for each in found] == [4, 8] and list(summary["evaluations"]) == ["4", "8"]
     assert all(each["sets"].keys() == {"kept", "own"} for each in found)
