@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from rondo.models.media.inputs import MediaInputs, Modality
 
-FORMAT = "rondo"
+SCHEME = "rondo:"
+"""Begins an item, in the place of an address: a server refuses objects that it does not know, and takes any text."""
 PROCESSOR = Path(__file__).parent / "processor"
 """On the PYTHONPATH of a server that rondo starts."""
 PACKAGE = "rondo_media"
@@ -38,7 +40,8 @@ def media_body(media: MediaInputs, sequence: np.ndarray) -> dict[str, Any]:
     for modality in media.modalities:
         arrays = {name: media.arrays[name] for name in _OF[modality]}
         described = {name: _described(array) for name, array in arrays.items()}
-        body[_FIELDS[modality]] = [{"format": FORMAT, "arrays": described, "positions": _described(positions)}]
+        item = {"arrays": described, "positions": _described(positions)}
+        body[_FIELDS[modality]] = [SCHEME + orjson.dumps(item).decode()]
     return body
 
 

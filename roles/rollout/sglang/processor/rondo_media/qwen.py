@@ -8,6 +8,7 @@ brings goes the server's own way.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
-_FORMAT = "rondo"
+_SCHEME = "rondo:"
 
 
 class RondoMediaProcessor(QwenVLImageProcessor):
@@ -36,10 +37,11 @@ def _taken(items: Any) -> Any:
     """The same items, those of ours as SGLang's `processor_output`."""
     if not isinstance(items, list):
         return items
-    return [_output(item) if isinstance(item, dict) and item.get("format") == _FORMAT else item for item in items]
+    return [_output(item) if isinstance(item, str) and item.startswith(_SCHEME) else item for item in items]
 
 
-def _output(item: Mapping[str, Any]) -> dict[str, Any]:
+def _output(text: str) -> dict[str, Any]:
+    item = json.loads(text.removeprefix(_SCHEME))
     positions = _tensor(item["positions"])
     after = positions.max() + 1 - positions.shape[1]
     arrays = {name: _tensor(told) for name, told in item["arrays"].items()}
