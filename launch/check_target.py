@@ -130,6 +130,8 @@ def judge_devices(
     for group in config.groups:
         if not group.devices or not _RUNS_A_MODEL & set(group.roles):
             continue
+        if group.roles == ("rollout",) and config.rollout.sglang is not None:
+            continue  # a server takes what it is told to, and refuses to start where its model has no room
         estimate = group_estimate(config, shape, group)
         needed = estimate.needed + _ON_DEVICE
         shown = f"{_show({**estimate.parts, 'context': _ON_DEVICE})}; while loading {show_bytes(estimate.loading)}"

@@ -120,6 +120,25 @@ class RunConfig(JobConfig):
         return self
 
     @model_validator(mode="after")
+    def _servers_have_their_devices(self) -> RunConfig:
+        sglang = self.rollout.sglang
+        takes = 1 if sglang is None else 0 if sglang.urls else sglang.num_servers * sglang.tensor_parallel
+        for group in self.groups:
+            if "rollout" not in group.roles or group.devices in (0, takes):
+                continue
+            if sglang is None:
+                raise ValueError(
+                    f"groups[{group.name}].devices must be 0 or 1 without rollout.sglang, got {group.devices}. "
+                    f"Use replicas={group.devices} to generate on more devices"
+                )
+            if group.roles == ("rollout",):
+                raise ValueError(
+                    f"groups[{group.name}].devices must be 0, or the {takes} that the SGLang servers of a replica take "
+                    f"(num_servers x tensor_parallel; none with urls), got {group.devices}. Change one of them"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _determinism_suits_the_groups(self) -> RunConfig:
         if not self.deterministic:
             return self

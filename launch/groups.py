@@ -28,8 +28,8 @@ class RoleGroup(Section):
     """Ranks of one replica."""
     threads: int = Field(1, ge=1)
     """Compute threads of a process."""
-    devices: int = Field(0, ge=0, le=1)
-    """Accelerators of a process: 0 computes on the CPU."""
+    devices: int = Field(0, ge=0)
+    """Accelerators of a process: 0 computes on the CPU. More than 1 only where SGLang servers generate, which share them."""
 
     @model_validator(mode="after")
     def _state_has_one_home(self) -> RoleGroup:
@@ -44,6 +44,15 @@ class RoleGroup(Section):
             raise ValueError(
                 f"groups[{self.name}].processes must be 1 for a group that generates, got {self.processes}. "
                 f"Use replicas={self.processes} of a rollout group to generate on more processes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_process_computes_on_one_device(self) -> RoleGroup:
+        if self.devices > 1 and self.roles != ("rollout",):
+            raise ValueError(
+                f"groups[{self.name}].devices must be 0 or 1 for a group of {', '.join(self.roles)}, got {self.devices}. "
+                f"Use processes={self.devices}"
             )
         return self
 

@@ -50,6 +50,9 @@ ELSEWHERE = {
     "rondo bench link": "measured by hand: it times a machine",
     "rondo check examples/full_size/qwen3_4b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
     "--set model.path=FOLDER": "tests/launch: test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
+    "rondo sglang install .venv-sglang": "tests/launch: test_an_environment_for_sglang_is_built_in_these_steps",
+    "make demo ENGINE=sglang": "test_make_runs_what_the_readme_says",
+    "make test-sglang": "test_make_runs_what_the_readme_says",
     "rondo bench omni": "the examples it runs are run here; it takes half an hour",
     "rondo bench media": "measured by hand: it times a machine",
     "rondo bench paper": "measured by hand: it times a machine",
@@ -95,6 +98,8 @@ def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -
         (("demo",), "rondo train examples/quickstart.py"),
         (("demo", "KILL=actor"), "rondo train examples/quickstart.py --kill actor@75"),
         (("test",), "-m pytest"),
+        (("demo", "ENGINE=sglang"), "--set rollout.sglang.python=.venv-sglang/bin/python"),
+        (("test-sglang",), "-m pytest tests/sglang"),
     ],
 )
 def test_make_runs_what_the_readme_says(target: tuple[str, ...], expected: str) -> None:

@@ -292,3 +292,33 @@ def test_what_depends_on_time_or_on_the_number_of_threads_is_refused_with_determ
 def test_filtered_groups_go_with_determinism_where_the_data_are_on_policy(tmp_path: Path) -> None:
     config = load(configs.write(tmp_path), ("deterministic=True", "rollout.filter=zero_std", "max_staleness=0"))
     assert config.deterministic
+
+
+@pytest.mark.parametrize(
+    ("devices", "sglang", "problem"),
+    [
+        (2, "", r"groups\[rollout\].devices must be 0 or 1 without rollout.sglang, got 2"),
+        (
+            2,
+            "sglang=SGLangConfig(python='p', tensor_parallel=4),",
+            "the 4 that the SGLang servers of a replica take.*got 2",
+        ),
+        (1, "sglang=SGLangConfig(urls=('http://h:1',)),", "the 0 that the SGLang servers of a replica take.*got 1"),
+        (8, "sglang=SGLangConfig(python='p', tensor_parallel=4, num_servers=2),", None),
+        (0, "sglang=SGLangConfig(python='p', tensor_parallel=4),", None),
+    ],
+)
+def test_a_rollout_group_has_the_devices_that_its_servers_take(
+    tmp_path: Path, devices: int, sglang: str, problem: str | None
+) -> None:
+    file = configs.write(
+        tmp_path,
+        ("groups=fully_async()", f"groups=fully_async(rollout_devices={devices})"),
+        ("RolloutConfig(prompts", f"RolloutConfig({sglang} prompts"),
+        ("RolloutConfig, TrainConfig", "RolloutConfig, SGLangConfig, TrainConfig"),
+    )
+    if problem is None:
+        assert load(file).group_of("rollout").devices == devices
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            load(file)

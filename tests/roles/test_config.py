@@ -128,6 +128,27 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
         ([("sft.warmup_steps", 5)], "sft.warmup_steps must be less than sft.steps, got 5 and 5"),
         ([("rollout.num_slot", 5)], "rollout.num_slot must be a field of RolloutConfig.*Did you mean 'num_slots'"),
         ([("reward.deadline_s", 0)], "reward.deadline_s must be greater than 0, got 0"),
+        (
+            [("rollout.sglang", {"python": "python"}), ("rollout.on_new_weights", "recompute")],
+            "rollout.sglang.pause must be 'retract' with rollout.on_new_weights 'recompute'.*got 'in_place'",
+        ),
+        (
+            [
+                ("rollout.sglang", {"python": "python", "pause": "abort"}),
+                ("rollout.on_new_weights", "interrupt"),
+                ("rollout.max_interruptions", 2),
+            ],
+            "rollout.max_interruptions must be None with rollout.sglang",
+        ),
+        (
+            [("rollout.sglang", {"python": "python"}), ("evaluation.every", 2)],
+            "evaluation.every must be None with rollout.sglang",
+        ),
+        (
+            [("rollout.sglang", {"python": "python"}), ("deterministic", True)],
+            "deterministic must be False with rollout.sglang",
+        ),
+        ([("rollout.sglang", {})], "sglang.python and sglang.urls must be set one without the other, got neither"),
     ],
 )
 def test_contradictions_and_mistakes_are_told_in_one_sentence(changes: list[tuple[str, Any]], message: str) -> None:

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from rondo.launch.check_sglang import look_at_sglang
+from rondo.launch.config import load
+from rondo.launch.sglang_env import VERSION, commands, has_sglang, install
+from rondo.roles.config import SGLangConfig
+from rondo.runtime.errors import ConfigError, RondoError
+from tests.launch.configs import write
+
+
+def looked_at(folder: Path, **settings: object) -> list[tuple[str, str]]:
+    config = load(write(folder), [])
+    rollout = config.rollout.model_copy(update={"sglang": SGLangConfig.model_validate(settings)})
+    return [(found.level, found.text) for found in look_at_sglang(config.model_copy(update={"rollout": rollout}))]
+
+
+def environment(folder: Path, version: str) -> str:
+    """An interpreter that says it has SGLang of this version."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_an_environment_for_sglang_is_built_in_these_steps() -> None:
+    gpu = [" ".join(command) for command in commands(Path("E"), cpu=False)]
+    assert gpu == [f"{sys.executable} -m venv E", f"E/bin/python -m pip install --quiet sglang=={VERSION}"]
+    cpu = [list(command) for command in commands(Path("E"), cpu=True)]
+    assert "--no-deps" in cpu[-1]
+    lists = [Path(command[-1]).read_text() for command in cpu[2:]]
+    assert f"sglang=={VERSION}\n" in lists[1] and "transformers==" in lists[0]
+
+
+def test_an_environment_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment(tmp_path, VERSION)
+    assert install(tmp_path, cpu=True) == 0
+    assert f"has SGLang {VERSION} already" in capsys.readouterr().out
+
+
+def test_a_folder_of_something_else_is_not_made_into_one(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="PATH must be a new folder or a virtual environment"):
+        install(tmp_path, cpu=True)
+
+
+def test_a_step_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rondo.launch.sglang_env.commands", lambda path, cpu: [["false"]])
+    with pytest.raises(RondoError, match="got a failure of `false`"):
+        install(tmp_path / "new", cpu=True)
+
+
+def test_an_interpreter_tells_its_sglang_or_that_there_is_none(tmp_path: Path) -> None:
+    assert has_sglang(environment(tmp_path, "0.5.10")) == "0.5.10"
+    assert has_sglang(sys.executable) is None
+    assert looked_at(tmp_path, python=environment(tmp_path / "a", "0.5.21")) == [
+        ("ok", f"{tmp_path}/a/bin/python has SGLang 0.5.21")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("python", "problem"),
+    [(sys.executable, "which has none"), ("/no/such/python", "an interpreter that runs, got /no/such/python")],
+)
+def test_an_interpreter_without_sglang_is_found_before_the_run_with_the_line_that_builds_one(
+    tmp_path: Path, python: str, problem: str
+) -> None:
+    [(level, text)] = looked_at(tmp_path, python=python)
+    assert level == "error" and problem in text and "`rondo sglang install PATH`" in text
+
+
+def test_an_old_sglang_is_found_before_the_run(tmp_path: Path) -> None:
+    [(level, text)] = looked_at(tmp_path, python=environment(tmp_path, "0.5.9"))
+    assert level == "error" and "must be 0.5.10 or newer" in text and "got 0.5.9" in text
+
+
+def test_servers_that_run_already_are_asked(tmp_path: Path) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            good = self.headers["Authorization"] == "Bearer secret"
+            self.send_response(200 if good else 401)
+            self.end_headers()
+            self.wfile.write(b'{"version": "0.5.22"}' if good else b"{}")
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert looked_at(tmp_path, urls=[url], api_key_file=str(key)) == [("ok", f"SGLang 0.5.22 answers at {url}")]
+        [(level, text)] = looked_at(tmp_path, urls=[url])
+        assert level == "error" and "401" in text
+        server.shutdown()
+    [(level, text)] = looked_at(tmp_path, urls=[url])
+    assert level == "error" and f"of {url}. Start it" in text
+    [(level, text)] = looked_at(tmp_path, urls=[url], api_key_file=str(tmp_path / "none"))
+    assert level == "error" and "api_key_file must be a file to read" in text

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rondo.models.media.inputs import MediaInputs
+from rondo.roles.rollout.sglang.media import SCHEME, media_body, positions_of
+
+
+def inputs(**arrays: np.ndarray) -> MediaInputs:
+    positions = np.array([[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 3]], np.float32)
+    return MediaInputs("key", {"positions": positions, **arrays})
+
+
+def read(told: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(told["data"]), told["dtype"]).reshape(told["shape"])
+
+
+def test_an_image_reaches_the_server_as_its_arrays_and_positions() -> None:
+    pixels = np.random.default_rng(0).random((4, 6), np.float32)
+    grid = np.array([[1, 2, 2]])
+    body = media_body(inputs(pixel_values=pixels, image_grid_thw=grid), np.arange(4))
+    assert body.keys() == {"image_data"}
+    [item] = body["image_data"]
+    told = orjson.loads(item.removeprefix(SCHEME))
+    assert item.startswith(SCHEME) and told.keys() == {"arrays", "positions"}
+    np.testing.assert_array_equal(read(told["arrays"]["pixel_values"]), pixels)
+    np.testing.assert_array_equal(read(told["arrays"]["image_grid_thw"]), grid)
+    assert read(told["positions"]).tolist() == [[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 3]]
+
+
+def test_each_modality_has_its_own_item_with_the_positions_of_all() -> None:
+    arrays = {"pixel_values": (4, 6), "pixel_values_videos": (8, 6), "input_features": (1, 3, 5)}
+    grids = {"image_grid_thw": np.ones((1, 3), int), "video_grid_thw": np.ones((1, 3), int)}
+    sound = {"feature_attention_mask": np.ones((1, 5), np.int32)}
+    media = inputs(**{name: np.zeros(shape, np.float32) for name, shape in arrays.items()}, **grids, **sound)
+    body = media_body(media, np.arange(4))
+    assert body.keys() == {"image_data", "audio_data", "video_data"}
+    told = {field: orjson.loads(items[0].removeprefix(SCHEME)) for field, items in body.items()}
+    assert {field: set(item["arrays"]) for field, item in told.items()} == {
+        "image_data": {"pixel_values", "image_grid_thw"},
+        "video_data": {"pixel_values_videos", "video_grid_thw"},
+        "audio_data": {"input_features", "feature_attention_mask"},
+    }
+    assert len({orjson.dumps(item["positions"]) for item in told.values()}) == 1
+
+
+def test_a_prefix_goes_on_behind_the_greatest_position_on_all_axes() -> None:
+    found = positions_of(inputs(), 7)
+    assert found.shape == (3, 7) and found.dtype == np.int64
+    assert found[:, 4:].tolist() == [[4, 5, 6]] * 3
