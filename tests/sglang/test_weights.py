@@ -10,10 +10,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from rondo.models.load import load_model
 from rondo.roles.config import SGLangConfig
 from rondo.roles.rollout.sglang import weights_distributed, weights_tensor
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
@@ -23,6 +25,7 @@ from rondo.roles.rollout.sglang.weights import ServerWeights
 from rondo.roles.rollout.sglang.weights_buckets import Bucket, pack
 from rondo.runtime.errors import PeerGone
 from rondo.runtime.process import kill_session
+from tests.roles.rollout.engines import full_log_probs, request
 from tests.sglang.servers import START_S, Served, launch, moe, python
 
 WAYS = ["disk", "tensor", "distributed"]
@@ -132,7 +135,7 @@ async def test_requests_in_flight_see_what_their_pause_promises(
 async def test_in_place_a_new_request_meets_the_old_cache_unless_its_key_is_the_version(
     served: Served, first: Tensors, other: Tensors, tmp_path: Path
 ) -> None:
-    """Why an engine that pauses in place names the version in every request's `extra_key`."""
+    """Why the engine names the version so when it pauses in place."""
 
     async def prompt(**more: Any) -> tuple[int, list[Any]]:
         body = {"input_ids": list(range(40, 72)), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, **more}
@@ -150,6 +153,22 @@ async def test_in_place_a_new_request_meets_the_old_cache_unless_its_key_is_the_
         assert stale > 0 and fresh == 0
         await path.update(3, first)
         await client.post("/flush_cache", deadline_s=CALL_S)
+
+
+async def test_an_engine_that_pauses_in_place_samples_a_prompt_that_comes_again_under_the_new_weights_alone(
+    served: Served, first: Tensors, other: Tensors, tmp_path: Path
+) -> None:
+    trainer = load_model(str(served.model)).eval()
+    asked = request("r", 40, 8, temperature=0.0)
+    async with served.engine(tmp_path, pause="in_place", weights="tensor") as engine:
+        await engine.update_weights(1, other)
+        await engine.generate(asked)
+        await engine.update_weights(2, first)
+        got = await engine.generate(asked)
+        again = await engine.generate(asked)
+        assert engine.stats().shared_prompt_tokens > 0  # within a version they are shared
+    for each in (got, again):
+        np.testing.assert_allclose(each.log_probs, full_log_probs(trainer, asked, each.tokens), atol=2e-5)
 
 
 @pytest.mark.parametrize("way", ["tensor", "distributed"])

@@ -85,6 +85,8 @@ class SGLangEngine:
         self.capabilities = capabilities
         self._weights = weights
         self._pause = pause
+        self._prefixes: str | None = str(version)
+        """What requests share prefixes under; None while weights change."""
         self._version = version
         self._asked: dict[str, _Asked] = {}
         self._num_calls = 0
@@ -216,6 +218,9 @@ class SGLangEngine:
             body["return_routed_experts"] = True
         if found.priority:
             body["priority"] = found.priority * request.priority
+        if self._pause == "in_place":
+            # The server keeps the cache that older weights filled: a prompt that comes again must not meet it.
+            body["extra_key"] = rid if self._prefixes is None else self._prefixes
         if request.session is not None:
             body["session_id"] = request.session
         if request.media is not None:
@@ -259,8 +264,10 @@ class SGLangEngine:
 
     async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         self._raise_if_closed()
+        # Until it is over, nobody here knows under which of the two weights a request is begun: it shares no prefix.
+        self._prefixes = None
         await self._weights.update(version, tensors)
-        self._version = version
+        self._version, self._prefixes = version, str(version)
 
     # ---- health -----------------------------------------------------------------------------------------------------
 
