@@ -1,7 +1,7 @@
 """New weights for a running SGLang server: the protocol around every way they travel, and the proof that they are there.
 
-    pause -> [begin] -> buckets ... the last with its version -> [end] -> version and checksums told -> continue
-                 \\______ once more, whole, when a checksum is not ours ______/
+    prepare -> pause -> [begin] -> buckets ... the last with its version -> [end] -> version and checksums told -> continue
+                            \\______ once more, whole, when a checksum is not ours ______/
 
 Owns this order, and what is known of the server's weights (`proof`). Does not own how bytes travel (`weights_disk.py`,
 `weights_tensor.py`, `weights_distributed.py`), what checksums are over (`weights_proof.py`), nor in which order several servers
@@ -92,6 +92,9 @@ class Transfer(Protocol):
     in_session: bool
 
     async def open(self) -> None: ...
+    async def prepare(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What can be done of a sending while the server still generates."""
+
     async def send(self, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool) -> None:
         """All of `tensors`; the version with the last call, and the flush of the cache if asked for."""
 
@@ -157,6 +160,7 @@ class ServerWeights:
             # The checksums are computed beside the sending.
             expecting = asyncio.create_task(self._expected(tensors))
             try:
+                await self._transfer.prepare(str(version), tensors)
                 await self._update(self._transfer, version, tensors, expecting, began)
             finally:
                 await _finished(expecting)

@@ -51,9 +51,13 @@ class DiskTransfer:
     async def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
 
+    async def prepare(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        await asyncio.to_thread(write, self._of(version), tensors, self._model)
+
     async def send(self, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool) -> None:
-        written = await asyncio.to_thread(write, self._of(version), tensors, self._model)
-        body = {"model_path": str(written.resolve()), "weight_version": version, "flush_cache": flush}
+        if not self._of(version).is_dir():  # what was prepared has been refused
+            await self.prepare(version, tensors)
+        body = {"model_path": str(self._of(version).resolve()), "weight_version": version, "flush_cache": flush}
         await self._client.post("/update_weights_from_disk", body, deadline_s=self._deadline_s)
 
     async def proved(self, version: str) -> None:

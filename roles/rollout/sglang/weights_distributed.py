@@ -62,6 +62,10 @@ class DistributedTransfer:
         """Form the group now, so that the first update need not."""
         await self._formed()
 
+    async def prepare(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Another group, after one that failed."""
+        await self._formed()
+
     async def send(self, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool) -> None:
         buckets = plan(tensors, self._bucket_bytes)
         group = await self._formed()

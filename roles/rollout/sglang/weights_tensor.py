@@ -45,6 +45,9 @@ class TensorTransfer:
     async def open(self) -> None:
         """Nothing: blocks last as long as one update."""
 
+    async def prepare(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: buckets are packed while the server loads those before."""
+
     async def send(self, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool) -> None:
         buckets = plan(tensors, self._bucket_bytes)
         device = next(iter(tensors.values())).device

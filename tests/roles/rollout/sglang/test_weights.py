@@ -264,6 +264,20 @@ async def test_only_the_folder_of_the_proved_version_stays_on_disk(tmp_path: Pat
         }
 
 
+async def test_a_version_is_on_disk_before_the_server_is_paused(tmp_path: Path) -> None:
+    server = WeightServer(version(0))
+    at_pause: list[bool] = []
+
+    def look(path: str, body: dict[str, Any]) -> None:
+        if path == "/pause_generation":
+            at_pause.append((tmp_path / "weights" / "version_000001" / "rondo.json").exists())
+
+    async with opened(server, tmp_path, weights="disk") as path:
+        server.before = look
+        await path.update(1, version(1))
+    assert at_pause == [True]
+
+
 async def test_weights_that_come_back_as_they_were_stay_proved(tmp_path: Path) -> None:
     server = WeightServer(version(0))
     async with opened(server, tmp_path) as path:
