@@ -279,6 +279,8 @@ class SGLangConfig(Section):
     """The interpreter of the server's own environment. The servers are started with it."""
     urls: tuple[str, ...] = ()
     """Or servers that run already ("http://127.0.0.1:30000"); rondo neither starts nor ends these."""
+    router: str | None = None
+    """A public router (sglang-router, smg) in front of all `urls`, through which requests go; without, rondo spreads them."""
     num_servers: int = Field(1, ge=1)
     """Servers that each rollout replica starts."""
     tensor_parallel: int = Field(1, ge=1)
@@ -307,6 +309,22 @@ class SGLangConfig(Section):
             raise ValueError(
                 "sglang.python and sglang.urls must be set one without the other, "
                 f"got {'neither' if self.python is None else 'both'}. Set sglang.python to start servers, or sglang.urls"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_router_has_servers_that_are_updated_together(self) -> SGLangConfig:
+        if self.router is None:
+            return self
+        if not self.urls:
+            raise ValueError(
+                "sglang.router must come with sglang.urls, the servers behind it, which get their weights past it, got none. "
+                "Name them, or remove sglang.router: rondo spreads requests over the servers that it starts"
+            )
+        if self.weights != "disk" or self.checksums:
+            raise ValueError(
+                "sglang.router must come with sglang.weights 'disk' and sglang.checksums False, since its servers are updated "
+                f"with the same calls, got {self.weights!r} and {self.checksums}. Change them, or remove sglang.router"
             )
         return self
 

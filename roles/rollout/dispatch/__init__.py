@@ -4,7 +4,6 @@ dispatcher     the `Engine` over engines: one outcome for every request; queue i
 fleet          which engines there are and which may be given work; breaker says when one is left alone
 placement      which of them is given a request: least loaded, and the one that has its prefix or session
 rolling        new weights, engine by engine
-router         a public router in front of several servers, and what it would lose
 """
 
 from __future__ import annotations

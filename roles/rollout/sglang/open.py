@@ -22,6 +22,7 @@ from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import SGLangEngine
 from rondo.roles.rollout.sglang.kept import KeptEngine, Newest, Weights
+from rondo.roles.rollout.sglang.router import RoutedServers
 from rondo.roles.rollout.sglang.server import AttachedServer, Launch, Server, SGLangServer
 from rondo.roles.rollout.sglang.weights import weight_path
 from rondo.runtime.context import WorkerContext
@@ -88,6 +89,8 @@ def servers_of(ctx: WorkerContext, job: Job, settings: SGLangConfig) -> list[Ser
     """Those that run already, or those that this replica is to start."""
     if settings.urls:
         key = read_key(settings.api_key_file)
+        if settings.router is not None:
+            return [RoutedServers(settings.router, settings.urls, key=key)]
         return [AttachedServer(url, key=key) for url in settings.urls]
     names = [f"{ctx.group}.{ctx.incarnation}.sglang-{index}" for index in range(settings.num_servers)]
     logs = ctx.run_dir / "logs" / f"attempt_{ctx.attempt}"

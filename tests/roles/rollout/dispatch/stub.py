@@ -76,7 +76,7 @@ class StubServer:
 
     async def generate(self, request: web.Request) -> web.Response:
         asked = orjson.loads(await request.read())
-        rid, most = asked["rid"], asked["sampling_params"]["max_new_tokens"]
+        rid, most = asked.get("rid") or f"own-{time.monotonic_ns()}", asked["sampling_params"]["max_new_tokens"]
         if rid in self.running:
             return web.json_response({"error": {"message": f"duplicate {rid}"}}, status=400)
         if self.faults.get("generate"):
@@ -111,6 +111,8 @@ class StubServer:
             "completion_tokens": len(ids), "output_token_logprobs": triples, "weight_version": self.version,
             "weight_versions": _spans(versions),
         }  # fmt: skip
+        if asked.get("return_routed_experts") and self.faults.get("experts"):
+            meta["routed_experts"] = "AAAAAA=="
         return web.Response(
             body=orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta}), content_type="application/json"
         )
@@ -176,6 +178,7 @@ class StubServer:
                 "model_path": "stub", "served_model_name": "stub", "is_generation": True, "weight_version": self.version,
                 "tokenizer_path": "stub", "version": "0.5.23", "max_running_requests": 64, "status": "ready", "tp_size": 1,
                 "dp_size": 1, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+                "enable_return_routed_experts": bool(self.faults.get("experts")),
             }
         )  # fmt: skip
 
