@@ -38,6 +38,7 @@ from rondo.roles.job import SLAB, follow, open_job
 from rondo.roles.kept import KeptSamples, columns_of
 from rondo.roles.media import MediaPool
 from rondo.roles.prompts import render_prompt
+from rondo.roles.rollout.dispatch.dispatcher import Dispatcher
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.evaluation import Evaluator, item_of, sample_seed
@@ -294,7 +295,10 @@ class RolloutRole:
         """Engine counters and waits, every few seconds."""
         while True:
             await asyncio.sleep(REPORT_S)
-            await self._ctx.report("metrics", {"engine": asdict(self._engine.stats()), "waits_s": totals()})
+            told = {"engine": asdict(self._engine.stats()), "waits_s": totals()}
+            if isinstance(self._engine, Dispatcher):
+                told["dispatch"] = asdict(self._engine.dispatch_stats())
+            await self._ctx.report("metrics", told)
 
     # ---- one group --------------------------------------------------------------------------------------------------
 
