@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.runs import finish, left_behind, read_until, start
 from tests.sglang.test_run import events, line, run_dir_of
@@ -21,6 +22,7 @@ def launchers(folder: Path) -> list[psutil.Process]:
     return sorted((each for each in found if each.parent() not in found), key=lambda each: each.pid)
 
 
+@pytest.mark.timeout(1200)
 def test_a_run_goes_on_over_the_other_server_and_through_the_end_of_both(tmp_path: Path) -> None:
     running = start(line(tmp_path, "--set", "rollout.sglang.num_servers=2"), tmp_path)
     read_until(running, "step=2/8")
@@ -30,7 +32,7 @@ def test_a_run_goes_on_over_the_other_server_and_through_the_end_of_both(tmp_pat
     assert second.is_running()
     for each in launchers(tmp_path):
         each.send_signal(signal.SIGKILL)
-    ended = finish(running, tmp_path / "small")
+    ended = finish(running, tmp_path / "small", limit_s=900)
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)

@@ -1,0 +1,172 @@
+"""Requests and their one outcome, over engines in this process that answer when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rondo.roles.rollout.dispatch import Dispatcher, DispatchLimits
+from rondo.roles.rollout.engine import Completion, Request
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded
+from tests.roles.rollout.dispatch.engines import QUICK, Load, asked
+from tests.roles.rollout.dispatch.test_killed import routable
+from tests.roles.rollout.dispatch.test_rolling import Told
+
+
+class Holding(Told):
+    """Keeps what it is asked until `answer`. `others` is what it reports beyond our requests."""
+
+    def __init__(self, others: int = 0) -> None:
+        super().__init__()
+        self.held: dict[str, asyncio.Future[None]] = {}
+        self.begun: list[str] = []
+        self.came = asyncio.Event()
+        self.others = others
+
+    async def generate(self, request: Request) -> Completion:
+        self.held[request.id] = asyncio.get_running_loop().create_future()
+        self.begun.append(request.id)
+        self.came.set()
+        try:
+            await self.held[request.id]
+        finally:
+            del self.held[request.id]
+        return await super().generate(request)
+
+    async def load(self) -> Load:
+        return Load(len(self.held) + self.others, 0)
+
+    async def answer(self) -> None:
+        """Ends one request, when there is one."""
+        while not self.held:
+            self.came.clear()
+            await self.came.wait()
+        next(iter(self.held.values())).set_result(None)
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def over(*engines: Any, limits: DispatchLimits = QUICK) -> AsyncIterator[Dispatcher]:
+    dispatcher = Dispatcher(engines, limits=limits)
+    await routable(dispatcher, *(f"engine-{i}" for i in range(len(engines))))
+    try:
+        async with asyncio.timeout(60):
+            yield dispatcher
+    finally:
+        await dispatcher.close()
+
+
+async def begun(dispatcher: Dispatcher, *requests: Request) -> list[asyncio.Task[Completion]]:
+    """Asked in this order."""
+    tasks = []
+    for request in requests:
+        tasks.append(asyncio.create_task(dispatcher.generate(request)))
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_a_judge_is_not_kept_waiting_by_a_queue_of_training_and_the_urgent_go_first() -> None:
+    engine = Holding()
+    async with over(engine, limits=replace(QUICK, in_flight=2)) as dispatcher:
+        tasks = await begun(
+            dispatcher,
+            *(asked(f"t{i}", group=i) for i in range(5)),
+            asked("urgent", group=9, priority=1),
+            asked("judge", group=10, kind="judge"),
+        )
+        for _ in tasks:
+            await engine.answer()
+        await asyncio.gather(*tasks)
+    assert engine.begun == ["t0", "t1", "judge", "urgent", "t2", "t3", "t4"]
+
+
+async def test_an_engine_that_serves_others_gets_less() -> None:
+    busy, free = Holding(others=50), Holding()
+    async with over(busy, free) as dispatcher:
+        tasks = await begun(dispatcher, asked("first", group=1))
+        tasks += await begun(dispatcher, *(asked(f"r{i}", group=10 + i) for i in range(8)))
+        assert len(busy.begun) == 0 and len(free.begun) == 9
+        busy.others = 0
+        while dispatcher._fleet.members[0].foreign:
+            dispatcher._fleet.moved.clear()
+            await dispatcher._fleet.moved.wait()
+        tasks += await begun(dispatcher, *(asked(f"s{i}", group=30 + i) for i in range(4)))
+        assert len(busy.begun) == 4
+        for task in tasks:
+            task.cancel()
+
+
+async def test_the_turns_of_a_session_go_to_one_engine() -> None:
+    engines = [Told(), Told(), Told()]
+    took: list[int] = []
+    for index, engine in enumerate(engines):
+        original = engine.generate
+
+        async def noted(request: Request, index: int = index, original: Any = original) -> Completion:
+            took.append(index)
+            done: Completion = await original(request)
+            return done
+
+        engine.generate = noted  # type: ignore[method-assign]
+    async with over(*engines) as dispatcher:
+        for turn in range(6):
+            await dispatcher.generate(asked(f"a{turn}", prompt=6 + turn, group=turn, session="a"))
+    assert len(set(took)) == 1
+
+
+async def test_a_caller_that_leaves_frees_its_place_and_is_counted_as_dropped() -> None:
+    engine = Holding()
+    async with over(engine, limits=replace(QUICK, in_flight=1)) as dispatcher:
+        first, waits, last = await begun(dispatcher, asked("a"), asked("b"), asked("c"))
+        waits.cancel()
+        first.cancel()
+        await asyncio.wait([first, waits])
+        await engine.answer()
+        assert (await last).request_id == "c"
+        assert engine.begun == ["a", "c"]
+        stats = dispatcher.dispatch_stats()
+        assert (stats.num_dropped, stats.num_completed, stats.num_in_flight, stats.num_waiting) == (2, 1, 0, 0)
+
+
+async def test_an_id_is_under_way_once() -> None:
+    engine = Holding()
+    async with over(engine) as dispatcher:
+        [task] = await begun(dispatcher, asked("a"))
+        with pytest.raises(ConfigError, match="the id of a request must be unique, got 'a' twice"):
+            await dispatcher.generate(asked("a"))
+        await engine.answer()
+        await task
+
+
+async def test_a_turn_that_does_not_come_is_a_named_wait_past_its_deadline() -> None:
+    engine = Holding()
+    async with over(engine, limits=replace(QUICK, in_flight=1, queue_deadline_s=0.05)) as dispatcher:
+        [task] = await begun(dispatcher, asked("a"))
+        with pytest.raises(DeadlineExceeded, match=r"wait 'engine' of .* for 'engine-0' must end within 0\.05 s"):
+            await dispatcher.generate(asked("b"))
+        assert dispatcher.dispatch_stats().num_waiting == 0
+        task.cancel()
+
+
+async def test_closing_fails_what_waits_and_what_comes() -> None:
+    engine = Holding()
+    async with over(engine, limits=replace(QUICK, in_flight=1)) as dispatcher:
+        first, waits = await begun(dispatcher, asked("a"), asked("b"))
+        await dispatcher.close()
+        with pytest.raises(Closed):
+            await waits
+        with pytest.raises(Closed):
+            await dispatcher.generate(asked("c"))
+        first.cancel()
+    assert engine.closed
+
+
+async def test_the_names_of_engines_are_their_own() -> None:
+    async with over(Told()) as dispatcher:
+        with pytest.raises(ConfigError, match="the name of an engine must be its own, got 'engine-0' twice"):
+            dispatcher.add(Told(), "engine-0")
