@@ -57,6 +57,10 @@ ELSEWHERE = {
     "rondo bench media": "measured by hand: it times a machine",
     "rondo bench paper": "measured by hand: it times a machine",
     "rondo bench trl --peers-python PEERS_VENV/bin/python": "measured by hand: it times a machine",
+    "rondo serve runs/quickstart --port 30000": "tests/launch: "
+    "test_a_model_is_served_and_a_signal_lets_what_is_in_flight_be_answered",
+    'curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:30000/rondo/trajectories/task-7': "tests/roles/rollout/serve: "
+    "test_a_second_turn_begins_with_the_tokens_that_were_sampled_and_not_with_those_of_their_text",
     "rondo bench staleness docs/staleness --steps 100": "measured by hand: it takes an hour",
 }
 

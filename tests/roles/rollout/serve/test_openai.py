@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
 from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.roles.rollout.engine import Completion, Prefix, Request
 from tests.roles.rollout.serve.serving import MODEL, ids, serving
 from tests.roles.rollout.serve.test_dialect import events, real
 
@@ -234,3 +237,39 @@ async def test_a_failure_of_the_engine_is_an_answer_and_in_the_midst_of_a_stream
         await served.openai.chat.completions.create(**asked)
     assert found[0]["choices"][0]["delta"]["role"] == "assistant"
     assert "the device is gone" in found[-1]["error"]["message"]
+
+
+async def test_an_engine_that_tells_no_progress_is_served_too_its_stream_in_one_part() -> None:
+    async with serving(lambda prompt: "one END two") as served:
+        generate = served.engine.generate
+
+        async def quiet(request: Request) -> Completion:
+            return await generate(replace(request, progress=None))
+
+        served.engine.generate = quiet  # type: ignore[method-assign]
+        asked: Any = {"model": MODEL, "messages": USER, "stop": ["END"]}
+        whole = await served.openai.chat.completions.create(**asked)
+        chunks = [chunk async for chunk in await served.openai.chat.completions.create(**asked, stream=True)]
+    assert whole.choices[0].message.content == "one " and whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None and whole.usage.completion_tokens == len(ids("one END"))
+    assert [chunk.choices[0].delta.content for chunk in chunks] == ["one ", None]
+
+
+async def test_a_stream_whose_engine_begins_anew_with_other_tokens_ends_with_an_error() -> None:
+    async with serving(lambda prompt: "abcdef") as served:
+        generate = served.engine.generate
+
+        async def again(request: Request) -> Completion:
+            assert request.progress is not None
+            request.progress(prefix("xy"))
+            request.progress(prefix("q"))
+            return await generate(request)
+
+        served.engine.generate = again  # type: ignore[method-assign]
+        found = await events(served, {"model": MODEL, "messages": USER, "stream": True}, "/v1/chat/completions")
+    assert found[0]["choices"][0]["delta"]["content"] == "xy" and "another beginning" in found[-1]["error"]["message"]
+
+
+def prefix(text: str) -> Prefix:
+    tokens = np.array(ids(text), np.int32)
+    return Prefix(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
