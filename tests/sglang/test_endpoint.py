@@ -1,0 +1,67 @@
+"""The server for agents over a real SGLang server: OpenAI's client, trajectories and SGLang's dialect once more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+
+from rondo.models.load import load_tokenizer
+from rondo.roles.rollout.engine import Request, SamplingParams
+from rondo.roles.rollout.serve.app import listening, server
+from rondo.roles.rollout.sglang.client import SGLangClient
+from tests.sglang.servers import Served
+
+TOKEN = "a-token-of-a-test"
+ASK_S = 60.0
+
+
+async def test_an_agent_on_sglang_gets_its_tokens_and_leaves_an_exact_trajectory(
+    served: Served, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(str(served.model))
+    async with served.engine(tmp_path) as engine:
+        app = server(engine, tokenizer, model_name="m", token=TOKEN, max_length=256, control=False, seeds=False)
+        async with (
+            listening(app, "127.0.0.1", 0) as url,
+            SGLangClient(url, api_key=TOKEN) as client,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as agent,
+        ):
+            asked: Any = {"model": "m", "temperature": 0.0, "max_tokens": 12, "extra_headers": {"X-Rondo-Session": "s"}}
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            first = await agent.chat.completions.create(messages=messages, **asked)
+            messages += [{"role": "assistant", "content": first.choices[0].message.content}, messages[0]]
+            chunks = [
+                chunk async for chunk in await agent.chat.completions.create(messages=messages, stream=True, **asked)
+            ]
+            told = await client.get("/rondo/trajectories/s", deadline_s=ASK_S)
+            routed = await client.post(
+                "/generate",
+                {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "return_routed_experts": True},
+                deadline_s=ASK_S,
+            )
+            ends = (tokenizer.eos_token_id,)
+            for call in told["calls"]:
+                prompt = np.array(call["prompt_token_ids"], np.int32)
+                own = await engine.generate(
+                    Request(call["id"], prompt, SamplingParams(12, 0.0, stop_token_ids=ends), 0)
+                )
+                assert call["token_ids"] == own.tokens.tolist()
+                assert np.allclose(call["log_probs"], own.log_probs, atol=1e-4)
+                assert call["policy_versions"] == own.policy_versions.tolist()
+            leaving = asyncio.create_task(
+                agent.chat.completions.create(messages=messages, **asked | {"max_tokens": 150})
+            )
+            async with asyncio.timeout(ASK_S):
+                while not engine.stats().num_running:  # noqa: ASYNC110 - an engine is asked, it tells nothing
+                    await asyncio.sleep(0)
+            leaving.cancel()
+            async with asyncio.timeout(ASK_S):
+                while engine.stats().num_running:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length") and len(told["calls"]) == 2
+    assert first.usage is not None and first.usage.completion_tokens == len(told["calls"][0]["token_ids"])
+    assert routed["meta_info"]["routed_experts"]
