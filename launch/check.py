@@ -36,6 +36,7 @@ from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.errors import ConfigError
 
 _CHILD_S = 600.0
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +157,8 @@ def _host(config: RunConfig) -> Iterator[Finding]:
             f"Stop it with `rondo stop {path}`, or choose another name with --set name=...",
         )
     admin = config.admin
-    if admin.token_file is not None:
-        try:
-            read_token_file(admin.token_file)
-        except ConfigError as error:
-            yield Finding("error", str(error))
+    yield from _token_file(admin.token_file, "admin.token_file")
+    yield from _endpoint(config)
     problem = port_problem(admin.host, admin.port)
     if problem is not None:
         setting = "admin.port must be free" if admin.port else "admin.host must be an address of this machine"
@@ -178,6 +176,31 @@ def _host(config: RunConfig) -> Iterator[Finding]:
             f"{threads} compute threads share {num_cores()} cores. Lower processes, replicas or threads of the groups "
             "unless some of them mostly wait",
         )
+
+
+def _token_file(path: Path | None, setting: str) -> Iterator[Finding]:
+    if path is not None:
+        try:
+            read_token_file(path, setting)
+        except ConfigError as error:
+            yield Finding("error", str(error))
+
+
+def _endpoint(config: RunConfig) -> Iterator[Finding]:
+    """The ports and the token of the server for agents."""
+    endpoint, rollout = config.rollout.endpoint, config.group_of("rollout")
+    if endpoint is None or rollout is None:
+        return
+    yield from _token_file(endpoint.token_file, "rollout.endpoint.token_file")
+    ports = range(endpoint.port, endpoint.port + rollout.replicas * rollout.processes) if endpoint.port else (0,)
+    for port in ports:
+        problem = "there is no such port" if port > _LAST_PORT else port_problem(endpoint.host, port)
+        if problem is not None:
+            yield Finding(
+                "error",
+                f"rollout.endpoint.port must be free, one port a replica, got {endpoint.host}:{port} ({problem}). "
+                "Set rollout.endpoint.port=0 for free ones",
+            )
 
 
 def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from rondo.launch.check_target import segment_bytes
 from rondo.launch.config import RunConfig, load
 from rondo.launch.rundir import RunDir
 from rondo.roles.streams import media_bytes, row_bytes
+from rondo.runtime.errors import ConfigError
 from tests.launch import configs
 
 GIB = 1 << 30
@@ -143,6 +144,22 @@ def test_a_port_in_use_is_told(make: Make) -> None:
             f"admin.port must be free, got 127.0.0.1:{port} (Address already in use). "
             "Set admin.port=0 for a free port on admin.host='127.0.0.1'"
         ]
+
+
+def test_every_port_and_the_token_of_an_endpoint_are_looked_at(make: Make, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        found = judged(make(f"rollout.endpoint.port={port}"))
+        assert found == [
+            f"rollout.endpoint.port must be free, one port a replica, got 127.0.0.1:{port} (Address already in use). "
+            "Set rollout.endpoint.port=0 for free ones"
+        ]
+    missing = judged(make(f"rollout.endpoint.token_file={tmp_path}/none"))
+    assert missing == [
+        f"rollout.endpoint.token_file must be readable, got {tmp_path}/none (No such file or directory). Check the path"
+    ]
+    with pytest.raises(ConfigError, match="token_file must be set when rollout.endpoint.host is not loopback"):
+        make("rollout.endpoint.host=0.0.0.0")
 
 
 def test_a_name_whose_run_is_alive_is_told_with_its_pid(make: Make, tmp_path: Path) -> None:

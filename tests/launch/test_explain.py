@@ -107,7 +107,10 @@ def test_a_role_in_the_trainers_process_is_told_as_such_and_nothing_is_advised_t
     colocated = replace(SETUP, beside_actor=frozenset({"advantages", "reference", "rollout"}))
     found = first(step(train=0.4, wait_for_rollout=0.6), setup=colocated)
     assert found.subject == "rollout" and not any("rollout_replicas" in change for change in found.change)
-    for setup, change in ((hybrid, "processes=2, threads"), (colocated, "threads, or a device; or groups of their own")):
+    for setup, change in (
+        (hybrid, "processes=2, threads"),
+        (colocated, "threads, or a device; or groups of their own"),
+    ):
         assert first(step(train=1.0), setup=setup).change[0].startswith(f"give it more: {change}")
 
 

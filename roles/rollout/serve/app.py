@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -32,6 +33,7 @@ from rondo.runtime.errors import ConfigError, RondoError
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 MAX_BODY_BYTES = 64 << 20
 DRAIN_S = 30.0
+log = logging.getLogger("rondo.serve")
 _OPEN = ("/health", "/ready", "/ping")
 _CLOSE_S = 1.0
 
@@ -122,7 +124,10 @@ def _guard(tokens: Sequence[str]) -> Any:
                 _check_token(request, accepted)
             return await handler(request)
         except (web.HTTPException, RondoError) as error:
-            return error_answer(error)
+            answer = error_answer(error)
+            if answer.status == 500:
+                log.error("a request failed path=%s", request.path, exc_info=error)
+            return answer
 
     return guard
 

@@ -114,8 +114,9 @@ def asks_of(
             "Shorten the prompt, or ask for fewer tokens"
         )
     ends = set(sampling.stop_token_ids) | set(() if sampling.ignore_eos else stop_token_ids)
-    special = {text: token for token, text in _special(tokenizer).items()}
-    ends |= {special[text] for text in sampling.stops if text in special}
+    if sampling.stops:
+        special = {str(text): token for token, text in tokenizer.added_tokens_decoder.items()}
+        ends |= {special[text] for text in sampling.stops if text in special}
     params = SamplingParams(
         max_new_tokens=sampling.max_new_tokens or room,
         temperature=sampling.temperature,
@@ -149,11 +150,6 @@ def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray, *, skip_special_t
         [int(token) for token in tokens], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
     return text
-
-
-def _special(tokenizer: Any) -> dict[int, str]:
-    """Token -> text, of tokens that are never put together from other text."""
-    return {token: str(text) for token, text in tokenizer.added_tokens_decoder.items()}
 
 
 def _seed(seed: int | None) -> int:

@@ -52,8 +52,8 @@ class Service:
 def session_of(request: web.Request) -> str | None:
     """The session that a call belongs to, as its header says."""
     name = request.headers.get(SESSION)
-    if name is not None and not 1 <= len(name) <= MAX_NAME:
-        raise ConfigError(f"{SESSION} must have 1 to {MAX_NAME} characters, got {len(name)}. Shorten it")
+    if name is not None and not (1 <= len(name) <= MAX_NAME and name.isascii() and name.isprintable()):
+        raise ConfigError(f"{SESSION} must be 1 to {MAX_NAME} printable ASCII characters, got {len(name)}. Change it")
     return name
 
 

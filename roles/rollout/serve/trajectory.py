@@ -175,15 +175,13 @@ class Trajectories:
         self._max_age_s = max_age_s
         self._clock = clock
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # the one used last stands last
-        self._num_evicted = 0
+        self._num_tokens = self._num_evicted = 0
 
     def stats(self) -> TrajectoryStats:
         self._expire()
         sessions = self._sessions.values()
         num_calls = sum(len(session.calls) for session in sessions)
-        return TrajectoryStats(
-            len(sessions), num_calls, sum(session.num_tokens for session in sessions), self._num_evicted
-        )
+        return TrajectoryStats(len(sessions), num_calls, self._num_tokens, self._num_evicted)
 
     def names(self) -> list[str]:
         self._expire()
@@ -203,12 +201,15 @@ class Trajectories:
         return list(self._sessions[name].calls)
 
     def drop(self, name: str) -> bool:
-        return self._sessions.pop(name, None) is not None
+        session = self._sessions.pop(name, None)
+        self._num_tokens -= 0 if session is None else session.num_tokens
+        return session is not None
 
     def record(self, name: str, call: Call) -> None:
         session = self._sessions.setdefault(name, _Session(0.0))
         session.calls.append(call)
         session.num_tokens += call.num_tokens
+        self._num_tokens += call.num_tokens
         session.used_at = self._clock()
         self._sessions.move_to_end(name)
         self._expire()
@@ -238,13 +239,12 @@ class Trajectories:
 
     def _expire(self) -> None:
         now = self._clock()
-        total = sum(session.num_tokens for session in self._sessions.values())
         while self._sessions:
             oldest = next(iter(self._sessions.values()))
-            many = len(self._sessions) > self._max_sessions or total > self._max_tokens
+            many = len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens
             if not many and now - oldest.used_at <= self._max_age_s:
                 return
-            total -= oldest.num_tokens
+            self._num_tokens -= oldest.num_tokens
             self._sessions.popitem(last=False)
             self._num_evicted += 1
 
