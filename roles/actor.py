@@ -153,6 +153,8 @@ class ActorRole:
         following = step + 1 if step + 1 < config.num_steps else None
         async for made in self._rounds(step, then=following):
             rows, seen = await self._rows(made)
+            if self._job.takes_turns:
+                await self._ctx.compute(self._job.turns.make_room)
             if self._parity is not None:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()

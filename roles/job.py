@@ -45,6 +45,8 @@ class Job:
     """The trainer's tensors for the engine of this process, once the trainer has them; None where the engine has its own."""
     publishes: bool = True
     """Whether anybody reads published weights."""
+    takes_turns: bool = False
+    """Whether this process generates and trains in turn: all samples of a step are of the version that it trains."""
 
 
 _opened: WeakKeyDictionary[SegmentClient, asyncio.Task[Job]] = WeakKeyDictionary()  # one client a process
@@ -63,10 +65,13 @@ async def _open(ctx: WorkerContext) -> Job:
     bus = Bus(member, ctx.coordinator, ctx.segments)
     await bus.open()
     roles = _roles(ctx.run_dir)
-    lends = {"actor", "rollout"} <= roles.get(ctx.role_group, set()) and ctx.world_size == 1 and config.can_lend_weights
+    together = {"actor", "rollout"} <= roles.get(ctx.role_group, set()) and ctx.world_size == 1
+    lends, takes_turns = together and config.can_lend_weights, together and config.max_staleness == 0
     others_read = any("actor_fwd" in each for each in roles.values()) or config.num_pinned > 0
     lent = asyncio.get_running_loop().create_future() if lends else None
-    return Job(config, bus, model_path, device, Turns(), lent, publishes=others_read or not lends)
+    return Job(
+        config, bus, model_path, device, Turns(), lent, publishes=others_read or not lends, takes_turns=takes_turns
+    )
 
 
 def _roles(run_dir: Path) -> dict[str, set[str]]:

@@ -14,7 +14,7 @@ for it, and a step ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 
@@ -25,6 +25,8 @@ class Turns:
         self._waits = asyncio.Event()
         self._waits.set()
         self._one = asyncio.Lock()
+        self.make_room: Callable[[], None] = _nothing
+        """On the compute thread, before a round is trained: what generates in turn with the training gives its memory."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -53,3 +55,7 @@ class Turns:
             while not self._waits.is_set():  # what wakes us may be over by now
                 await self._waits.wait()
             yield
+
+
+def _nothing() -> None:
+    """Nobody has anything to give."""

@@ -14,6 +14,7 @@ each turn; where nobody did, a turn costs what it costs without.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,6 +27,7 @@ from rondo.roles.rollout.engine import Completion, EngineStats, Prefix, Request
 from rondo.roles.rollout.hf_forward import HFForward
 from rondo.roles.rollout.lent import Lent, LentForward
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
+from rondo.roles.rollout.sleeper import Sleeper
 from rondo.roles.rollout.slots import Forward, SlotEngine
 from rondo.runtime.errors import Closed, ConfigError
 from rondo.runtime.waits import waiting
@@ -44,12 +46,13 @@ def slot_engine(
     fixed_shapes: bool = False,
     version: int = 0,
     lent: Lent | None = None,
+    sleeps: bool = False,
 ) -> SlotEngine:
     """A slot engine over a transformers causal LM, which it puts into evaluation mode and whose weights it may replace.
 
     `forward`: "auto" takes the fused path for plain Qwen3 and the Hugging Face path for the rest; "fused" and "hf" force
     one. Raises ConfigError if the forced path cannot compute the model. `lent`: whose tensors the model's are, where its weights
-    are somebody else's. The rest is as in `SlotEngine`.
+    are somebody else's. `sleeps`: it can release its memory. The rest is as in `SlotEngine`.
     """
     if forward not in ("auto", "fused", "hf"):
         raise ConfigError(f"forward must be auto, fused or hf, got {forward!r}. Use auto.")
@@ -60,9 +63,12 @@ def slot_engine(
         )
     model.eval()
     make: type[Qwen3Forward] | type[HFForward] = Qwen3Forward if fused and forward != "hf" else HFForward
-    built: Forward = make(model, num_slots=num_slots, max_length=max_length, fixed_shapes=fixed_shapes)
+    build = functools.partial(make, model, num_slots=num_slots, max_length=max_length, fixed_shapes=fixed_shapes)
+    sleeper = Sleeper(build, model, owns=lent is None) if sleeps else None
+    built: Forward = sleeper or build()
     return SlotEngine(
         built if lent is None else LentForward(built, lent),
+        sleep=sleeper.sleep if sleeper is not None else None,
         num_slots=num_slots,
         max_length=max_length,
         max_prefill_tokens=max_prefill_tokens,
@@ -112,10 +118,18 @@ class EmbeddedEngine:
     """
 
     def __init__(
-        self, slots: SlotEngine, compute: Compute, *, turn_s: float = 0.02, clock: Callable[[], float] = time.monotonic
+        self,
+        slots: SlotEngine,
+        compute: Compute,
+        *,
+        turn_s: float = 0.02,
+        clock: Callable[[], float] = time.monotonic,
+        wake: Callable[[], None] | None = None,
     ) -> None:
+        """wake: called on the event loop when requests are here and the engine sleeps; somebody loads weights then."""
         self._slots = slots
         self._compute = compute
+        self._wake = wake
         self._turn_s = turn_s
         self._clock = clock
         self._inbox: deque[_Generate | _Cancel | _Drop | _Load] = deque()  # append and popleft are atomic
@@ -187,6 +201,11 @@ class EmbeddedEngine:
         self._paused = False
         self._keep_turning()
 
+    def sleep(self) -> None:
+        """On the compute thread: releases the engine's memory until the next weights, unless it has work."""
+        if not self._inbox:
+            self._slots.sleep()
+
     async def close(self) -> None:
         self._closed = self._closed or Closed("the engine must be open, got a call after close. Start another engine")
         if self._turns is not None:
@@ -224,6 +243,8 @@ class EmbeddedEngine:
                         future.set_result(value)
                     else:
                         future.set_exception(error)
+            if self._slots.asleep and self._slots.has_work and self._closed is None and self._wake is not None:
+                self._wake()
         except BaseException as error:
             # The compute thread itself is gone or broken: nothing here can run any more.
             self._closed = Closed(f"the engine must have its compute thread, got {error!r}. Start another engine")

@@ -83,8 +83,8 @@ class LentForward:
 
     @property
     def held(self) -> bool:
-        """Whether the tensors are not the version that this forward is for."""
-        return self._version is None or self._lent.version != self._version
+        """Whether the tensors are not the version that this forward is for, or it sleeps."""
+        return self._forward.held or self._version is None or self._lent.version != self._version
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         if self.held:

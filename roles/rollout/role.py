@@ -42,7 +42,7 @@ from rondo.roles.rollout.dispatch.dispatcher import Dispatcher
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.evaluation import Evaluator, item_of, sample_seed
-from rondo.roles.rollout.lent import Lent
+from rondo.roles.rollout.lent import Flip, Lent
 from rondo.roles.rollout.rewards import RewardPool, RewardResult
 from rondo.roles.rollout.serve.endpoint import endpoint
 from rondo.roles.rollout.share import Share
@@ -83,6 +83,8 @@ class RolloutRole:
         self._ctx = ctx
         # By (group, epoch): a group whose lease was lost can come back here before its old task has ended.
         self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()  # the engine sleeps, and has requests
+        self._installing = asyncio.Lock()
         self._lent: Lent | None = None  # the trainer's tensors, where the engine generates with them
 
     async def run(self) -> None:
@@ -118,7 +120,7 @@ class RolloutRole:
                 await pools.enter_async_context(self._endpoint())
                 await ctx.ready()
                 async with asyncio.TaskGroup() as tasks:
-                    beside = [tasks.create_task(self._renew()), tasks.create_task(self._report())]
+                    beside = [tasks.create_task(each) for each in (self._renew(), self._report(), self._waking())]
                     evaluating = tasks.create_task(self._evaluate_beside())
                     await self._work(tasks)
                     if not ctx.stopping.is_set():
@@ -135,12 +137,14 @@ class RolloutRole:
         evaluation = self._job.config.evaluation
         evaluates = evaluation is not None and (evaluation.at_start or evaluation.at_end)
         num_slots = self._job.config.rollout.num_slots
-        if self._job.lent is None:
-            slots = await self._ctx.compute(self._build, num_slots, evaluates=evaluates)
-            return EmbeddedEngine(slots, self._ctx.compute)
-        self._lent = await self._job.lent
-        slots = await self._ctx.compute(self._build, num_slots, evaluates=evaluates, lent=self._lent)
-        return EmbeddedEngine(slots, self._ctx.compute)
+        self._lent = await self._job.lent if self._job.lent is not None else None
+        slots = await self._ctx.compute(
+            self._build, num_slots, evaluates=evaluates, lent=self._lent, sleeps=self._job.takes_turns
+        )
+        engine = EmbeddedEngine(slots, self._ctx.compute, wake=self._wake.set)
+        if self._job.takes_turns:
+            self._job.turns.make_room = engine.sleep
+        return engine
 
     async def _open_servers(self, ends: AsyncExitStack) -> Engine:
         """SGLang servers, which load the model themselves; they are kept there, and ended with `ends`."""
@@ -186,7 +190,7 @@ class RolloutRole:
         stats = self._engine.stats()
         return stats.num_running + stats.num_waiting > 0
 
-    def _build(self, num_slots: int, *, evaluates: bool, lent: Lent | None = None) -> SlotEngine:
+    def _build(self, num_slots: int, *, evaluates: bool, lent: Lent | None = None, sleeps: bool = False) -> SlotEngine:
         """On the compute thread. Long enough for the rollout's responses, and an evaluation's if it has some. Over a model of its
         own, or the trainer's tensors."""
         config, rollout = self._job.config, self._job.config.rollout
@@ -207,7 +211,7 @@ class RolloutRole:
     async def _follow(self) -> AsyncIterator[asyncio.Event]:
         """Serves every new version while the body runs; the event is set once the first one is proved."""
         if self._lent is None:
-            async with follow(self._ctx, self._job, self.role, self._engine.update_weights) as first:
+            async with follow(self._ctx, self._job, self.role, self._install) as first:
                 yield first
             return
         first = asyncio.Event()
@@ -218,6 +222,25 @@ class RolloutRole:
             finally:
                 task.cancel()
 
+    async def _install(self, version: int, tensors: Mapping[str, Any]) -> None:
+        async with self._installing:
+            await self._engine.update_weights(version, tensors)
+
+    async def _waking(self) -> None:
+        """Requests that come to an engine that sleeps, as when a group is given out again while its step is trained already,
+        are generated under the weights that it had."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._lent is not None:
+                async with self._installing:
+                    version = self._engine.version
+                    await self._engine.update_weights(version, Flip(version))
+                continue
+            async with self._installing, self._newest_weights() as found:
+                if found is not None and found[0] >= self._engine.version:
+                    await self._engine.update_weights(*found)
+
     async def _flip(self, lent: Lent, first: asyncio.Event) -> None:
         """Each version is there when the trainer says so: its tensors are those that it committed."""
         version = -1
@@ -225,7 +248,7 @@ class RolloutRole:
             flip = await lent.newer_than(version)
             version = flip.version
             with self._ctx.span("load weights", beside="weights", version=version):
-                await self._engine.update_weights(version, flip)
+                await self._install(version, flip)
             await self._job.bus.call("proved", f"{self.role}.{self._ctx.rank}", version)
             first.set()
 

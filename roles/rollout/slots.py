@@ -17,7 +17,7 @@ or by copying from a sample still in flight under the same weights.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -114,7 +114,7 @@ class SlotEngine:
     sequences pause for new ones.
     `fixed_shapes` runs every decode over all slots and every prompt alone, so that a sample's bits do not depend on what
     runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently). In a model with experts
-    they still do, in the last bits: how many rows an expert gets is up to all sequences.
+    they still do, in the last bits: how many rows an expert gets is up to all sequences. `sleep` releases the forward's memory.
 
     After an exception from `step` the cache is undefined: call `clear`, which drops every request.
     """
@@ -128,6 +128,7 @@ class SlotEngine:
         max_prefill_tokens: int = 8192,
         fixed_shapes: bool = False,
         version: int = 0,
+        sleep: Callable[[], None] | None = None,
     ) -> None:
         least = 4 if fixed_shapes else 1
         if max_prefill_tokens < 1:
@@ -140,6 +141,8 @@ class SlotEngine:
         self.num_slots = num_slots
         self.max_length = max_length
         self._forward = forward
+        self._sleep = sleep
+        self.asleep = False
         self._max_prefill_tokens = max_prefill_tokens
         self._fixed_shapes = fixed_shapes
         self._sampler = Sampler(num_slots)
@@ -163,6 +166,13 @@ class SlotEngine:
     def held(self) -> bool:
         """Whether `step` has to wait until other weights are loaded."""
         return self._forward.held
+
+    def sleep(self) -> None:
+        """Releases the forward's memory until weights are loaded, where it can and nothing is here that needs it."""
+        if self._sleep is not None and not self.has_work:
+            self._prompts.clear()
+            self._sleep()
+            self.asleep = True
 
     @property
     def has_work(self) -> bool:
@@ -233,6 +243,7 @@ class SlotEngine:
         in front of all others to be computed anew, or are returned as interrupted, as each asked for.
         Raises ConfigError, with weights and version unchanged, if names or shapes are not exactly the model's."""
         self._forward.load(tensors)
+        self.asleep = False
         self.version = version
         self._prompts.clear()  # a prompt computed under the old weights is not shared any more
         return self._interrupt()

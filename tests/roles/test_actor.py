@@ -91,7 +91,7 @@ def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
 
 def role(config: JobConfig, path: str, made: list[Any]) -> tuple[ActorRole, Rounds]:
     actor, bus = ActorRole(Here()), Rounds(made)  # type: ignore[arg-type]
-    actor._job = SimpleNamespace(config=config, bus=bus, turns=Turns(), lent=None, publishes=True)  # type: ignore[assignment]
+    actor._job = SimpleNamespace(config=config, bus=bus, turns=Turns(), lent=None, publishes=True, takes_turns=False)  # type: ignore[assignment]
     actor._trainer = trainer(config, path)
     tensors, state = actor._trainer.state()
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
