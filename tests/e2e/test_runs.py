@@ -99,7 +99,10 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     folder = newest_complete(stopped.run_dir / "checkpoints")
     assert folder is not None and left_behind(tmp_path) == []
     rondo, run = command(tmp_path)[:3], str(stopped.run_dir)
-    resumed = start([*rondo, "resume", run], tmp_path)
+    line = [*rondo, "resume", run, "--set", "train.lr=1"]
+    refused = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert refused.returncode == 2 and "What is trained stays" in refused.stderr
+    resumed = start([*rondo, "resume", run, "--set", "groups.1.processes=2"], tmp_path)  # its shards are cut anew
     read_until(resumed, "step=12/300")
     status = subprocess.run(
         [*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
