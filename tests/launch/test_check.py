@@ -158,7 +158,7 @@ def test_every_port_and_the_token_of_an_endpoint_are_looked_at(make: Make, tmp_p
     assert missing == [
         f"rollout.endpoint.token_file must be readable, got {tmp_path}/none (No such file or directory). Check the path"
     ]
-    with pytest.raises(ConfigError, match="token_file must be set when rollout.endpoint.host is not loopback"):
+    with pytest.raises(ConfigError, match=r"token_file must be set when rollout\.endpoint\.host is not loopback"):
         make("rollout.endpoint.host=0.0.0.0")
 
 
