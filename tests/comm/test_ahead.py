@@ -20,7 +20,7 @@ GROUP = 20
 
 
 async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not true():  # noqa: ASYNC110 - what is looked at belongs to the coordinator, and has no event
             await asyncio.sleep(0.001)
 

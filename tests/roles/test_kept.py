@@ -145,7 +145,7 @@ async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_t
         bus, grants = await leased(run)
         assert [(grant["group"], grant["have"]) for grant in grants] == [(0, []), (1, []), (2, [])]
         replica = Replica(bus, KeptSamples.read(tmp_path))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for grant in grants:
                 await replica._fill(Lease(**{**grant, "have": {}}))
         await bus.call("renew", [])

@@ -21,7 +21,7 @@ class Thread:
     def run(self, name: str, *, held: bool = False) -> Awaitable[None]:
         def work() -> None:
             if held:
-                self.go.wait(20)
+                self.go.wait(60)
             self.log.append(name)
 
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -43,7 +43,7 @@ async def settle() -> None:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not true():  # noqa: ASYNC110 - the log is filled by a thread
             await asyncio.sleep(0.001)
 
@@ -102,7 +102,7 @@ async def test_a_wait_outside_of_a_step_leaves_the_thread_to_the_others() -> Non
     try:
         with turns.waiting():
             pass
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await scoring(turns, thread, "reference", 1)
     finally:
         thread.close()

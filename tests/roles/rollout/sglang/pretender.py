@@ -1,7 +1,8 @@
 """A program in the place of `sglang.launch_server`: as many processes, the same arguments, and answers that take no model.
 
 It stands in a folder of its own as the package `sglang`, so that a server is started, found, killed and ended as a real one is,
-in tenths of a second. Token n of an answer is 1000 + n, and takes `step_s` seconds; the weights of a version go by its name.
+in tenths of a second. Token n of an answer is 1000 + n, and takes PRETEND_STEP_S seconds, none while the file PRETEND_HOLD is
+there; the weights of a version go by its name.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ child.stdout.readline()
 if os.environ.get("PRETEND_DEAF"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 state = {"version": settings["weight-version"], "aborted": set()}
-STEP_S = float(os.environ.get("PRETEND_STEP_S", "0.001"))
+STEP_S, HOLD = float(os.environ.get("PRETEND_STEP_S", "0.001")), os.environ.get("PRETEND_HOLD", "")
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -62,12 +63,12 @@ class Handler(BaseHTTPRequestHandler):
         num, rid, made = asked["sampling_params"]["max_new_tokens"], asked.get("rid"), 0
         while made < num and rid not in state["aborted"]:
             time.sleep(STEP_S)
-            made += 1
+            made += not os.path.exists(HOLD)
         ids = list(range(1000, 1000 + made))
         finish = {"type": "length", "length": made} if made == num else {"type": "abort", "message": "Aborted"}
         self.answer({"output_ids": ids, "meta_info": {
             "finish_reason": finish, "output_token_logprobs": [[-1.0, i, None] for i in ids], "prompt_tokens": 1,
-            "output_top_logprobs": [[[-5.0, 1, None], [-5.0, 2, None]]], "weight_version": state["version"],
+            "output_top_logprobs": [[[-5.0, 1, None], [-5.0, 2, None]]] * made, "weight_version": state["version"],
             "weight_versions": [{"version": state["version"], "start": 0, "end": made}]}})
 
 ThreadingHTTPServer(("127.0.0.1", settings["port"]), Handler).serve_forever()

@@ -58,7 +58,7 @@ async def serving(*answers: bytes | None, piece: int | None = None) -> AsyncIter
     host, port = server.sockets[0].getsockname()
     pool = Connections(f"http://{host}:{port}", {"Authorization": "Bearer k"})
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             yield it, pool
     finally:
         pool.close()

@@ -47,10 +47,11 @@ class Named:
 
 
 class Rig:
-    """A kept engine over a pretender, and what is told of it."""
+    """A kept engine over a pretender, and what is told of it. While `hold` is there, it makes no token; a kill takes it."""
 
-    def __init__(self, folder: Path, *, alone: bool = True, step_s: float = 0.001) -> None:
-        how = launch(folder, PRETEND_STEP_S=str(step_s))
+    def __init__(self, folder: Path, *, alone: bool = True) -> None:
+        self.hold = folder / "hold"
+        how = launch(folder, PRETEND_HOLD=str(self.hold))
         self.server = SGLangServer(how, log=folder / "log", folder=folder, grace_s=0.2)
         self.told: list[tuple[str, Mapping[str, Any]]] = []
         self.given: list[int] = []
@@ -76,6 +77,7 @@ class Rig:
     def kill(self) -> None:
         assert self.server.pid is not None
         os.kill(self.server.pid, signal.SIGKILL)
+        self.hold.unlink(missing_ok=True)
 
 
 def request(name: str, num: int = 5) -> Request:
@@ -91,10 +93,11 @@ async def in_flight(rig: Rig) -> None:
 async def test_a_request_that_a_server_takes_with_it_is_asked_of_the_next_one_under_the_newest_weights(
     tmp_path: Path,
 ) -> None:
-    rig = Rig(tmp_path, step_s=0.2)
+    rig = Rig(tmp_path)
     async with kept([rig.engine]):
         await rig.engine.update_weights(4, {})
         rig.newest = 5
+        rig.hold.touch()
         asking = asyncio.create_task(rig.engine.generate(request("r")))
         await in_flight(rig)
         rig.kill()
@@ -110,10 +113,11 @@ async def test_a_request_that_a_server_takes_with_it_is_asked_of_the_next_one_un
 
 
 async def test_one_of_several_raises_so_that_another_is_asked_and_comes_back_without_a_version(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, alone=False, step_s=0.2)
+    rig = Rig(tmp_path, alone=False)
     async with kept([rig.engine]):
         await rig.engine.update_weights(4, {})
         assert await rig.engine.proved_version() == 4
+        rig.hold.touch()
         asking = asyncio.create_task(rig.engine.generate(request("r")))
         await in_flight(rig)
         rig.kill()
@@ -146,7 +150,7 @@ async def test_servers_that_leave_again_and_again_end_it(tmp_path: Path) -> None
 
 
 async def test_a_request_that_waits_for_a_server_can_be_cancelled_and_ends_with_the_engine(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, step_s=0.2)
+    rig = Rig(tmp_path)
     async with kept([rig.engine]):
         await rig.engine.update_weights(4, {})
         rig.newest = 4
@@ -169,8 +173,9 @@ async def test_a_request_that_waits_for_a_server_can_be_cancelled_and_ends_with_
 
 
 async def test_a_cancelled_request_has_what_was_made(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, step_s=0.02)
+    rig = Rig(tmp_path)
     async with kept([rig.engine]):
+        rig.hold.touch()
         asking = asyncio.create_task(rig.engine.generate(request("r", 1000)))
         await in_flight(rig)
         rig.engine.cancel("r")

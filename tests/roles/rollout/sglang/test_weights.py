@@ -159,7 +159,7 @@ async def test_an_update_that_is_cancelled_leaves_the_server_generating_and_unpr
     async with opened(server, tmp_path) as path:
         path._transfer._bucket_bytes = 100
         updating = asyncio.create_task(path.update(2, version(2)))
-        await asyncio.wait_for(loading.wait(), 30)
+        await asyncio.wait_for(loading.wait(), 60)
         updating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await updating
