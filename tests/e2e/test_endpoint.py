@@ -12,7 +12,11 @@ from tests.e2e.runs import command, finish, left_behind, read_until, start
 
 
 def test_an_agent_asks_the_policy_through_its_endpoint_while_the_run_trains_it(tmp_path: Path, capsys: Any) -> None:
-    sets = ("rollout.endpoint.max_sessions=8", "evaluation=null", "data.held_out=0", "sft.steps=6", "num_steps=5000")
+    groups = "[{'name': 'rollout', 'roles': ['rollout']}, {'name': 'actor', 'roles': ['actor', 'advantages']}]"
+    sets = (
+        "rollout.endpoint.max_sessions=8", "evaluation=null", "data.held_out=0", "sft.steps=6", "num_steps=5000",
+        f"groups={groups}", "max_staleness=0", "algorithm.kl_coef=0",
+    )  # fmt: skip
     process = start(command(tmp_path, "--plain", sets=sets), tmp_path)
     run = tmp_path / "quickstart"
     try:
