@@ -100,7 +100,8 @@ class RolloutRole:
                 for pool in (self._rewards, self._media):
                     if pool is not None:
                         opening.create_task(pools.enter_async_context(pool))
-                with ctx.section("load", LOAD_LIMIT_S):
+                starting_s = 0.0 if config.rollout.sglang is None else config.rollout.sglang.start_deadline_s
+                with ctx.section("load", LOAD_LIMIT_S + starting_s):
                     self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
                     self._data, held_out = await ctx.compute(open_splits, config)
                     self._order = train_order(config, len(self._data))

@@ -8,6 +8,7 @@ there; the weights of a version go by its name.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rondo.roles.rollout.sglang.server import Launch
@@ -38,7 +39,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status); self.send_header("Content-Length", str(len(data))); self.end_headers(); self.wfile.write(data)
     def do_GET(self):
         if self.path == "/server_info":
-            told = {"version": "0.5.23", "model_path": settings["model-path"], "max_running_requests": 8, "child": child.pid}
+            told = {name.replace("-", "_"): value for name, value in settings.items() if name != "api-key"}
+            told |= {"version": os.environ.get("PRETEND_VERSION", "0.5.23"), "max_running_requests": 8, "child": child.pid}
         elif self.path == "/model_info":
             told = {"architectures": ["Pretended"], "weight_version": state["version"]}
         elif self.path == "/v1/loads":
@@ -84,7 +86,7 @@ def pretend(folder: Path) -> Path:
     return package.parent
 
 
-def launch(folder: Path, **environment: str) -> Launch:
-    """How it is started."""
+def launch(folder: Path, arguments: Mapping[str, bool] | None = None, **environment: str) -> Launch:
+    """How it is started; it tells these arguments as its own."""
     surroundings = {"PYTHONPATH": str(pretend(folder)), **environment}
-    return Launch(sys.executable, model_path=str(folder), environment=surroundings)
+    return Launch(sys.executable, model_path=str(folder), arguments=arguments or {}, environment=surroundings)

@@ -1,0 +1,256 @@
+"""What is asked of a server and what its answers mean, without one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rondo.roles.rollout.engine import Completion, Prefix, Request, SamplingParams
+from rondo.roles.rollout.sglang.capabilities import Capabilities, Experts, probe
+from rondo.roles.rollout.sglang.client import ServerError
+from rondo.roles.rollout.sglang.engine import Pause, SGLangEngine
+from rondo.roles.rollout.sglang.server import SGLangServer
+from rondo.runtime.errors import Closed, ConfigError, PeerGone, Refused
+from tests.roles.rollout.sglang.pretender import launch
+
+FOUND = Capabilities(
+    version="0.5.23", model_path="/model", architecture="Qwen3ForCausalLM", tensor_parallel=1, data_parallel=1, max_running=8,
+    max_cached_tokens=1024, vocabulary=100, begins_updates=True, version_spans=True, log_probs_after_temperature=True,
+    seeds=False, priority=0, experts=None, media=(), takes_processed_media=False,
+)  # fmt: skip
+
+
+class Client:
+    """Answers what it was told to, and keeps what it was asked."""
+
+    url = "http://server"
+
+    def __init__(self, *answers: dict[str, Any] | Exception) -> None:
+        self.answers = deque(answers)
+        self.asked: list[dict[str, Any]] = []
+        self.aborted = asyncio.Event()
+
+    async def post(self, path: str, body: Any = None, *, deadline_s: float | None) -> Any:
+        if path == "/abort_request":
+            self.aborted.set()
+            return None
+        assert path == "/generate"
+        self.asked.append(body)
+        answer = self.answers.popleft()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+
+class Weights:
+    proof = None
+
+    async def open(self) -> None:
+        return
+
+    async def update(self, version: int, tensors: Mapping[str, Any]) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+def engine(client: Any, pause: Pause = "in_place", **changes: Any) -> SGLangEngine:
+    return SGLangEngine(client, weights=Weights(), pause=pause, capabilities=replace(FOUND, **changes))
+
+
+def told(tokens: list[int], finish: str = "length", version: str = "1", **more: Any) -> dict[str, Any]:
+    meta = {
+        "finish_reason": {"type": finish, **more},
+        "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        "weight_version": version,
+        "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+    }
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+def request(num: int = 4, **changes: Any) -> Request:
+    params = SamplingParams(
+        num, **{name: changes.pop(name) for name in ("temperature", "stop_token_ids") if name in changes}
+    )
+    return Request("r", np.array([5, 6], np.int32), params, seed=(3 << 40) + 7, **changes)
+
+
+async def test_only_what_a_server_can_do_is_asked_of_it() -> None:
+    client = Client(told([1, 2, 3, 4]), told([1, 2, 3, 4]))
+    asked = request(priority=3, session="s", stop_token_ids=(9,))
+    await engine(client).generate(asked)
+    able = engine(client, seeds=True, priority=-1, experts=Experts(2, 2, 8))
+    await able.generate(asked)
+    plain, rich = client.asked
+    assert plain["sampling_params"] == {
+        "max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop_token_ids": [9]
+    }  # fmt: skip
+    assert plain["input_ids"] == [5, 6] and plain["return_logprob"] and plain["session_id"] == "s"
+    assert not {"priority", "return_routed_experts"} & plain.keys()
+    assert rich["sampling_params"]["sampling_seed"] == 7 and rich["return_routed_experts"]
+    assert rich["priority"] == -3 and plain["rid"] != ""
+
+
+async def test_no_stop_token_means_that_nothing_stops_a_sample() -> None:
+    client = Client(told([1, 2, 3, 4]))
+    await engine(client).generate(request())
+    assert client.asked[0]["sampling_params"]["ignore_eos"] is True
+
+
+async def test_a_foreign_stop_is_gone_beyond_and_the_whole_is_one_sample() -> None:
+    client = Client(told([1, 2], "stop", matched=2), told([3, 4], version="2"))
+    done = await engine(client).generate(request(stop_token_ids=(9,)))
+    assert done.tokens.tolist() == [1, 2, 3, 4] and done.policy_versions.tolist() == [1, 1, 2, 2]
+    assert done.finish_reason == "length" and client.asked[1]["input_ids"] == [5, 6, 1, 2]
+    assert client.asked[1]["sampling_params"]["max_new_tokens"] == 2
+    assert client.asked[0]["rid"] != client.asked[1]["rid"]
+
+
+async def test_an_update_that_aborts_ends_a_request_that_wants_it_and_is_gone_beyond_by_others() -> None:
+    answers = told([1, 2], "abort"), told([3, 4], version="2")
+    handed = await engine(Client(*answers), "abort").generate(request(on_new_weights="interrupt"))
+    assert handed.finish_reason == "interrupted" and handed.tokens.tolist() == [1, 2]
+    whole = await engine(Client(*answers), "abort").generate(request())
+    assert whole.finish_reason == "length" and whole.policy_versions.tolist() == [1, 1, 2, 2]
+    often = await engine(Client(*answers), "abort").generate(request(on_new_weights="interrupt", interruptions=0))
+    assert often.finish_reason == "length"
+
+
+async def test_one_that_was_aborted_before_its_first_token_is_asked_again() -> None:
+    client = Client(told([], "abort"), told([1, 2, 3, 4]))
+    made = engine(client, "abort")
+    done = await made.generate(request(on_new_weights="interrupt"))
+    assert done.finish_reason == "length" and made.stats().num_interrupted == 1
+
+
+async def test_an_abort_that_nobody_here_asked_for_is_an_error() -> None:
+    with pytest.raises(Refused, match="See who else controls this server"):
+        await engine(Client(told([1], "abort", message="Aborted"))).generate(request())
+
+
+async def test_fewer_tokens_than_were_asked_for_are_an_error() -> None:
+    with pytest.raises(Refused, match=r"must get 4 tokens from http://server, got 2"):
+        await engine(Client(told([1, 2]))).generate(request())
+
+
+async def test_a_request_that_does_not_fit_is_the_callers_mistake_and_other_errors_are_not() -> None:
+    no = ServerError("http://server", "/generate", 400, "longer than the model's maximum context length")
+    with pytest.raises(ConfigError, match="maximum context length"):
+        await engine(Client(no)).generate(request())
+    with pytest.raises(ServerError):
+        await engine(Client(ServerError("http://server", "/generate", 500, "oh"))).generate(request())
+    with pytest.raises(PeerGone):
+        await engine(Client(PeerGone("left"))).generate(request())
+
+
+async def test_tokens_of_strange_weights_are_refused_once_weights_were_given() -> None:
+    client = Client(told([1, 2, 3, 4], version="default"), told([1, 2, 3, 4], version="default"))
+    made = engine(client)
+    assert (await made.generate(request())).policy_versions.tolist() == [-1] * 4
+    await made.update_weights(3, {})
+    with pytest.raises(Refused, match="got tokens of version 'default'"):
+        await made.generate(request())
+
+
+async def test_a_prefix_is_sent_and_told_again_as_it_was() -> None:
+    client = Client(told([3, 4], version="2"))
+    prefix = Prefix(np.array([1, 2], np.int32), np.array([-3.0, -4.0], np.float32), np.array([0, 0], np.int32))
+    done = await engine(client).generate(request(prefix=prefix))
+    assert done.tokens.tolist() == [1, 2, 3, 4] and done.log_probs.tolist() == [-3.0, -4.0, -1.0, -1.0]
+    assert done.policy_versions.tolist() == [0, 0, 2, 2] and client.asked[0]["input_ids"] == [5, 6, 1, 2]
+
+
+async def test_an_old_server_may_not_let_a_sequence_live_through_an_update() -> None:
+    with pytest.raises(ConfigError, match=r"sglang.pause must be 'abort' with SGLang 0.5.16"):
+        engine(Client(), version="0.5.16", version_spans=False)
+    assert engine(Client(), "abort", version="0.5.16", version_spans=False).version == -1
+
+
+async def test_log_probs_of_plain_logits_are_taken_where_they_are_right_alone() -> None:
+    client = Client(told([1, 2, 3, 4]), told([1, 2, 3, 4]))
+    plain = engine(client, log_probs_after_temperature=False)
+    for temperature in (0.0, 1.0):
+        await plain.generate(request(temperature=temperature))
+    with pytest.raises(ConfigError, match=r"temperature must be 0 or 1 .* SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        await plain.generate(request(temperature=0.7))
+
+
+async def test_tokens_outside_the_vocabulary_never_reach_a_server() -> None:
+    client = Client()
+    with pytest.raises(ConfigError, match="from 0 to 99"):
+        await engine(client).generate(replace(request(), prompt=np.array([100], np.int32)))
+    assert client.asked == []
+
+
+async def test_a_closed_engine_takes_nothing() -> None:
+    made = engine(Client())
+    await made.close()
+    await made.close()
+    with pytest.raises(Closed):
+        await made.generate(request())
+    assert not await made.ready()
+
+
+async def test_what_was_done_is_counted() -> None:
+    client = Client(told([1, 2, 3, 4]))
+    client.answers[0]["meta_info"] |= {"prompt_tokens": 2, "cached_tokens": 1}
+    made = engine(client)
+    done: Completion = await made.generate(request())
+    stats = made.stats()
+    assert (stats.num_completed, stats.tokens_generated, stats.prefill_tokens, stats.shared_prompt_tokens) == (
+        1,
+        4,
+        1,
+        1,
+    )
+    assert (stats.num_slots, stats.num_running, stats.version) == (8, 0, -1) and done.request_id == "r"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seeds", "priority", "experts"),
+    [
+        ({}, False, 0, None),
+        ({"enable-deterministic-inference": True, "enable-priority-scheduling": True}, True, 1, None),
+        ({"enable-priority-scheduling": True, "schedule-low-priority-values-first": True}, False, -1, None),
+        ({"enable-return-routed-experts": True}, False, 0, Experts(3, 2, 64)),
+    ],
+)
+async def test_a_server_is_asked_what_it_can_do(
+    tmp_path: Path, arguments: dict[str, bool], seeds: bool, priority: int, experts: Experts | None
+) -> None:
+    text = {"vocab_size": 50, "num_hidden_layers": 3, "num_experts": 64, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    server = SGLangServer(launch(tmp_path, arguments), log=tmp_path / "log", folder=tmp_path, grace_s=0.2)
+    client = await server.start(60)
+    try:
+        found = await probe(client)
+    finally:
+        await client.__aexit__()
+        await server.close()
+    assert (found.seeds, found.priority, found.experts, found.vocabulary) == (seeds, priority, experts, 50)
+    assert (found.version, found.begins_updates, found.version_spans) == ("0.5.23", True, True)
+    assert found.log_probs_after_temperature and found.max_running == 8
+    assert json.loads(json.dumps(found.report()))["version"] == "0.5.23"
+
+
+async def test_a_server_that_is_too_old_is_refused_with_the_reason(tmp_path: Path) -> None:
+    server = SGLangServer(launch(tmp_path, PRETEND_VERSION="0.5.9"), log=tmp_path / "log", folder=tmp_path, grace_s=0.2)
+    client = await server.start(60)
+    try:
+        with pytest.raises(ConfigError, match=r"must be 0.5.10 or newer.*pickles.*got 0.5.9"):
+            await probe(client)
+    finally:
+        await client.__aexit__()
+        await server.close()
