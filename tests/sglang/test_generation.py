@@ -272,6 +272,25 @@ async def test_each_token_tells_the_weights_it_was_sampled_under(
         np.testing.assert_allclose(got.log_probs[split:], after[split:], atol=NEAR)
 
 
+@pytest.mark.parametrize("pause", ["in_place", "retract", "abort"])
+async def test_a_new_request_reads_no_prefix_that_older_weights_computed(
+    served: Served, model: Any, other: Any, tmp_path: Path, pause: Any
+) -> None:
+    asked = request("r", 40, 20)
+    async with served.engine(tmp_path, pause=pause) as engine:
+        await engine.update_weights(11, tensors_of(model))
+        first = await engine.generate(asked)
+        again = await engine.generate(asked)
+        shared = engine.stats().shared_prompt_tokens
+        await engine.update_weights(12, tensors_of(other))
+        got = await engine.generate(asked)
+        await engine.update_weights(13, tensors_of(model))
+    assert shared >= 39  # under one version they share it
+    for each in (first, again):
+        np.testing.assert_allclose(each.log_probs, full_log_probs(model, asked, each.tokens), atol=NEAR)
+    np.testing.assert_allclose(got.log_probs, full_log_probs(other, asked, got.tokens), atol=NEAR)
+
+
 async def test_a_request_that_wants_it_is_handed_back_at_new_weights(
     served: Served, model: Any, other: Any, tmp_path: Path
 ) -> None:

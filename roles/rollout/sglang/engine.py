@@ -211,6 +211,9 @@ class SGLangEngine:
             sampling["sampling_seed"] = request.seed % _SEEDS
         body: dict[str, Any] = {
             "rid": rid, "input_ids": request.sequence.tolist(), "sampling_params": sampling, "return_logprob": True,
+            # An update in place leaves the prefixes in the cache that the old weights computed. New requests are not to go on
+            # from them: each version has a cache of its own, and what is in those of older ones is the first to be evicted.
+            "extra_key": f"version {self._version}",
         }  # fmt: skip
         if params.num_top:
             body["top_logprobs_num"] = params.num_top

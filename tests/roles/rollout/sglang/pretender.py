@@ -70,7 +70,8 @@ class Handler(BaseHTTPRequestHandler):
         finish = {"type": "length", "length": made} if made == num else {"type": "abort", "message": "Aborted"}
         self.answer({"output_ids": ids, "meta_info": {
             "finish_reason": finish, "output_token_logprobs": [[-1.0, i, None] for i in ids], "prompt_tokens": 1,
-            "output_top_logprobs": [[[-5.0, 1, None], [-5.0, 2, None]]] * made, "weight_version": state["version"],
+            "output_top_logprobs": [[[-5.0, 1, None], [-5.0, 2, None]]] * (made if asked.get("top_logprobs_num") else 0),
+            "weight_version": state["version"],
             "weight_versions": [{"version": state["version"], "start": 0, "end": made}]}})
 
 ThreadingHTTPServer(("127.0.0.1", settings["port"]), Handler).serve_forever()

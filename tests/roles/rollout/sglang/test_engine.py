@@ -164,6 +164,18 @@ async def test_tokens_of_strange_weights_are_refused_once_weights_were_given() -
         await made.generate(request())
 
 
+async def test_requests_share_prefixes_under_one_version_alone() -> None:
+    client = Client(*(told([1, 2, 3, 4], version="3") for _ in range(3)))
+    made = engine(client)
+    await made.update_weights(3, {})
+    await made.generate(request())
+    await made.generate(request())
+    await made.update_weights(4, {})
+    await made.generate(request())
+    first, second, third = (asked["extra_key"] for asked in client.asked)
+    assert first == second != third
+
+
 async def test_a_prefix_is_sent_and_told_again_as_it_was() -> None:
     client = Client(told([3, 4], version="2"))
     prefix = Prefix(np.array([1, 2], np.int32), np.array([-3.0, -4.0], np.float32), np.array([0, 0], np.int32))
