@@ -248,7 +248,10 @@ def real(options: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
         try:
             url, found = runner.run(start())
             for in_flight in (1, 8, 32):
-                yield str(in_flight), load(url, server.key, found, in_flight, 12 * in_flight, options.repetitions)
+                yield (
+                    f"sglang {in_flight}",
+                    load(url, server.key, found, in_flight, max(8, 4 * in_flight), options.repetitions),
+                )
         finally:
             runner.run(server.close())
 
@@ -270,6 +273,16 @@ def _tiny(folder: Path) -> Path:
     return folder
 
 
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    """One load after another."""
+    with stub(STEP_S) as url:
+        yield "stub 256", load(url, None, STUB, 256, 2048, options.repetitions)
+    with stub(0.0) as url:
+        yield "stub 32, flat out", load(url, None, STUB, 32, 4096, options.repetitions)
+    if options.sglang is not None:
+        yield from real(options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=5)
@@ -282,17 +295,13 @@ def main() -> None:
         uvloop.run(run_stub(options.stub))
         return
     rows: dict[str, Figures] = {}
-    with stub(STEP_S) as url:
-        rows["stub 256"] = load(url, None, STUB, 256, 2048, options.repetitions)
-    with stub(0.0) as url:
-        rows["stub 32, flat out"] = load(url, None, STUB, 32, 4096, options.repetitions)
-    if options.sglang is not None:
-        rows |= {f"sglang {name}": figures for name, figures in real(options)}
     print(f"{'load':<20}{'bare us':>10}{'rondo us':>10}{'bare tok/s':>13}{'rondo tok/s':>13}{'ratio':>8}")
-    for name, row in rows.items():
+    for name, row in measured(options):
+        rows[name] = row
         print(
             f"{name:<20}{row['bare_cpu_us']:>10.0f}{row['rondo_cpu_us']:>10.0f}{row['bare_tokens_per_s']:>13.0f}"
-            f"{row['rondo_tokens_per_s']:>13.0f}{row['ratio']:>8.3f}"
+            f"{row['rondo_tokens_per_s']:>13.0f}{row['ratio']:>8.3f}",
+            flush=True,
         )
     report = {
         "benchmark": "dispatch",
