@@ -60,6 +60,7 @@ class Speaker:
 
     modalities: tuple[str, ...] = ()
     keeps_prefixes = True
+    held = False
 
     def __init__(self, says: Callable[[str], str | list[int]], own: Any) -> None:
         self._says = says
@@ -125,6 +126,9 @@ class Speaker:
         self._rows.clear()
 
     def load(self, tensors: Any) -> None:
+        pass
+
+    def refresh(self) -> None:
         pass
 
 
