@@ -20,7 +20,7 @@ import heapq
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, cast
 
 import numpy as np
@@ -213,7 +213,7 @@ def _finish(done: asyncio.Future[None]) -> None:
 class ReplayRollout(RolloutRole):
     """The rollout role with the replay's engine, prompts of its length, its media, and a column with routed experts."""
 
-    async def _open_engine(self) -> ReplayEngine:
+    async def _open_engine(self, ends: AsyncExitStack) -> ReplayEngine:
         self._replay = Replay.read(self._ctx.run_dir)
         self._arrays = self._replay.media_arrays()
         self._experts = np.ones((self._replay.max_tokens, self._replay.routed_bytes), np.uint8)

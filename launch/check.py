@@ -13,6 +13,7 @@ child with it.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -150,7 +151,7 @@ def _host(config: RunConfig) -> Iterator[Finding]:
     path = config.run_dir / config.name
     if config.name == "latest":
         yield Finding("error", "name must not be 'latest', which is the link to the newest run, got it. Choose another")
-    elif (pid := owner(path)) is not None:
+    elif (pid := owner(path)) not in (None, os.getpid()):  # a run that resumes has claimed it
         yield Finding(
             "error",
             f"the run directory {path} must have no other owner, got a live run with pid {pid}. "
