@@ -211,9 +211,6 @@ class SGLangEngine:
             sampling["sampling_seed"] = request.seed % _SEEDS
         body: dict[str, Any] = {
             "rid": rid, "input_ids": request.sequence.tolist(), "sampling_params": sampling, "return_logprob": True,
-            # An update in place leaves the prefixes in the cache that the old weights computed. New requests are not to go on
-            # from them: each version has a cache of its own, and what is in those of older ones is the first to be evicted.
-            "extra_key": f"version {self._version}",
         }  # fmt: skip
         if params.num_top:
             body["top_logprobs_num"] = params.num_top
@@ -222,7 +219,8 @@ class SGLangEngine:
         if found.priority:
             body["priority"] = found.priority * request.priority
         if self._pause == "in_place":
-            # The server keeps the cache that older weights filled: a prompt that comes again must not meet it.
+            # The server keeps the cache that older weights filled: a prompt that comes again must not meet it. What is in the
+            # caches of older versions is the first to be evicted.
             body["extra_key"] = rid if self._prefixes is None else self._prefixes
         if request.session is not None:
             body["session_id"] = request.session
