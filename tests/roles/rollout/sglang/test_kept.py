@@ -50,23 +50,24 @@ class Rig:
     """A kept engine over a pretender, and what is told of it. While `hold` is there, it makes no token; a kill takes it."""
 
     def __init__(self, folder: Path, *, alone: bool = True) -> None:
+        folder.mkdir(exist_ok=True)
         self.hold = folder / "hold"
         how = launch(folder, PRETEND_HOLD=str(self.hold))
-        self.server = SGLangServer(how, log=folder / "log", folder=folder, grace_s=0.2)
+        self.server = SGLangServer(how, log=folder / "log", folder=folder, name=folder.name, grace_s=0.2)
         self.told: list[tuple[str, Mapping[str, Any]]] = []
         self.given: list[int] = []
         self.newest: int | None = None
         self.kills_in_update = 0
         self.came = asyncio.Event()
         self.engine = KeptEngine(
-            self.server, self._connect, newest=self._newest, deadline_s=DEADLINE_S, tell=self._tell, alone=alone
+            self.server, self._connect, newest=self.newest_weights, deadline_s=DEADLINE_S, tell=self._tell, alone=alone
         )
 
     async def _connect(self, client: SGLangClient) -> SGLangEngine:
         return SGLangEngine(client, weights=Named(client, self), pause="in_place", capabilities=await probe(client))
 
     @asynccontextmanager
-    async def _newest(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:
+    async def newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:
         yield None if self.newest is None else (self.newest, {})
 
     async def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
