@@ -27,7 +27,7 @@ import torch
 
 from rondo.roles.rollout.sglang.weights_sums import checksum
 
-Cut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
+Cut = Literal["whole", "rows", "columns", "filled rows", "filled columns", "heads", "vocabulary"]
 Key = tuple[int, str]
 """Tensor-parallel rank, and the server's name of a tensor."""
 
@@ -37,6 +37,8 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _RENAMED = {"qkv_proj": "qkv"}
 _EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 _VOCABULARY_ROWS = 64
+_FILLED = 32
+"""On a CPU, ranks get whole blocks of so many rows or columns, the last ones zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,8 @@ class Recipes:
         names = _by_canonical(tensors)
         for key, found in told.items():
             if key not in self._known:
-                fitting = (
-                    recipe for recipe in self._candidates(key, names) if self._sum(key, recipe, tensors) == found
-                )
-                recipe = next(fitting, None)
+                possible = (each for each in self._candidates(key, names) if _possible(each, tensors))
+                recipe = next((each for each in possible if self._sum(key, each, tensors) == found), None)
                 if recipe is not None:
                     self._known[key] = recipe
         unknown = set(told.keys() - self._known.keys())
@@ -122,14 +122,17 @@ class Recipes:
             case "whole":
                 return tensor
             case "rows":
-                return tensor.chunk(size)[rank]
+                return tensor.tensor_split(size)[rank]
             case "columns":
-                return tensor.chunk(size, 1)[rank]
+                return tensor.tensor_split(size, 1)[rank]
+            case "filled rows":
+                return _filled(tensor, size * _FILLED).tensor_split(size)[rank]
+            case "filled columns":
+                return _filled(tensor.mT, size * _FILLED).tensor_split(size)[rank].mT
             case "heads":  # fewer heads than ranks: several ranks have the same one
-                return tensor.chunk(self._num_kv_heads)[rank * self._num_kv_heads // size]
+                return tensor.tensor_split(self._num_kv_heads)[rank * self._num_kv_heads // size]
             case "vocabulary":
-                room = tensor.new_zeros(-tensor.shape[0] % _VOCABULARY_ROWS, *tensor.shape[1:])
-                return torch.cat([tensor, room]).chunk(size)[rank]
+                return _filled(tensor, _VOCABULARY_ROWS).tensor_split(size)[rank]
 
     def _candidates(self, key: Key, names: Mapping[str, str]) -> Iterator[Recipe]:
         """Recipes that the tensor's name allows, likeliest first."""
@@ -150,7 +153,9 @@ class Recipes:
                 yield from self._stacked(experts, field)
 
     def _plain(self, name: str) -> Iterator[Recipe]:
-        cuts: Sequence[Cut] = ("whole", "vocabulary") if self._size == 1 else ("whole", "rows", "columns", "vocabulary")
+        cuts: Sequence[Cut] = ("whole", "vocabulary")
+        if self._size > 1:
+            cuts = ("whole", "rows", "columns", "vocabulary", "filled rows", "filled columns")
         yield from (Recipe((name,), (cut,)) for cut in cuts)
 
     def _fused(self, names: tuple[str, ...]) -> Iterator[Recipe]:
@@ -158,16 +163,28 @@ class Recipes:
             yield _all(names, "whole")
             return
         yield _all(names, "rows")
+        yield _all(names, "filled rows")
         if len(names) == 3 and self._num_kv_heads < self._size:
             yield Recipe(names, ("rows", "heads", "heads"))
 
     def _stacked(self, names: tuple[str, ...], field: str) -> Iterator[Recipe]:
-        cut: Cut = "whole" if self._size == 1 else "rows" if field == "w13_weight" else "columns"
-        yield _all(names, cut)
+        sliced: Sequence[Cut] = ("rows", "filled rows") if field == "w13_weight" else ("columns", "filled columns")
+        yield from (_all(names, cut) for cut in (("whole",) if self._size == 1 else sliced))
 
 
 def _all(names: tuple[str, ...], cut: Cut) -> Recipe:
     return Recipe(names, (cut,) * len(names))
+
+
+def _possible(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the tensors have the dimensions that are cut."""
+    least = {"whole": 0, "columns": 2, "filled columns": 2}
+    return all(tensors[name].dim() >= least.get(cut, 1) for name, cut in zip(recipe.names, recipe.cuts, strict=True))
+
+
+def _filled(tensor: torch.Tensor, block: int) -> torch.Tensor:
+    """With rows of zeros behind it, up to a multiple of `block` rows."""
+    return torch.cat([tensor, tensor.new_zeros(-tensor.shape[0] % block, *tensor.shape[1:])])
 
 
 def told_by(answer: Any) -> dict[Key, str]:
