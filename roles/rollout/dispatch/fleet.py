@@ -67,7 +67,7 @@ class DispatchLimits:
     """A request waits so long for its turn, while some engine works."""
     absent_deadline_s: float = 600.0
     """And so long while none does."""
-    health_interval_s: float = 1.0
+    health_interval_s: float = 2.0
     probe_deadline_s: float = 10.0
     failures: int = 3
     """In a row open the breaker of an engine."""
