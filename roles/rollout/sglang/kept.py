@@ -82,7 +82,7 @@ class KeptEngine:
         self.server = server
         self._connect = connect
         self._newest = newest
-        self._deadline_s = deadline_s
+        self.start_deadline_s = deadline_s
         self._tell = tell
         self._alone = alone
         self._engine: SGLangEngine | None = None
@@ -147,7 +147,7 @@ class KeptEngine:
             await self._tell("sglang_back", {"server": self.server.name, "after_s": time.monotonic() - since})
 
     async def _start(self) -> None:
-        client = await self.server.start(self._deadline_s)
+        client = await self.server.start(self.start_deadline_s)
         try:
             self._engine = await self._connect(client)
         except BaseException:
@@ -258,7 +258,7 @@ class KeptEngine:
     async def _engine_when(self, event: asyncio.Event) -> SGLangEngine:
         while True:
             self._raise_if_closed()
-            await wait_for(event.wait(), name="sglang server", peer=self.server.name, deadline_s=self._deadline_s)
+            await wait_for(event.wait(), name="sglang server", peer=self.server.name, deadline_s=self.start_deadline_s)
             if self._engine is not None:
                 return self._engine
 

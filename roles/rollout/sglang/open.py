@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rondo.roles.config import JobConfig, SGLangConfig
 from rondo.roles.job import Job
-from rondo.roles.rollout.dispatch import Dispatcher
+from rondo.roles.rollout.dispatch import Dispatcher, DispatchLimits
 from rondo.roles.rollout.engine import Engine
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
@@ -70,7 +70,9 @@ def one_engine(engines: Sequence[KeptEngine], *, newest: Newest) -> Engine:
                 raise Closed("weights must be published to be given to a server, got none any more. The run is over")
             yield weights
 
-    return Dispatcher(engines, names=[engine.server.name for engine in engines], reload=reload)
+    # A server may take all of its time to start, and then it is given weights.
+    limits = DispatchLimits(absent_deadline_s=2 * max(engine.start_deadline_s for engine in engines))
+    return Dispatcher(engines, names=[engine.server.name for engine in engines], limits=limits, reload=reload)
 
 
 async def connect_engine(
