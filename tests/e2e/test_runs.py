@@ -115,7 +115,8 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     due = time.monotonic() + PATIENCE_S  # a process writes its spans down from time to time
     while 10 not in trained_in(ask(record, "/timeline")):
         assert time.monotonic() < due
-    assert trained_in(ask(record, "/timeline?steps=9:11")) == {9, 10}
+    # What its two ranks did meanwhile: one of them may have been a little ahead.
+    assert {9, 10} <= trained_in(ask(record, "/timeline?steps=9:11")) <= {9, 10, 11}
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert "steps 1 to " in words.stdout
     told = subprocess.run(

@@ -116,3 +116,14 @@ async def test_with_several_ranks_a_step_ends_with_its_publication() -> None:
     actor.bus.may_commit.set()
     await actor._train(0)
     assert log[-1] == "publish 1"
+
+
+async def test_an_engine_that_takes_turns_with_the_trainer_makes_room_before_a_round_is_trained() -> None:
+    for takes_turns in (True, False):
+        log: list[str] = []
+        actor = Actor(log, world_size=2)
+        actor.bus.may_commit.set()
+        actor._job.takes_turns, actor._job.turns.make_room = takes_turns, lambda log=log: log.append("make room")
+        await actor._train(0)
+        assert log.count("make room") == takes_turns
+        assert not takes_turns or log.index("make room") < log.index("accumulate")
