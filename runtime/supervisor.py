@@ -131,6 +131,7 @@ class Supervisor(Actor):
             while self._outcome is None:
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
                 self._ledger.sample(self._lives.values())
+                self._reap_orphans()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._finished.wait(), TICK_S)
             for helper in self._helpers:
@@ -202,8 +203,12 @@ class Supervisor(Actor):
             self._do(self._machine.fatal(life.name, str(error), time.monotonic()))
         life.close()
         self._estate.segments.drop(segment_name(life.name, life.number))
-        process.reap_orphans({self._estate.janitor.pid, *(other.main.pid for other in self._lives.values())})
+        self._reap_orphans()
         self._do(self._machine.gone(life.name, life.number, time.monotonic()))
+
+    def _reap_orphans(self) -> None:
+        """What roles started and left behind: the servers that one of them runs have processes of their own."""
+        process.reap_orphans({self._estate.janitor.pid, *(life.main.pid for life in self._lives.values())})
 
     def _note(self, note: Note) -> None:
         data = dict(note.data)
