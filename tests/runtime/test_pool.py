@@ -52,6 +52,10 @@ def open_scripted(**settings):
                 Path(started).touch()
                 while True:
                     time.sleep(1000)
+            case ["wait", file]:
+                while not Path(file).exists():
+                    time.sleep(0.001)
+                return file
             case ["garble"]:
                 for entry in [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]:
                     if os.readlink(f"/proc/self/fd/{entry}").startswith("socket"):
@@ -221,18 +225,20 @@ async def test_a_stopped_worker_that_had_not_begun_costs_its_item_nothing(functi
 
 
 async def test_an_answer_that_waits_for_a_busy_loop_is_no_overdue_item(
-    functions: str, monkeypatch: pytest.MonkeyPatch
+    functions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ns = time.monotonic_ns
     async with pool_of(functions) as pool:
-        asked = asyncio.create_task(pool.run(items(["echo", 1], ["echo", 2])))
+        file = tmp_path / "go"
+        asked = asyncio.create_task(pool.run(items(["echo", 1], ["wait", str(file)])))
         (worker,) = pool._workers
         while not worker._request:  # noqa: ASYNC110 - until the items are handed over, in one step of the loop
             await asyncio.sleep(0)
+        file.touch()
         assert select.select([worker._socket], [], [], 60)[0]  # the loop stands still meanwhile
         monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns() + 31 * 10**9)
         worker._check_deadline()
-        assert await asked == [Outcome(1), Outcome(2)]
+        assert await asked == [Outcome(1), Outcome(str(file))]
         monkeypatch.undo()
         assert await pool.run(items(["echo", 3])) == [Outcome(3)]
         assert (pool.stats().num_timed_out, pool.stats().num_restarts) == (0, 0)
