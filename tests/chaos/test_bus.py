@@ -1,6 +1,6 @@
 """The bus with real processes under a nemesis: nothing lost, nothing twice, and the run goes on.
 
-RONDO_CHAOS_ACTS: how often a process is killed or stopped (60; more by hand). RONDO_CHAOS_SEED chooses the acts.
+RONDO_CHAOS_ACTS: how often a process is killed or stopped (75, about a minute; more by hand). RONDO_CHAOS_SEED chooses the acts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.comm.inprocess import MEMBERS
 from tests.comm.memory import ROOT
 from tests.comm.served import Roster
 
-NUM_ACTS = int(os.environ.get("RONDO_CHAOS_ACTS", "60"))
+NUM_ACTS = int(os.environ.get("RONDO_CHAOS_ACTS", "75"))
 SEED = int(os.environ.get("RONDO_CHAOS_SEED", "1"))
 NAMES = ("coordinator", *MEMBERS)
 
