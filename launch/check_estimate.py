@@ -98,12 +98,14 @@ class Estimate:
 
 
 def group_estimate(config: JobConfig, shape: Shape, group: RoleGroup) -> Estimate:
-    """Of one process of `group`: all of its roles beside each other."""
+    """Of one process of `group`: all of its roles beside each other. SGLang's servers are processes of their own."""
     found = []
     if "actor" in group.roles:
         found.append(Estimate(training_bytes(config, shape, group.processes), _FLOAT * shape.parameters))
-    if "rollout" in group.roles:
-        found.append(Estimate(generating_bytes(config, shape), WIDTHS[config.model.dtype] * shape.parameters))
+    if "rollout" in group.roles and config.rollout.sglang is None:
+        lent = "actor" in group.roles and group.processes == 1 and config.can_lend_weights
+        loading = 0 if lent else WIDTHS[config.model.dtype] * shape.parameters
+        found.append(Estimate(generating_bytes(config, shape, lent=lent), loading))
     for role in ("actor_fwd", "reference"):
         if role in group.roles:
             found.append(Estimate(scoring_bytes(config, shape), WIDTHS[config.train.dtype] * shape.parameters))
@@ -147,8 +149,9 @@ def scoring_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
     }
 
 
-def generating_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
-    """Of a process with the embedded engine, whose cache is there in full from the start."""
+def generating_bytes(config: JobConfig, shape: Shape, *, lent: bool = False) -> dict[str, int]:
+    """Of a process with the embedded engine, whose cache is there in full from the start. `lent`: its weights are the trainer's
+    own; only the engine of evaluations beside the training has a copy."""
     rollout, width = config.rollout, WIDTHS[config.model.dtype]
     evaluation, most, beside = config.evaluation, rollout.max_new_tokens, 0
     if evaluation is not None:
@@ -157,7 +160,7 @@ def generating_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
         most = max(most, longest) if evaluation.at_start or evaluation.at_end else most
     cached = rollout.num_slots * (rollout.max_prompt_tokens + most) + beside
     return {
-        "weights": width * shape.parameters * (2 if beside else 1),
+        "weights": width * shape.parameters * ((0 if lent else 1) + (1 if beside else 0)),
         "key-value cache": cached * shape.num_caching * 2 * shape.decoder.keys * width,
         "activations": max(_PREFILL_TOKENS, rollout.max_prompt_tokens) * _passing(shape, width),
         "logits": _LOGIT_COPIES * _FLOAT * rollout.num_slots * shape.vocab_size,

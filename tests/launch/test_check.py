@@ -163,10 +163,19 @@ def test_every_port_and_the_token_of_an_endpoint_are_looked_at(make: Make, tmp_p
 
 
 def test_a_name_whose_run_is_alive_is_told_with_its_pid(make: Make, tmp_path: Path) -> None:
-    with RunDir.create(tmp_path / "runs", "demo", {}):
+    hold = (
+        "import sys; from pathlib import Path; from rondo.launch.rundir import RunDir\n"
+        "with RunDir.create(Path(sys.argv[1]), 'demo', {}): print('held', flush=True); sys.stdin.read()"
+    )
+    line = [sys.executable, "-c", hold, str(tmp_path / "runs")]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
         (text,) = judged(make())
-    assert "must have no other owner, got a live run with pid " in text
+        other.communicate(timeout=60)
+    assert f"must have no other owner, got a live run with pid {other.pid}" in text
     assert judged(make()) == []
+    with RunDir.create(tmp_path / "runs", "demo", {}):
+        assert judged(make()) == []  # a run that resumes has claimed it
 
 
 def test_a_run_directory_that_cannot_be_made_is_told(make: Make, tmp_path: Path) -> None:

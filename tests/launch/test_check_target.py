@@ -112,12 +112,16 @@ def test_recomputing_activations_takes_less_memory(tmp_path: Path) -> None:
     assert (kept, recomputed) == (4096 * 2 * layer, 4096 * (2 * 4 * 8 + layer))
 
 
-def test_roles_in_one_process_lie_beside_each_other(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_roles_in_one_process_lie_beside_each_other_and_an_engine_of_one_dtype_uses_the_trainers_weights(
+    tmp_path: Path, dtype: str
+) -> None:
+    config = config_of(tmp_path, f"model.dtype={dtype}")
     alone = [RoleGroup(name="a", roles=(role,)) for role in ("actor", "rollout", "reference")]  # type: ignore[arg-type]
     together = RoleGroup(name="a", roles=("actor", "rollout", "reference"))
     parts = group_estimate(config, SHAPE, together).parts
-    assert sum(parts.values()) == sum(sum(group_estimate(config, SHAPE, g).parts.values()) for g in alone)
+    copy = generating_bytes(config, SHAPE)["weights"] if dtype == "float32" else 0
+    assert sum(parts.values()) + copy == sum(sum(group_estimate(config, SHAPE, g).parts.values()) for g in alone)
 
 
 def test_a_model_that_fits_only_after_loading_does_not_fit(tmp_path: Path) -> None:
