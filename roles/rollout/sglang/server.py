@@ -78,8 +78,14 @@ class Launch:
         if self.devices:
             found |= {"tp-size": self.devices, "base-gpu-id": self.first_device}
         else:
-            # A share of the machine's memory would be taken, and filled with zeros, for the cache.
-            found |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.2}
+            # A share of the machine's memory would be taken, and filled with zeros, for the cache. A server with nothing to do
+            # would keep a core busy, which others compute on.
+            found |= {
+                "device": "cpu",
+                "attention-backend": "torch_native",
+                "mem-fraction-static": 0.2,
+                "sleep-on-idle": True,
+            }
             if self.max_tokens is not None:
                 found["max-total-tokens"] = self.max_tokens
         given = {name.replace("_", "-"): value for name, value in self.arguments.items()}
