@@ -5,7 +5,7 @@ own the engines' health (`fleet.py`), the choice (`placement.py`), the order of 
 (`rolling.py`).
 
     generate -> queue -> place -> attempt on A ----------------------------> completion
-                  ^                  |  A dies, or its breaker opens: what this attempt made is gone
+                  ^                  |  A dies, or its breaker opens: what this attempt made is gone, but for what was told
                   |                  |  A ends it early (it leaves, its server aborts): its tokens become the prefix
                   +------------------+
 
@@ -30,6 +30,7 @@ from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
 from rondo.roles.rollout.dispatch.rolling import Rolling
 from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Prefix, Request
 from rondo.roles.rollout.sglang.client import ServerError
+from rondo.roles.rollout.told import Told
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused, WorkerDied
 from rondo.runtime.waits import waiting
 
@@ -71,7 +72,7 @@ class DispatchStats:
     num_waiting: int
     num_lost_attempts: int
     num_continued: int
-    """Attempts that ended early and left tokens, which the next one began with."""
+    """Attempts that ended early, or were lost, and left tokens, which the next one began with."""
     tokens_delivered: int
     """In completions, without what their requests began with."""
     engines: tuple[MemberStats, ...]
@@ -82,12 +83,13 @@ class _Job:
 
     __slots__ = (
         "age", "attempts", "begun", "cancelled", "cancelling", "cost", "engine_id", "key", "lost", "member", "place",
-        "queued", "request", "since", "task", "why",
+        "queued", "request", "since", "task", "told", "why",
     )  # fmt: skip
 
     def __init__(self, request: Request, task: asyncio.Task[object]) -> None:
         self.request = request  # as the next attempt asks it: with the prefix that earlier ones left
         self.task, self.cancelling = task, task.cancelling()
+        self.told = None if request.progress is None else Told(request.progress)
         self.since = 0.0  # when it began to wait
         self.member: Member | None = None
         self.place: asyncio.Future[None] | None = None
@@ -294,6 +296,8 @@ class Dispatcher:
             job.attempts += 1
             job.engine_id = job.request.id if job.attempts == 1 else f"{job.request.id}~{job.attempts}"
             asked = job.request if job.attempts == 1 else replace(job.request, id=job.engine_id)
+            if job.told is not None:
+                asked = job.told.attempt(asked, member.engine.version)
             floor = member.proved if self._fleet.promised is not None else None
             job.begun = True
             completion = await member.engine.generate(asked)
@@ -357,6 +361,9 @@ class Dispatcher:
     def _again(self, job: _Job, why: str) -> None:
         """The attempt is over without an outcome."""
         job.lost = False
+        if job.told is not None and (kept := job.told.lost(job.request)) is not job.request:
+            job.request = kept
+            self._num["continued"] += 1
         self._num["lost"] += 1
         job.why.append(why)
         if len(job.why) >= self._limits.most_attempts and not job.cancelled:

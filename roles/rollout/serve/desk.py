@@ -187,10 +187,7 @@ class Desk:
         if ask.key in self._asked:
             raise ConfigError(f"rid must be unique among the requests in flight, got {ask.rid!r} twice. Rename one")
         self._num_answered += 1
-        reader = TextReader(
-            self.tokenizer, stops=ask.stops, keep_stop=ask.keep_stop, skip_special_tokens=ask.skip_special_tokens
-        )
-        asked = self._asked[ask.key] = _Asked(ask, reader, f"{self._name}/{self._num_answered}/{ask.key}")
+        asked = self._asked[ask.key] = _Asked(ask, self._reader(ask), f"{self._name}/{self._num_answered}/{ask.key}")
         began = self._clock()
         try:
             done = await self._sample(asked, on_part)
@@ -198,6 +195,11 @@ class Desk:
         finally:
             del self._asked[ask.key]
             self._changed.set()
+
+    def _reader(self, ask: Ask) -> TextReader:
+        return TextReader(
+            self.tokenizer, stops=ask.stops, keep_stop=ask.keep_stop, skip_special_tokens=ask.skip_special_tokens
+        )
 
     async def _sample(self, asked: _Asked, on_part: OnPart | None) -> Completion:
         """The engine's completion, over retractions and interruptions."""
@@ -222,7 +224,7 @@ class Desk:
             finally:
                 asked.inside = False
                 self._changed.set()
-            if asked.torn:
+            if self._tears(asked, done.tokens, shown=on_part is not None or asked.stopped_at is not None, whole=True):
                 raise CorruptData(f"the answer to {ask.rid!r} must grow, got another beginning for it. Ask again")
             again = done.finish_reason == "interrupted" or (done.finish_reason == "cancelled" and asked.retracted)
             if not again or asked.aborted or asked.stopped_at is not None:
@@ -235,12 +237,11 @@ class Desk:
         """Told by the engine. Ends the request when a stop string is complete."""
         if asked.stopped_at is not None or asked.torn or not asked.inside:
             return
-        if asked.told is not None and on_part is not None:
-            # An engine of several servers may begin again on another one; what was shown cannot be taken back.
-            asked.torn = not np.array_equal(so_far.tokens[: len(asked.told)], asked.told)
-            if asked.torn:
-                self.engine.cancel(asked.request_id)
-                return
+        if self._tears(asked, so_far.tokens, shown=on_part is not None):
+            self.engine.cancel(asked.request_id)
+            return
+        if asked.told is not None and len(so_far.tokens) <= len(asked.told):
+            return  # what was told already, once more
         asked.told = so_far.tokens
         asked.stopped_at = asked.reader.feed(so_far.tokens.tolist())
         if asked.stopped_at is not None:
@@ -253,6 +254,19 @@ class Desk:
                     top=so_far.top,
                 )
             )  # fmt: skip
+
+    def _tears(self, asked: _Asked, tokens: np.ndarray, *, shown: bool, whole: bool = False) -> bool:
+        """Whether these are not what was told before, nor go on with it: an engine of several servers may begin again on another
+        one. What was shown cannot be taken back; where nothing was, the text is read anew. Less than was told is no other
+        beginning, but at the end (`whole`)."""
+        if asked.told is not None:
+            told = asked.told if whole else asked.told[: len(tokens)]
+            if not np.array_equal(tokens[: len(told)], told):
+                if shown:
+                    asked.torn = True
+                else:
+                    asked.told, asked.reader = None, self._reader(asked.ask)
+        return asked.torn
 
     def _whole(self, asked: _Asked, done: Completion, seconds: float) -> Answer:
         ask, reader, tokens = asked.ask, asked.reader, done.tokens

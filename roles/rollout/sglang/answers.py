@@ -71,7 +71,7 @@ def read_answer(told: Any, *, num_before: int, experts: Experts | None) -> Answe
         str(finish.get("message") or ""),
         matched if isinstance(matched, int) else None,
         _routed(meta.get("routed_experts"), num_before + len(tokens) - 1, experts),
-        _top(meta.get("output_top_logprobs"), len(tokens)),
+        top_of(meta.get("output_top_logprobs"), len(tokens)),
     )
 
 
@@ -99,8 +99,8 @@ def _versions(meta: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     return found
 
 
-def _top(told: Sequence[Sequence[Sequence[Any]]] | None, num_tokens: int) -> Top | None:
-    """The likeliest tokens at each place, of an answer that was asked for them."""
+def top_of(told: Sequence[Sequence[Sequence[Any]]] | None, num_tokens: int) -> Top | None:
+    """The likeliest tokens at each of `num_tokens` places, of an answer that was asked for them."""
     if not told or not num_tokens:
         return None
     if len(told) != num_tokens:

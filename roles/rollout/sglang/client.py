@@ -13,6 +13,7 @@ there, or left before it answered) or `DeadlineExceeded`. Cancelling a call clos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import orjson
@@ -55,14 +56,32 @@ class SGLangClient:
         """The answer as JSON (None where it is empty, text where it is not JSON)."""
         return await self._bounded("POST", path, {} if body is None else body, deadline_s)
 
+    async def stream(
+        self, path: str, body: object, on_events: Callable[[list[bytes]], None], *, deadline_s: float | None
+    ) -> None:
+        """A POST that is answered with server-sent events: `on_events` gets the data of those that came since it was told last,
+        the oldest first. Returns after the last one; PeerGone where the stream ends without saying so."""
+        events = _Events(self.url, path)
+
+        def come(piece: bytes) -> None:
+            if new := events.take(piece):
+                on_events(new)
+
+        calling = self._call("POST", path, body, come)
+        await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s)
+        if not events.ended:
+            raise PeerGone(
+                f"the SGLang server {self.url} must end its stream of {path} with [DONE], got its end before"
+            )
+
     async def _bounded(self, method: str, path: str, body: object, deadline_s: float | None) -> Any:
         calling = self._call(method, path, body)
         return await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s)
 
-    async def _call(self, method: str, path: str, body: object) -> Any:
+    async def _call(self, method: str, path: str, body: object, on_body: Callable[[bytes], None] | None = None) -> Any:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            status, content = await self._connections.call(method, path, data)
+            status, content = await self._connections.call(method, path, data, on_body=on_body)
         except OSError as error:  # ConnectionError is one
             raise PeerGone(
                 f"the SGLang server {self.url} must answer {path}, got {type(error).__name__}: {error}. Read its log"
@@ -71,6 +90,32 @@ class SGLangClient:
         if status != 200:
             raise ServerError(self.url, path, status, _words(told))
         return told
+
+
+class _Events:
+    """The data of server-sent events, from pieces that end anywhere. Raises ServerError for an event that tells an error."""
+
+    def __init__(self, url: str, path: str) -> None:
+        self._url, self._path = url, path
+        self._rest = b""
+        self.ended = False
+
+    def take(self, piece: bytes) -> list[bytes]:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        found = []
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self.ended = True
+            elif data.startswith(b'{"error"'):
+                told = _read(data)
+                code = told["error"].get("code") if isinstance(told["error"], dict) else None
+                raise ServerError(self._url, self._path, code if isinstance(code, int) else 500, _words(told))
+            else:
+                found.append(data)
+        return found
 
 
 def _read(content: bytes) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -52,8 +52,11 @@ class Connections:
         self._all: set[_Connection] = set()
         self._closed = False
 
-    async def call(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """(status, body). `body` is JSON."""
+    async def call(
+        self, method: str, path: str, body: bytes | None, *, on_body: Callable[[bytes], None] | None = None
+    ) -> tuple[int, bytes]:
+        """(status, body). `body` is JSON. With `on_body` that of a 200 is handed over in pieces while it comes, and is
+        empty at the end; what `on_body` raises ends the call."""
         connection = self._take() or await self._connect()
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n".encode() + self._headers
         if body is None:
@@ -61,10 +64,14 @@ class Connections:
         else:
             head = b"%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (head, len(body))
             message = [head + body] if len(body) < _JOINED_BYTES else [head, body]
+        answer: tuple[int, bytes] | None = None
         try:
-            answer = await connection.ask(message)
+            if on_body is None:
+                answer = await connection.ask(message)
+            else:
+                answer = await connection.ask_along(message, on_body)
         finally:
-            if not connection.reusable:
+            if answer is None or not connection.reusable:
                 self._all.discard(connection)
                 connection.transport.abort()
         self._idle.append((time.monotonic(), connection))
@@ -112,6 +119,7 @@ class _Connection(asyncio.Protocol):
         )
         self._keeps = True
         self._chunks: list[bytes] = []
+        self._come: asyncio.Event | None = None  # of an answer that is handed over while it comes
         self._lost = False
 
     @property
@@ -126,6 +134,28 @@ class _Connection(asyncio.Protocol):
         self._answered = answered = asyncio.get_running_loop().create_future()
         self.transport.writelines(message)
         return answered
+
+    async def ask_along(self, message: list[bytes], on_body: Callable[[bytes], None]) -> tuple[int, bytes]:
+        """As `ask`; the body of a 200 goes to `on_body`, in the task that waits: the chunks that came since it was told last."""
+        self._come = come = asyncio.Event()
+        answered = self.ask(message)
+        answered.add_done_callback(lambda _: come.set())
+        try:
+            while not answered.done():
+                await come.wait()
+                come.clear()
+                if self._status == 200 and self._chunks:
+                    piece = b"".join(self._chunks)
+                    self._chunks.clear()
+                    on_body(piece)
+            status, body = answered.result()
+            if status == 200 and body:
+                on_body(body)
+                body = b""
+            return status, body
+        finally:
+            answered.cancel()
+            self._come = None
 
     def data_received(self, data: bytes) -> None:
         if self._answered is None:  # nobody asked: whatever this is, the connection is of no use
@@ -215,6 +245,8 @@ class _Connection(asyncio.Protocol):
                 return
             self._chunks.append(bytes(received[end + 2 : end + 2 + size]))
             del received[: end + 2 + size + 2]
+            if self._come is not None:
+                self._come.set()
 
     def _done(self, body: bytes) -> None:
         answered, self._answered = self._answered, None

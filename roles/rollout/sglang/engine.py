@@ -17,7 +17,7 @@ under, or with an error: PeerGone where the server left, and then nothing of it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +29,7 @@ from rondo.roles.rollout.sglang.answers import STRANGE, Answer, read_answer
 from rondo.roles.rollout.sglang.capabilities import Capabilities
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.media import media_body
+from rondo.roles.rollout.sglang.stream import Growing
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, Refused
 
 if TYPE_CHECKING:
@@ -169,7 +170,11 @@ class SGLangEngine:
         self._num_calls += 1
         asked.rid = f"{request.id}#{self._num_calls}"
         try:
-            told = await self.client.post("/generate", self._body(request, asked.rid), deadline_s=None)
+            body = self._body(request, asked.rid)
+            if request.progress is None:
+                told = await self.client.post("/generate", body, deadline_s=None)
+            else:
+                told = await self._stream(request, request.progress, body)
         except ServerError as error:
             if error.status == 400:
                 raise ConfigError(
@@ -193,6 +198,25 @@ class SGLangEngine:
         self._counts["shared"] += shared
         self._counts["prefill"] += max(0, int(meta.get("prompt_tokens") or 0) - shared)
         return answer
+
+    async def _stream(
+        self, request: Request, progress: Callable[[Prefix], None], body: dict[str, Any]
+    ) -> dict[str, Any]:
+        """One call whose answer comes in parts, of which `progress` is told; the answer as though it had come in one."""
+        growing = Growing()
+
+        def come(events: list[bytes]) -> None:
+            if growing.take(events):
+                progress(_extended(request.prefix, growing.so_far()))
+
+        await self.client.stream("/generate", body | {"stream": True}, come, deadline_s=None)
+        told = growing.whole()
+        finish = told["meta_info"].get("finish_reason") or {}
+        status = finish.get("status_code")
+        if finish.get("type") == "abort" and status is not None and 400 <= status < 600:
+            # The head of a stream is sent before the server knows: without one this is the status of the answer.
+            raise ServerError(self.client.url, "/generate", status, str(finish.get("message")))
+        return told
 
     def _body(self, request: Request, rid: str) -> dict[str, Any]:
         params, found = request.params, self.capabilities
@@ -363,7 +387,10 @@ def _joined(before: Prefix | None, answer: Answer) -> Prefix | None:
     """What there was, and what came."""
     if not len(answer.tokens):
         return before
-    new = Prefix(answer.tokens, answer.log_probs, answer.versions, answer.top)
+    return _extended(before, Prefix(answer.tokens, answer.log_probs, answer.versions, answer.top))
+
+
+def _extended(before: Prefix | None, new: Prefix) -> Prefix:
     if before is None:
         return new
     return Prefix(

@@ -28,6 +28,7 @@ from rondo.roles.rollout.sglang.answers import STRANGE, version_of
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import Load, SGLangEngine, completion_of
 from rondo.roles.rollout.sglang.server import Server
+from rondo.roles.rollout.told import Told
 from rondo.runtime.errors import Closed, PeerGone, WorkerDied
 from rondo.runtime.waits import wait_for
 
@@ -195,6 +196,7 @@ class KeptEngine:
         return self._engine
 
     async def generate(self, request: Request) -> Completion:
+        told = None if request.progress is None else Told(request.progress)
         while True:
             engine = self._engine
             if engine is None or not self._serving.is_set():
@@ -203,10 +205,12 @@ class KeptEngine:
             if engine is None:
                 return completion_of(request, "cancelled", request.prefix)
             try:
-                return await engine.generate(request)
+                return await engine.generate(request if told is None else told.attempt(request, engine.version))
             except PeerGone:
                 if not self._alone:
                     raise
+                if told is not None:
+                    request = told.lost(request)
                 await self._gone(engine)
 
     async def _engine_unless_cancelled(self, request: Request) -> SGLangEngine | None:
