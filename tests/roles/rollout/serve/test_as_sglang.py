@@ -13,7 +13,7 @@ from rondo.models.load import load_model
 from rondo.models.parallel import full_tensors
 from rondo.models.tiny.qwen3 import build
 from rondo.roles.config import SGLangConfig
-from rondo.roles.rollout.engine import Completion, Request, SamplingParams
+from rondo.roles.rollout.engine import Completion, Prefix, Request, SamplingParams
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.engine import SGLangEngine
@@ -74,3 +74,20 @@ async def test_a_sample_that_is_cancelled_and_asked_for_again_is_that_of_one_que
         assert part.finish_reason == "cancelled" and 0 < len(part.tokens) < 200
         same(await engine.generate(asked.resumed(part)), whole)
         await engine.close()
+
+
+async def test_a_sample_whose_progress_is_asked_for_comes_in_parts_and_is_the_same(tmp_path: Path) -> None:
+    forward = Qwen3Forward(model(tmp_path / "model", 0), num_slots=4, max_length=256)
+    asked = Request("r", np.array(prompt_ids(), np.int32), SamplingParams(40, num_top=2), seed=11)
+    told: list[Prefix] = []
+    async with serving(forward=forward, max_length=256, model_path=str(tmp_path / "model")) as served:
+        engine = await engine_over(served, tmp_path)
+        whole = await engine.generate(asked)
+        same(await engine.generate(replace(asked, id="told", progress=told.append)), whole)
+        await engine.close()
+    assert len(told) > 1
+    for so_far in told:
+        num = len(so_far.tokens)
+        assert so_far.tokens.tolist() == whole.tokens[:num].tolist() and so_far.policy_versions.tolist() == [0] * num
+        assert so_far.top is not None and so_far.top.tokens.shape == (num, 2)
+        assert np.allclose(so_far.log_probs, whole.log_probs[:num], atol=1e-6)

@@ -2,7 +2,7 @@
 
 It stands in a folder of its own as the package `sglang`, so that a server is started, found, killed and ended as a real one is,
 in tenths of a second. Token n of an answer is 1000 + n, and takes PRETEND_STEP_S seconds, none while the file PRETEND_HOLD is
-there; the weights of a version go by its name.
+there; the weights of a version go by its name. A stream has its first two tokens at once, also while the file is there.
 """
 
 from __future__ import annotations
@@ -63,16 +63,27 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/generate":
             return self.answer({"error": "unknown"}, 404)
         num, rid, made = asked["sampling_params"]["max_new_tokens"], asked.get("rid"), 0
+        stream = asked.get("stream")
+        if stream:
+            self.send_response(200); self.send_header("Transfer-Encoding", "chunked"); self.end_headers()
+        def told(finish):
+            ids = list(range(1000, 1000 + made))
+            meta = {"finish_reason": finish, "output_token_logprobs": [[-1.0, i, None] for i in ids], "prompt_tokens": 1,
+                "completion_tokens": made, "weight_version": state["version"],
+                "output_top_logprobs": [[[-5.0, 1, None], [-5.0, 2, None]]] * (made if asked.get("top_logprobs_num") else 0)}
+            if finish: meta["weight_versions"] = [{"version": state["version"], "start": 0, "end": made}]
+            return {"output_ids": ids, "meta_info": meta}
+        def chunk(data):
+            self.wfile.write(b"%x\\r\\n%b\\r\\n" % (len(data), data))
         while made < num and rid not in state["aborted"]:
             time.sleep(STEP_S)
-            made += not os.path.exists(HOLD)
-        ids = list(range(1000, 1000 + made))
-        finish = {"type": "length", "length": made} if made == num else {"type": "abort", "message": "Aborted"}
-        self.answer({"output_ids": ids, "meta_info": {
-            "finish_reason": finish, "output_token_logprobs": [[-1.0, i, None] for i in ids], "prompt_tokens": 1,
-            "output_top_logprobs": [[[-5.0, 1, None], [-5.0, 2, None]]] * (made if asked.get("top_logprobs_num") else 0),
-            "weight_version": state["version"],
-            "weight_versions": [{"version": state["version"], "start": 0, "end": made}]}})
+            grown = not os.path.exists(HOLD) or bool(stream and made < 2)
+            made += grown
+            if stream and grown and made < num: chunk(b"data: " + json.dumps(told(None)).encode() + b"\\n\\n")
+        whole = told({"type": "length", "length": made} if made == num else {"type": "abort", "message": "Aborted"})
+        if not stream:
+            return self.answer(whole)
+        chunk(b"data: " + json.dumps(whole).encode() + b"\\n\\ndata: [DONE]\\n\\n"); chunk(b"")
 
 ThreadingHTTPServer(("127.0.0.1", settings["port"]), Handler).serve_forever()
 """

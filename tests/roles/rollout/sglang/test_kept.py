@@ -5,13 +5,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rondo.roles.rollout.engine import Request, SamplingParams
+from rondo.roles.rollout.engine import Prefix, Request, SamplingParams
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import SGLangEngine
@@ -111,6 +112,47 @@ async def test_a_request_that_a_server_takes_with_it_is_asked_of_the_next_one_un
     assert [kind for kind, _ in rig.told] == ["sglang", "sglang_gone", "sglang", "sglang_back"]
     assert rig.told[1][1]["why"] == "killed by SIGKILL" and rig.told[3][1]["after_s"] > 0
     assert rig.given == [4, 5] and rig.server.pid is None
+
+
+async def test_what_was_told_of_a_sample_is_kept_when_its_server_dies(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    told: list[Prefix] = []
+    two = asyncio.Event()
+
+    def progress(so_far: Prefix) -> None:
+        told.append(so_far)
+        if len(so_far.tokens) == 2:
+            two.set()
+
+    async with kept([rig.engine]):
+        await rig.engine.update_weights(4, {})
+        rig.newest = 5
+        rig.hold.touch()
+        asking = asyncio.create_task(rig.engine.generate(replace(request("r"), progress=progress)))
+        async with waiting("two tokens", peer="server", deadline_s=DEADLINE_S):
+            await two.wait()
+        rig.kill()
+        done = await asking
+        # A pretender begins at 1000 with every question: the second one was asked for three tokens.
+        assert done.tokens.tolist() == [1000, 1001, 1000, 1001, 1002]
+        assert done.policy_versions.tolist() == [4, 4, 5, 5, 5] and done.log_probs.tolist() == [-1.0] * 5
+    sizes = [len(so_far.tokens) for so_far in told]
+    assert sizes == sorted(set(sizes)) and sizes[-1] < 5
+    assert all(so_far.tokens.tolist() == done.tokens[: len(so_far.tokens)].tolist() for so_far in told)
+    assert told[-1].policy_versions.tolist() == done.policy_versions[: sizes[-1]].tolist()
+
+
+async def test_a_stream_is_cancelled_as_any_request_and_ends_with_what_was_told(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    two = asyncio.Event()
+    async with kept([rig.engine]):
+        rig.hold.touch()
+        asked = replace(request("r", 1000), progress=lambda so_far: two.set() if len(so_far.tokens) == 2 else None)
+        asking = asyncio.create_task(rig.engine.generate(asked))
+        await two.wait()
+        rig.engine.cancel("r")
+        done = await asking
+        assert done.finish_reason == "cancelled" and done.tokens.tolist() == [1000, 1001]
 
 
 async def test_one_of_several_raises_so_that_another_is_asked_and_comes_back_without_a_version(tmp_path: Path) -> None:
