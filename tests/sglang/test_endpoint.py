@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import openai
 
 from rondo.models.load import load_tokenizer
-from rondo.roles.rollout.engine import Request, SamplingParams
+from rondo.roles.rollout.engine import Prefix, Request, SamplingParams
 from rondo.roles.rollout.serve.app import listening, server
 from rondo.roles.rollout.sglang.client import SGLangClient
 from tests.sglang.servers import Served
@@ -65,3 +66,36 @@ async def test_an_agent_on_sglang_gets_its_tokens_and_leaves_an_exact_trajectory
     assert chunks[-1].choices[0].finish_reason in ("stop", "length") and len(told["calls"]) == 2
     assert first.usage is not None and first.usage.completion_tokens == len(told["calls"][0]["token_ids"])
     assert routed["meta_info"]["routed_experts"]
+
+
+async def test_an_answer_is_streamed_as_it_grows_and_is_that_of_one_part_cut_at_a_stop_string(
+    served: Served, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(str(served.model))
+    async with served.engine(tmp_path) as engine:
+        app = server(engine, tokenizer, model_name="m", token=TOKEN, max_length=256, control=False, seeds=False)
+        async with (
+            listening(app, "127.0.0.1", 0) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as agent,
+        ):
+            asked: Any = {"model": "m", "prompt": [5, 6, 7], "temperature": 0.0, "max_tokens": 100}
+            whole = (await agent.completions.create(**asked)).choices[0].text
+            chunks = [chunk async for chunk in await agent.completions.create(stream=True, **asked)]
+            texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+            assert sum(text != "" for text in texts) > 1 and "".join(texts) == whole
+            stop = whole[len(whole) // 3 :][:3]
+            cut = await agent.completions.create(stop=[stop], **asked)
+            assert cut.choices[0].text == whole[: whole.index(stop)] and cut.choices[0].finish_reason == "stop"
+            prompt = np.array([5, 6, 7], np.int32)
+            told: list[Prefix] = []
+            plain = Request("plain", prompt, SamplingParams(100, 0.0, num_top=2), 0)
+            one = await engine.generate(plain)
+            grown = await engine.generate(replace(plain, id="grown", progress=told.append))
+    assert grown.tokens.tolist() == one.tokens.tolist() and np.allclose(grown.log_probs, one.log_probs, atol=1e-4)
+    assert grown.policy_versions.tolist() == one.policy_versions.tolist() and len(told) > 1
+    for so_far in told:
+        num = len(so_far.tokens)
+        assert so_far.tokens.tolist() == grown.tokens[:num].tolist()
+        assert np.array_equal(so_far.log_probs, grown.log_probs[:num])
+        assert so_far.policy_versions.tolist() == grown.policy_versions[:num].tolist()
+        assert so_far.top is not None and so_far.top.tokens.shape == (num, 2)
