@@ -157,6 +157,13 @@ async def test_what_a_caller_does_wrong_with_its_progress_ends_its_request_alone
         assert (await made.generate(request(progress=wrong))).finish_reason == "length"
 
 
+async def test_a_connection_whose_answer_made_no_sense_is_closed() -> None:
+    async with over(stream(part([1], total=3))) as (server, made):
+        with pytest.raises(ProtocolError, match="a part of an answer must tell all 3 tokens"):
+            await made.generate(request(progress=lambda so_far: None))
+        await server.gone.wait()
+
+
 def took(growing: Growing, *parts: Any) -> bool:
     return growing.take([json.dumps(each).encode() for each in parts])
 
