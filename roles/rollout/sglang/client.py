@@ -19,7 +19,7 @@ from typing import Any, Self
 import orjson
 
 from rondo.roles.rollout.sglang.connections import Connections
-from rondo.runtime.errors import PeerGone, Refused
+from rondo.runtime.errors import PeerGone, Refused, RondoError
 from rondo.runtime.waits import wait_for
 
 _MAX_TEXT = 2000
@@ -82,6 +82,8 @@ class SGLangClient:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             status, content = await self._connections.call(method, path, data, on_body=on_body)
+        except RondoError:  # of what the parts of a stream say; some are connection errors, too
+            raise
         except OSError as error:  # ConnectionError is one
             raise PeerGone(
                 f"the SGLang server {self.url} must answer {path}, got {type(error).__name__}: {error}. Read its log"
