@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -29,9 +30,9 @@ def line(folder: Path, *arguments: str, interpreter: str | None = None) -> list[
 
 
 def kept_in_shared_memory(processes: list[psutil.Process]) -> list[str]:
-    """SGLang's files there that have a name, and would stay there when these processes are killed."""
+    """Their files there that have a name, and would stay there when these processes are killed."""
     lines = [line for each in processes for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()]
-    return [line for line in lines if "/dev/shm/sgl" in line and not line.endswith("(deleted)")]
+    return [line for line in lines if re.search("/dev/shm/(sgl|sem)", line) and not line.endswith("(deleted)")]
 
 
 def family_of(folder: Path) -> list[psutil.Process]:

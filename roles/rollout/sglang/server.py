@@ -182,10 +182,11 @@ class SGLangServer:
         return client
 
     async def _take_names_away(self, client: SGLangClient, session: int) -> None:
-        """Of a file in shared memory in which a server keeps its load: it stays there when the server is killed."""
-        with suppress(ServerError, PeerGone, DeadlineExceeded):  # by its first answer all who use the file have it open
+        """Of what a server has in shared memory (a file in which it keeps its load, semaphores of its processes): they would stay
+        there when it is killed."""
+        with suppress(ServerError, PeerGone, DeadlineExceeded):  # by its first answer all who use them have them open
             await client.get("/v1/loads", deadline_s=_ASK_S)
-        for file in await asyncio.to_thread(_load_files, session):
+        for file in await asyncio.to_thread(_shared_names, session):
             file.unlink(missing_ok=True)
 
     async def gone(self) -> str:
@@ -282,14 +283,14 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _load_files(session: int) -> set[Path]:
+def _shared_names(session: int) -> set[Path]:
     """Those that the processes of a session have mapped."""
     found = set()
     for member in processes():
         if member.session == session:
             with suppress(OSError):  # it ends, or is another user's
                 maps = Path(f"/proc/{member.pid}/maps").read_text()
-                found |= {Path(path) for path in re.findall(r"/dev/shm/sglang_loads_\S+", maps)}
+                found |= {Path(path) for path in re.findall(r"/dev/shm/(?:sglang_loads_|sem\.mp-)\S+", maps)}
     return found
 
 
