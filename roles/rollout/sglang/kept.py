@@ -121,11 +121,23 @@ class KeptEngine:
                         f"the SGLang server {self.server.name} must finish requests, got {in_a_row} ends in a row without one, "
                         f"the last: {why}. Read its log"
                     )
-                await self._start()
+                in_a_row = await self._start_again(in_a_row)
                 proving = asyncio.create_task(self._come_back(since), name=f"prove {self.server.name}")
         finally:
             if proving is not None:
                 proving.cancel()
+
+    async def _start_again(self, in_a_row: int) -> int:
+        """The next server; one may die before it serves. How many have left in a row since then."""
+        while True:
+            try:
+                await self._start()
+                return in_a_row
+            except (WorkerDied, PeerGone) as error:
+                in_a_row += 1
+                if in_a_row > _MAX_IN_A_ROW:
+                    raise
+                await self._tell("sglang_gone", {"server": self.server.name, "why": f"it did not start: {error}"})
 
     async def _until_gone(self, proving: asyncio.Task[None] | None) -> str:
         """Why the server left. Proving ends with it, which may be waiting for an update that waits for the next server."""

@@ -44,6 +44,8 @@ _ASK_S = 30.0
 _TAIL_BYTES = 4000
 _MAX_FOLDER_BYTES = 90
 """Of a folder in which a server's Unix sockets have room for their names."""
+_LENT_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT, _TRIES = 20_000, 100
 
 # torchrun describes the rollout's own processes with these, and a server would take them for its own.
 _OF_TORCHRUN = (
@@ -271,9 +273,15 @@ async def _exit_code(process: subprocess.Popen[bytes]) -> int:
 
 
 def _free_port() -> int:
+    """Seconds pass until the server binds it: so it is below those that the kernel lends to connections meanwhile."""
+    lent_from = int(_LENT_PORTS.read_text().split()[0])
+    for _ in range(_TRIES if lent_from > _FIRST_PORT else 0):
+        port = _FIRST_PORT + secrets.randbelow(lent_from - _FIRST_PORT)
+        with suppress(OSError), socket.create_server((LOOPBACK, port)):
+            return port
     with socket.create_server((LOOPBACK, 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+        any_port: int = found.getsockname()[1]
+        return any_port
 
 
 def _write_private(path: Path, text: str) -> None:

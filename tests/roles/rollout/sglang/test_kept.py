@@ -58,13 +58,17 @@ class Rig:
         self.told: list[tuple[str, Mapping[str, Any]]] = []
         self.given: list[int] = []
         self.newest: int | None = None
-        self.kills_in_update = 0
+        self.kills_in_update = self.deaths_at_start = 0
         self.came = asyncio.Event()
         self.engine = KeptEngine(
             self.server, self._connect, newest=self.newest_weights, deadline_s=DEADLINE_S, tell=self._tell, alone=alone
         )
 
     async def _connect(self, client: SGLangClient) -> SGLangEngine:
+        if self.deaths_at_start:
+            self.deaths_at_start -= 1
+            self.kill()
+            raise PeerGone("planted")
         return SGLangEngine(client, weights=Named(client, self), pause="in_place", capabilities=await probe(client))
 
     @asynccontextmanager
@@ -179,6 +183,17 @@ async def test_an_update_that_a_server_takes_with_it_reaches_the_next_one(tmp_pa
         await rig.engine.update_weights(7, {})
         assert rig.given == [7]
         assert (await rig.engine.generate(request("r"))).policy_versions.tolist() == [7] * 5
+
+
+async def test_a_next_server_that_dies_before_it_serves_is_followed_by_another(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with kept([rig.engine]):
+        await rig.engine.update_weights(4, {})
+        rig.newest, rig.deaths_at_start = 4, 2
+        rig.kill()
+        await rig.came.wait()
+        assert (await rig.engine.generate(request("r"))).policy_versions.tolist() == [4] * 5
+    assert [data["why"] for kind, data in rig.told if kind == "sglang_gone"][1:] == ["it did not start: planted"] * 2
 
 
 async def test_servers_that_leave_again_and_again_end_it(tmp_path: Path) -> None:
