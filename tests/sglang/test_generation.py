@@ -177,11 +177,12 @@ async def test_a_prefix_is_the_beginning_of_the_sample_and_is_continued_as_itsel
     asked = request("r", 6, 40, temperature=0.0)
     async with served.engine(tmp_path) as engine:
         whole = await engine.generate(asked)
-        part = Completion("r", whole.tokens[:15], whole.log_probs[:15], np.full(15, 3, np.int32), "interrupted")
+        older = np.full(15, -7, np.int32)  # none that a test gives the server
+        part = Completion("r", whole.tokens[:15], whole.log_probs[:15], older, "interrupted")
         got = await engine.generate(asked.resumed(part))
     np.testing.assert_array_equal(got.tokens, whole.tokens)
     np.testing.assert_allclose(got.log_probs, whole.log_probs, atol=NEAR)
-    assert got.policy_versions[:15].tolist() == [3] * 15 and 3 not in got.policy_versions[15:]
+    assert got.policy_versions[:15].tolist() == [-7] * 15 and -7 not in got.policy_versions[15:]
     assert got.routed_experts is not None
     want = routed(model, np.concatenate([asked.prompt, got.tokens]))[:-1]
     np.testing.assert_array_equal(np.sort(got.routed_experts, -1), np.sort(want, -1))
