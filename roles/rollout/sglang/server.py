@@ -41,6 +41,8 @@ from rondo.runtime.waits import wait_for, waiting
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25
 _ASK_S = 30.0
+_DEATH_S = 60.0
+"""A process that a device's driver holds in the kernel outlives SIGKILL."""
 _TAIL_BYTES = 4000
 _MAX_FOLDER_BYTES = 90
 """Of a folder in which a server's Unix sockets have room for their names."""
@@ -207,9 +209,10 @@ class SGLangServer:
                 await wait_for(asyncio.shield(exited), name="end of sglang", peer=self.name, deadline_s=self._grace_s)
         # Its children may have left their parent's group, but not its session.
         # Dying takes the kernel a moment, and it tells nobody but the parent.
-        while await asyncio.to_thread(kill_session, process.pid):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await exited
+        async with waiting("death of sglang", peer=self.name, deadline_s=_DEATH_S):
+            while await asyncio.to_thread(kill_session, process.pid):  # noqa: ASYNC110 - nothing tells of all of them
+                await asyncio.sleep(0.01)
+            await asyncio.shield(exited)
         self._process = None
         self._settings.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
