@@ -3,8 +3,9 @@
 Owns which tokens can be compared and the figures of a step. A token sampled under version v is compared with the trainer's own
 log-prob where the step trains on v, else with actor_fwd's where that scored it under v; what nobody scored under its own
 version is not measured, and counted by what is missing in `log_prob_gap_tokens`. Nor are tokens behind a change of version in
-mid-sample: the engine made them over a cache that older weights have filled. So staleness is never taken for a gap: what is
-left is numerics, a wrong mask, a wrong position, a wrong picture.
+mid-sample: the engine made them over a cache that older weights have filled; nor the last one before it, since servers tell the
+change one token off. So staleness is never taken for a gap: what is left is numerics, a wrong mask, a wrong position, a wrong
+picture.
 
     gap = Gap(); gap.add(mine, sampled, chosen, ("image",)); gap.metrics()["log_prob_gap_image"]
 

@@ -186,7 +186,8 @@ class Trainer:
         for row, mine in zip(rows, log_probs, strict=True):
             modalities = row.media.modalities if row.media is not None else ()
             began = int(row.policy_versions[0])
-            comparable = (row.mask > 0) & (row.policy_versions == began)
+            same = row.policy_versions == began
+            comparable = (row.mask > 0) & same & np.append(same[1:], True)
             if began == step and unchanged:
                 self._gap.add(mine, row.rollout_log_probs, comparable, modalities)
             elif row.scored is not None and row.scored[0] == began:

@@ -166,8 +166,9 @@ def test_the_gap_compares_each_token_with_a_log_prob_of_the_version_it_was_sampl
     # Nobody has scored it under its own version.
     made.accumulate(3, [replace(older, scored=(1, scored))], [[0, 0, 1]], last=True)
     assert "log_prob_gap" not in made.finish(3)[0]
-    # After a change of version in mid-sample the engine's cache is older than its weights: only what stands before counts.
-    changed = replace(row, policy_versions=np.arange(length, dtype=np.int32) // 2 + 3)
+    # After a change of version in mid-sample the engine's cache is older than its weights: only what stands before counts, but
+    # for the last token there, since servers tell the change one token off.
+    changed = replace(row, policy_versions=np.arange(length, dtype=np.int32) // 3 + 3)
     made.accumulate(3, [changed], [[0, 0, 1]], last=True)
     assert made.finish(3)[0]["log_prob_gap_tokens"] == 2
     arrived = replace(row, policy_versions=np.array([2] * 2 + [3] * (length - 2), np.int32))

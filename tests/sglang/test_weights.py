@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,18 @@ async def sample(client: SGLangClient, start: int, num_tokens: int) -> dict[str,
     return answer["meta_info"]
 
 
-async def running(client: SGLangClient, num_requests: int) -> None:
+async def running(client: SGLangClient, num_requests: int, what: str = "num_running_reqs") -> None:
     """Returns when so many requests have made tokens."""
     async with asyncio.timeout(CALL_S):
         while True:
             loads = (await client.get("/v1/loads", deadline_s=CALL_S))["loads"]
-            if sum(load["num_running_reqs"] for load in loads) >= num_requests:
+            if sum(load[what] for load in loads) >= num_requests:
                 return
+
+
+async def waiting_there(client: SGLangClient, num_requests: int) -> None:
+    """Returns when so many requests wait for room."""
+    await running(client, num_requests, "num_waiting_reqs")
 
 
 def leftovers() -> list[str]:
@@ -169,6 +175,26 @@ async def test_an_engine_that_pauses_in_place_samples_a_prompt_that_comes_again_
         assert engine.stats().shared_prompt_tokens > 0  # within a version they are shared
     for each in (got, again):
         np.testing.assert_allclose(each.log_probs, full_log_probs(trainer, asked, each.tokens), atol=2e-5)
+
+
+async def test_what_waits_at_the_server_through_an_update_in_place_counts_as_begun_under_the_old_weights(
+    served: Served, first: Tensors, other: Tensors, tmp_path: Path
+) -> None:
+    """It goes on from the prefix that the old weights computed, and the server tells all of its tokens as the new version's."""
+    trainer = load_model(str(served.model)).eval()
+    async with served.engine(tmp_path, pause="in_place", weights="tensor") as engine:
+        await engine.update_weights(1, other)
+        asked = request("prefix", 40, 8, temperature=0.0)
+        await engine.generate(asked)
+        ahead = [asyncio.create_task(engine.generate(request(f"ahead{n}", 8, 200))) for n in range(16)]
+        await running(engine.client, 16)
+        behind = asyncio.create_task(engine.generate(replace(asked, id="behind")))
+        await waiting_there(engine.client, 1)
+        await engine.update_weights(2, first)
+        await asyncio.gather(*ahead)
+        got = await behind
+        assert got.policy_versions.tolist() == [1] + [2] * 7
+        assert np.abs(got.log_probs - full_log_probs(trainer, asked, got.tokens)).max() > 1e-3
 
 
 @pytest.mark.parametrize("way", ["tensor", "distributed"])

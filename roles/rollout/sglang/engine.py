@@ -168,13 +168,14 @@ class SGLangEngine:
         """One call. The answer has no tokens where the request is aborted before its first one."""
         self._raise_if_closed()
         self._num_calls += 1
+        sent_under = self._version
         asked.rid = f"{request.id}#{self._num_calls}"
         try:
             body = self._body(request, asked.rid)
             if request.progress is None:
                 told = await self.client.post("/generate", body, deadline_s=None)
             else:
-                told = await self._stream(request, request.progress, body)
+                told = await self._stream(request, request.progress, body, sent_under)
         except ServerError as error:
             if error.status == 400:
                 raise ConfigError(
@@ -194,20 +195,33 @@ class SGLangEngine:
                 f"{meta.get('weight_version')!r}. It was restarted, or somebody else gave it weights"
             )
         shared = int(meta.get("cached_tokens") or 0)
+        self._count_old_cache(answer.versions, sent_under)
         self._counts["tokens"] += len(answer.tokens)
         self._counts["shared"] += shared
         self._counts["prefill"] += max(0, int(meta.get("prompt_tokens") or 0) - shared)
         return answer
 
+    def _count_old_cache(self, versions: np.ndarray, sent_under: int) -> None:
+        """Of new tokens, int32 [R], changed here: the first one counts as of the weights that the request was sent under.
+
+        A request whose prompt is read while the server pauses in place, or that waits in its queue meanwhile, may go on over what
+        older weights have computed, and the server tells all of its tokens as the new version's: it looks at the tokens that had
+        left when the version changed.
+        """
+        if self._pause == "in_place" and sent_under != STRANGE and len(versions):
+            versions[0] = sent_under
+
     async def _stream(
-        self, request: Request, progress: Callable[[Prefix], None], body: dict[str, Any]
+        self, request: Request, progress: Callable[[Prefix], None], body: dict[str, Any], sent_under: int
     ) -> dict[str, Any]:
         """One call whose answer comes in parts, of which `progress` is told; the answer as though it had come in one."""
         growing = Growing()
 
         def come(events: list[bytes]) -> None:
             if growing.take(events):
-                progress(_extended(request.prefix, growing.so_far()))
+                so_far = growing.so_far()
+                self._count_old_cache(so_far.policy_versions, sent_under)
+                progress(_extended(request.prefix, so_far))
 
         await self.client.stream("/generate", body | {"stream": True}, come, deadline_s=None)
         told = growing.whole()

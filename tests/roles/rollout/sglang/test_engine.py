@@ -176,6 +176,17 @@ async def test_requests_share_prefixes_under_one_version_alone() -> None:
     assert first == second != third
 
 
+@pytest.mark.parametrize(("pause", "first"), [("in_place", 3), ("retract", 4)])
+async def test_what_was_sent_before_an_update_in_place_counts_as_begun_under_the_old_weights(
+    pause: Pause, first: int
+) -> None:
+    """Its prompt may have been read under them, though the server tells all tokens as the new version's."""
+    client = Client(told([1, 2, 3, 4], version="4"))
+    made = engine(client, pause)
+    await made.update_weights(3, {})
+    assert (await made.generate(request())).policy_versions.tolist() == [first, 4, 4, 4]
+
+
 async def test_a_prefix_is_sent_and_told_again_as_it_was() -> None:
     client = Client(told([3, 4], version="2"))
     prefix = Prefix(np.array([1, 2], np.int32), np.array([-3.0, -4.0], np.float32), np.array([0, 0], np.int32))
