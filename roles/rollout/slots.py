@@ -16,7 +16,6 @@ or by copying from a sample still in flight under the same weights.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -28,6 +27,7 @@ import torch
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top
 from rondo.roles.rollout.sampling import Sampler, likeliest, uniforms
+from rondo.roles.rollout.waiting import Waiting
 from rondo.runtime.errors import ConfigError, CorruptData
 
 
@@ -146,7 +146,7 @@ class SlotEngine:
         self._max_prefill_tokens = max_prefill_tokens
         self._fixed_shapes = fixed_shapes
         self._sampler = Sampler(num_slots)
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._waiting = Waiting()
         self._running: list[_Running] = []
         self._prompts: WeakValueDictionary[bytes, _Prompt] = WeakValueDictionary()
         shape = (num_slots, max_length)
@@ -207,18 +207,18 @@ class SlotEngine:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request, first come first served. Raises ConfigError if it can never run or its id is in use."""
+        """Queues a request, behind those of its priority. Raises ConfigError if it can never run or its id is in use."""
         self.check(request)
         if request.id in self._waiting or any(running.request.id == request.id for running in self._running):
             raise ConfigError(
                 f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one."
             )
-        self._waiting[request.id] = request
+        self._waiting.add(request)
 
     @torch.inference_mode()
     def cancel(self, request_id: str) -> Completion | None:
         """Ends a request with what it has; None if it is not here (any more)."""
-        waiting = self._waiting.pop(request_id, None)
+        waiting = self._waiting.pop(request_id)
         if waiting is not None:
             self._num_cancelled += 1
             empty = np.zeros(0, np.int32)
@@ -258,8 +258,7 @@ class SlotEngine:
                 taken.append((request, self._finish(slot, "interrupted")))
         for request, completion in taken:  # from the last slot on: the first comes to stand in front
             if request.on_new_weights == "recompute":
-                self._waiting[request.id] = request.resumed(completion)
-                self._waiting.move_to_end(request.id, last=False)
+                self._waiting.put_first(request.resumed(completion))
         return [completion for request, completion in reversed(taken) if request.on_new_weights == "interrupt"]
 
     def so_far(self, request_ids: Container[str]) -> list[tuple[str, Prefix]]:
@@ -299,7 +298,7 @@ class SlotEngine:
         computed: list[_Prompt] = []
         budget = self._max_prefill_tokens
         while self._waiting and len(self._running) < self.num_slots:
-            request = next(iter(self._waiting.values()))
+            request = self._waiting.first()
             slot, media = len(self._running), request.media
             tokens = request.sequence.astype(np.int64)
             num_tokens = tokens.size
@@ -325,7 +324,7 @@ class SlotEngine:
             else:
                 known.append(prompt.logits)
                 rows.append(-len(known))  # counted from the end, see below
-            del self._waiting[request.id]
+            self._waiting.pop(request.id)
             self._place(slot, request)
             self._running.append(_Running(request, prompt, [] if request.params.num_top else None))
             self._num_wanting_top += request.params.num_top > 0

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rondo.roles.rollout.serve.calls import CallReader
 from rondo.roles.rollout.serve.desk import Answer, Ask
 from rondo.roles.rollout.serve.errors import TurnedDown
 from rondo.roles.rollout.serve.output import OutputReader, Part
@@ -25,7 +26,8 @@ from rondo.roles.rollout.serve.sampling import decode
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one request wants its answer. `chat`: with messages, not bare text; `reasoning`: the prompt ended inside of it."""
+    """How one request wants its answer. `chat`: with messages, not bare text; `calls` reads those of tools, where there are any;
+    `reasoning`: the prompt ended inside of it."""
 
     id: str
     model: str
@@ -34,7 +36,7 @@ class Form:
     log_probs: bool
     num_top: int
     token_ids: bool
-    tools: bool = False
+    calls: CallReader | None = None
     reasoning: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -55,7 +57,7 @@ def usage_of(asks: Sequence[Ask], answers: Sequence[Answer]) -> dict[str, int]:
 
 def message_of(form: Form, answer: Answer) -> dict[str, Any]:
     """The assistant's message."""
-    reader = OutputReader(tools=form.tools, reasoning=form.reasoning)
+    reader = OutputReader(calls=form.calls, reasoning=form.reasoning)
     parts = reader.feed(answer.text) + reader.finish()
     content = "".join(part.text for part in parts if part.kind == "content")
     reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
@@ -93,7 +95,7 @@ class ChunkWriter:
         self._form = form
         self._tokenizer = tokenizer
         self._index = index
-        self._reader = OutputReader(tools=form.tools, reasoning=form.reasoning)
+        self._reader = OutputReader(calls=form.calls, reasoning=form.reasoning)
         self._num_chars = self._num_tokens = self._num_calls = 0
         self._begun = False
 

@@ -243,7 +243,7 @@ class Desk:
         if asked.told is not None and len(so_far.tokens) <= len(asked.told):
             return  # what was told already, once more
         asked.told = so_far.tokens
-        asked.stopped_at = asked.reader.feed(so_far.tokens.tolist())
+        asked.stopped_at = asked.reader.feed(so_far.tokens)
         if asked.stopped_at is not None:
             self.engine.cancel(asked.request_id)
         elif on_part is not None:
@@ -274,7 +274,7 @@ class Desk:
         if asked.stopped_at is None:
             # A stop token ends the answer and is no part of its text.
             cut = stopped_by_token and not ask.keep_stop
-            asked.stopped_at = reader.finish((tokens[:-1] if cut else tokens).tolist())
+            asked.stopped_at = reader.finish(tokens[:-1] if cut else tokens)
         if asked.stopped_at is not None:
             size = asked.stopped_at
             finish = Finish("stop", reader.matched)

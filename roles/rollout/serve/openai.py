@@ -22,6 +22,7 @@ import orjson
 from aiohttp import web
 
 from rondo.roles.rollout.serve.answers import ChunkWriter, Form, message_of, usage_of, whole_choice
+from rondo.roles.rollout.serve.calls import call_reader
 from rondo.roles.rollout.serve.desk import Answer, Ask
 from rondo.roles.rollout.serve.fields import Fields, read_body
 from rondo.roles.rollout.serve.sampling import asks_of, decode, encode, read_openai, token_ids
@@ -66,7 +67,7 @@ async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     messages = _messages(fields.take("messages"))
     tools = _tools(fields)
     most = fields.integer("max_completion_tokens", least=1)
-    sampling = read_openai(fields)
+    sampling, priority = read_openai(fields), fields.integer("priority", 0)
     log_probs, num_top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, least=0)
     if num_top and (not log_probs or num_top > _MAX_TOP):
         raise ConfigError(f"top_logprobs must be 0 to {_MAX_TOP}, and come with logprobs, got {num_top}. Correct it")
@@ -86,10 +87,11 @@ async def chat(service: Service, request: web.Request) -> web.StreamResponse:
     text = _render(service.tokenizer, messages, tools, arguments)
     prompt = _prompt(service, session, text, special=False)
     rid = f"chatcmpl-{uuid.uuid4().hex}"
-    asks = _asks(service, sampling, prompt, rid, session, num_top)
+    asks = _asks(service, sampling, prompt, rid, session, num_top, priority)
+    calls = None if tools is None else call_reader(service.tokenizer.chat_template, tools)
     form = Form(
-        rid, service.model_name, service.engine.version, True, log_probs, num_top, with_ids,
-        tools=tools is not None, reasoning=text.rstrip().endswith("<think>"),
+        rid, service.model_name, service.engine.version, True, log_probs, num_top, with_ids, calls=calls,
+        reasoning=text.rstrip().endswith("<think>"),
     )  # fmt: skip
     return await _answer(service, request, _Asked(form, asks, {rid: prompt}, session, messages, stream, usage))
 
@@ -98,7 +100,7 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
     fields = Fields(await read_body(request), "the body")
     service.require_model(fields.text("model"))
     given = fields.take("prompt")
-    sampling = read_openai(fields)
+    sampling, priority = read_openai(fields), fields.integer("priority", 0)
     num_top = fields.integer("logprobs", None, least=0)
     if num_top is not None and num_top > _MAX_TOP:
         raise ConfigError(f"logprobs must be 0 to {_MAX_TOP}, got {num_top}. Ask for fewer")
@@ -122,7 +124,7 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
             prompt = Prompt(tokens, decode(service.tokenizer, tokens))
         name = f"{rid}-{number}"
         prompts[name] = prompt
-        asks += _asks(service, sampling, prompt, name, session, num_top or 0)
+        asks += _asks(service, sampling, prompt, name, session, num_top or 0, priority)
     form = Form(rid, service.model_name, service.engine.version, False, num_top is not None, num_top or 0, with_ids)
     return await _answer(service, request, _Asked(form, asks, prompts, session, None, stream, usage))
 
@@ -178,10 +180,12 @@ def _headers(asked: _Asked) -> dict[str, str]:
     return found
 
 
-def _asks(service: Service, sampling: Any, prompt: Prompt, rid: str, session: str | None, num_top: int) -> list[Ask]:
+def _asks(
+    service: Service, sampling: Any, prompt: Prompt, rid: str, session: str | None, num_top: int, priority: int
+) -> list[Ask]:
     asks = asks_of(
         sampling, prompt.tokens, rid, tokenizer=service.tokenizer, stop_token_ids=service.stop_token_ids,
-        max_length=service.max_length, session=session,
+        max_length=service.max_length, session=session, priority=priority,
     )  # fmt: skip
     return [replace(ask, params=replace(ask.params, num_top=num_top)) for ask in asks] if num_top else asks
 

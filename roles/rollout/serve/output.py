@@ -1,22 +1,23 @@
 """Output: a model's text as reasoning, content and tool calls, as it comes.
 
-Owns the marks: <think> .. </think>, and <tool_call> {"name": .., "arguments": {..}} </tool_call> (Hermes, Qwen). Owns no token:
+Owns the marks: <think> .. </think>, and <tool_call> .. </tool_call>. Owns neither what stands in a call (`calls.py`) nor a token:
 the text is read, the tokens that it came from stay as they are.
 
-    reader = OutputReader(tools=True, reasoning=False)
+    reader = OutputReader(calls=call_reader(template, tools), reasoning=False)
     reader.feed("<think>hm</think>\\n\\nHi <tool_call>{..}")    # [Part("reasoning", "hm"), Part("content", "Hi")]
     reader.finish()                                            # what is left: here the unfinished call, as content
 
 Invariant: the same parts come from a text fed at once and fed in pieces, but for where pieces are cut. What looks like a tool
-call and is none, because its JSON is wrong or its end is missing, stays content, to the character.
+call and is none, because it cannot be read or its end is missing, stays content, to the character; so a call is told whole, when
+its end is there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import orjson
+from rondo.roles.rollout.serve.calls import CallReader
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
@@ -32,10 +33,10 @@ class Part:
 
 
 class OutputReader:
-    """`reasoning`: the text begins inside of it, since the prompt ended with <think>. Without `tools` calls stay content."""
+    """`reasoning`: the text begins inside of it, since the prompt ended with <think>. Without `calls` those stay content."""
 
-    def __init__(self, *, tools: bool, reasoning: bool) -> None:
-        self._tools = tools
+    def __init__(self, *, calls: CallReader | None, reasoning: bool) -> None:
+        self._calls = calls
         self._state: Literal["start", "reasoning", "content", "call"] = "reasoning" if reasoning else "start"
         self._left = ""
         self._space = ""  # white space that has come, and is told only if words follow
@@ -86,7 +87,7 @@ class OutputReader:
         return True
 
     def _content(self, found: list[Part]) -> bool:
-        if not self._tools:
+        if self._calls is None:
             text, self._left = self._left, ""
             self._say(text, "content", found)
             return False
@@ -110,7 +111,7 @@ class OutputReader:
         text = self._space + text
         if self._bare:
             text = text.lstrip()
-        words = text.rstrip() if self._tools or kind == "reasoning" else text
+        words = text.rstrip() if self._calls is not None or kind == "reasoning" else text
         self._space = text[len(words) :]
         if words:
             self._bare = False
@@ -121,27 +122,13 @@ class OutputReader:
         if at < 0:
             return False
         text, self._left, self._state = self._left[:at], self._left[at + len(_CALLED) :], "content"
-        call = _read_call(text)
+        call = self._calls(text) if self._calls is not None else None
         if call is None:
             self._say(_CALL + text + _CALLED, "content", found)
         else:
             self._space, self._bare = "", True
-            found.append(call)
+            found.append(Part("call", call.arguments, call.name))
         return True
-
-
-def _read_call(text: str) -> Part | None:
-    """The call that stands between its marks, None where it is none."""
-    try:
-        read: Any = orjson.loads(text.strip())
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(read, dict) or not isinstance(read.get("name"), str) or not read["name"]:
-        return None
-    arguments = read.get("arguments", {})
-    if isinstance(arguments, str):
-        return Part("call", arguments, read["name"])
-    return Part("call", orjson.dumps(arguments).decode(), read["name"]) if isinstance(arguments, dict) else None
 
 
 def _tail(text: str, mark: str) -> int:

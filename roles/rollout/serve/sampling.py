@@ -43,26 +43,10 @@ class Sampling:
 def read_sglang(body: Any) -> Sampling:
     """SGLang's `sampling_params`. Unknown names are refused, as there."""
     fields = Fields(body, "sampling_params")
-    found = Sampling(
-        max_new_tokens=fields.integer("max_new_tokens", _DEFAULT_NEW_TOKENS, least=1),
-        temperature=fields.number("temperature", 1.0),
-        top_p=fields.number("top_p", 1.0),
-        top_k=fields.integer("top_k", -1),
-        stops=fields.texts("stop"),
-        stop_token_ids=fields.integers("stop_token_ids"),
-        seed=_seed(fields.integer("sampling_seed")),
-        num_samples=_num_samples(fields),
-        ignore_eos=fields.flag("ignore_eos"),
-        keep_stop=fields.flag("no_stop_trim"),
-        skip_special_tokens=fields.flag("skip_special_tokens", True),
-    )
-    fields.off("min_p", 0)
-    fields.off("frequency_penalty", 0)
-    fields.off("presence_penalty", 0)
-    fields.off("repetition_penalty", 1)
+    found = _read(fields, limit="max_new_tokens", default=_DEFAULT_NEW_TOKENS, seed="sampling_seed")
+    found = replace(found, keep_stop=fields.flag("no_stop_trim"))
     fields.off("min_new_tokens", 0)
     fields.off("spaces_between_special_tokens", True)
-    fields.off("logit_bias", {})
     fields.off("custom_params", {})
     for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark", "choice"):
         fields.off(name)
@@ -72,14 +56,19 @@ def read_sglang(body: Any) -> Sampling:
 
 def read_openai(fields: Fields) -> Sampling:
     """The sampling fields that both of OpenAI's endpoints share; the rest stays in `fields`."""
+    return _read(fields, limit="max_tokens", default=None, seed="seed")
+
+
+def _read(fields: Fields, *, limit: str, default: int | None, seed: str) -> Sampling:
+    """What both dialects have, `limit` and `seed` under their names there."""
     found = Sampling(
-        max_new_tokens=fields.integer("max_tokens", least=1),
+        max_new_tokens=fields.integer(limit, default, least=1),
         temperature=fields.number("temperature", 1.0),
         top_p=fields.number("top_p", 1.0),
         top_k=fields.integer("top_k", -1),
         stops=fields.texts("stop"),
         stop_token_ids=fields.integers("stop_token_ids"),
-        seed=_seed(fields.integer("seed")),
+        seed=_seed(fields.integer(seed)),
         num_samples=_num_samples(fields),
         ignore_eos=fields.flag("ignore_eos"),
         skip_special_tokens=fields.flag("skip_special_tokens", True),

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 _WINDOW = 48
 """Tokens from which a window is cut."""
 _INCOMPLETE = "\ufffd"
@@ -38,17 +40,18 @@ class TextReader:
         self.text = ""
         self.matched: str | None = None
 
-    def feed(self, tokens: Sequence[int]) -> int | None:
+    def feed(self, tokens: Sequence[int] | np.ndarray) -> int | None:
         """Takes the whole sample so far; the number of its tokens that are kept once a stop string has ended it."""
         new = [int(token) for token in tokens[len(self._tokens) :]]
         if not new:
             return None
-        before = (list(self._tokens), self._from, self._settled, self.text)
+        before, num_before = (self._from, self._settled, self.text), len(self._tokens)
         self._take(new)
-        if self._find(len(before[3])) is None:
+        if self._find(len(before[2])) is None:
             return None
         # Which of the new tokens completed it: the same again, one by one.
-        self._tokens, self._from, self._settled, self.text = before
+        del self._tokens[num_before:]
+        self._from, self._settled, self.text = before
         for token in new:
             length = len(self.text)
             self._take([token])
@@ -57,7 +60,7 @@ class TextReader:
                 return len(self._tokens)
         raise AssertionError("a stop string that was found must be found again")
 
-    def finish(self, tokens: Sequence[int]) -> int | None:
+    def finish(self, tokens: Sequence[int] | np.ndarray) -> int | None:
         """The last feed. What is still incomplete then stays so: it becomes part of the text."""
         kept = self.feed(tokens)
         if kept is None:

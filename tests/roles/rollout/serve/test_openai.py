@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.rollout.engine import Completion, Prefix, Request
-from tests.roles.rollout.serve.serving import MODEL, ids, serving
+from tests.roles.rollout.serve.serving import MODEL, ids, reached, serving, tokenizer, until
 from tests.roles.rollout.serve.test_dialect import events, real
 
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -88,6 +90,48 @@ async def test_tools_reach_the_template_and_without_them_a_call_is_text() -> Non
     assert with_tools.message.content is None and with_tools.finish_reason == "tool_calls"
     for plain in (without, off):
         assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (CALL, None, "stop")
+
+
+async def test_calls_are_read_as_the_chat_template_writes_them_in_a_stream_too() -> None:
+    own = copy.deepcopy(tokenizer())
+    hermes = own.chat_template
+    own.chat_template = hermes.replace("<tool_call>", "<tool_call>{# as <function= #}")
+    properties = {"a": {"type": "integer"}}
+    add: Any = [
+        {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": properties}}}
+    ]
+    spoken = "Look: <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    async with serving(lambda prompt: spoken, own=own) as served:
+        asked: Any = {"model": MODEL, "messages": USER, "tools": add}
+        whole = (await served.openai.chat.completions.create(**asked)).choices[0]
+        chunks = [chunk async for chunk in await served.openai.chat.completions.create(stream=True, **asked)]
+    [told] = whole.message.tool_calls or []
+    [streamed] = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert told.function.name == "add" and streamed.function is not None and streamed.function.name == "add"
+    assert json.loads(told.function.arguments) == json.loads(streamed.function.arguments or "") == {"a": 1}
+    assert whole.message.content == "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Look:"
+    assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_of_agents_that_wait_the_urgent_go_first() -> None:
+    heard: list[str] = []
+
+    def says(prompt: str) -> str:
+        if prompt not in heard:
+            heard.append(prompt)
+        return "yes"
+
+    async with serving(says, num_slots=1) as served:
+        stands, go_on = served.speaker.hold(1)
+        create = served.openai.completions.create
+        asking = [asyncio.create_task(create(model=MODEL, prompt="running"))]
+        await reached(stands)
+        for prompt, priority in (("late", 0), ("later", 0), ("urgent", 5)):
+            asking.append(asyncio.create_task(create(model=MODEL, prompt=prompt, extra_body={"priority": priority})))
+            await until(lambda: served.desk.num_asked == len(asking))
+        go_on.set()
+        await asyncio.gather(*asking)
+    assert heard == ["running", "urgent", "late", "later"]
 
 
 async def test_the_result_of_a_tool_goes_back_to_the_model_as_the_template_shows_it() -> None:

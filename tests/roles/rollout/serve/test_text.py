@@ -5,6 +5,7 @@ import random
 import pytest
 
 from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.roles.rollout.serve.calls import call_reader
 from rondo.roles.rollout.serve.output import OutputReader, Part
 from rondo.roles.rollout.serve.text import TextReader
 from tests.roles.rollout.serve.serving import ids, tokenizer
@@ -94,7 +95,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 )
 def test_output_is_read_as_reasoning_content_and_calls_however_it_is_cut(text: str, expected: list[Part]) -> None:
     for size in (1, 2, 3, 7, len(text)):
-        reader = OutputReader(tools=True, reasoning=False)
+        reader = OutputReader(calls=call_reader("", []), reasoning=False)
         parts: list[Part] = []
         for at in range(0, len(text), size):
             parts += reader.feed(text[at : at + size])
@@ -109,10 +110,10 @@ def test_output_is_read_as_reasoning_content_and_calls_however_it_is_cut(text: s
 
 
 def test_a_prompt_that_ends_inside_of_reasoning_makes_the_output_begin_there() -> None:
-    reader = OutputReader(tools=False, reasoning=True)
+    reader = OutputReader(calls=None, reasoning=True)
     assert reader.feed("so </think> yes") == [Part("reasoning", "so"), Part("content", "yes")]
 
 
 def test_without_tools_a_call_is_content() -> None:
-    reader = OutputReader(tools=False, reasoning=False)
+    reader = OutputReader(calls=None, reasoning=False)
     assert reader.feed(CALL + " ") + reader.finish() == [Part("content", CALL + " ")]
