@@ -99,15 +99,15 @@ def _versions(meta: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     return found
 
 
-def top_of(told: Sequence[Sequence[Sequence[Any]]] | None, num_tokens: int) -> Top | None:
-    """The likeliest tokens at each of `num_tokens` places, of an answer that was asked for them."""
+def top_of(told: Sequence[Sequence[Sequence[Any]]] | None, num_tokens: int, num: int | None = None) -> Top | None:
+    """The likeliest tokens at each of `num_tokens` places, of an answer that was asked for them: `num`, or as many as it has."""
     if not told or not num_tokens:
         return None
     if len(told) != num_tokens:
         raise ProtocolError(f"the likeliest tokens must be told at {num_tokens} places, got {len(told)}")
-    num = max(map(len, told))
+    num = max(map(len, told)) if num is None else num
     tokens, log_probs = np.full((num_tokens, num), -1, np.int32), np.full((num_tokens, num), np.nan, np.float32)
-    for place, triples in enumerate(told):
+    for place, triples in enumerate(each[:num] for each in told):
         tokens[place, : len(triples)] = [triple[1] for triple in triples]
         log_probs[place, : len(triples)] = [triple[0] for triple in triples]
     return Top(tokens, log_probs)

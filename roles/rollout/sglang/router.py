@@ -22,12 +22,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.roles.rollout.sglang.server import AttachedServer
+from rondo.roles.rollout.sglang.server import AttachedServer, until_there
 from rondo.runtime.errors import ConfigError, PeerGone
-from rondo.runtime.waits import waiting
 
 _ASK_S = 60.0
-_POLL_S = 0.25
 _THROUGH = "/generate"
 _MIXED = "mixed"
 """The weight version of servers that do not have the same."""
@@ -86,13 +84,7 @@ class RoutedServers:
                     await task.result().__aexit__()
             raise
         client = RouterClient(self.name, [task.result() for task in starting], api_key=self._key)
-        try:
-            async with waiting("start of sglang", peer=self.name, deadline_s=deadline_s):
-                while not await _answers(client):  # noqa: ASYNC110 - nothing tells when it is there
-                    await asyncio.sleep(_POLL_S)
-        except BaseException:
-            await client.__aexit__()
-            raise
+        await until_there(client, _answers, name=self.name, deadline_s=deadline_s)
         return client
 
     async def gone(self) -> str:

@@ -25,18 +25,21 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.media import PACKAGE, PROCESSOR
+from rondo.roles.rollout.sglang.shared_names import SharedNames
 from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.launcher import start as start_guarded
 from rondo.runtime.process import exit_text, kill_session, processes
 from rondo.runtime.waits import wait_for, waiting
+
+C = TypeVar("C", bound=SGLangClient)
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25
@@ -75,7 +78,7 @@ class Launch:
         """All arguments by name; the user's own win, but for address and key."""
         found: dict[str, str | int | float | bool] = {
             "model-path": self.model_path, "dtype": self.dtype, "skip-server-warmup": True, "weight-version": "-1",
-            "log-level-http": "warning",
+            "log-level-http": "warning", "incremental-streaming-output": True,
         }  # fmt: skip
         if self.max_running is not None:
             found["max-running-requests"] = self.max_running
@@ -150,6 +153,7 @@ class SGLangServer:
         self._grace_s = grace_s
         self._settings = folder / f"{name}.yaml"
         self._temporary = folder / f"{name}.tmp"
+        self._names: SharedNames | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._exit: asyncio.Task[int] | None = None
 
@@ -165,33 +169,43 @@ class SGLangServer:
         # The server writes all its arguments into its log, the key among them.
         os.close(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
         await asyncio.to_thread(self._temporary.mkdir, mode=0o700, parents=True, exist_ok=True)
-        command = [self._launch.python, "-m", "sglang.launch_server", "--config", str(self._settings)]
+        self._names = await asyncio.to_thread(SharedNames)
+        command = [self._launch.python, *self._names.begin, "sglang.launch_server", "--config", str(self._settings)]
         self._process = process = start_guarded(command, self._launch.surroundings(self._temporary), self.log)
         self._exit = asyncio.create_task(_exit_code(process), name=f"{self.name} exit")
-        client = await SGLangClient(f"http://{LOOPBACK}:{self.port}", api_key=self.key).__aenter__()
+        client = SGLangClient(f"http://{LOOPBACK}:{self.port}", api_key=self.key)
         try:
-            async with waiting("start of sglang", peer=self.name, deadline_s=deadline_s):
-                while not await answers(client):
-                    done, _ = await asyncio.wait([self._exit], timeout=_POLL_S)
-                    if done:
-                        raise WorkerDied(
-                            f"the SGLang server {self.name} must start, got {exit_text(process.returncode)}. "
-                            f"Read {self.log}; it ends with:\n{_tail(self.log)}"
-                        )
+            await until_there(client, self._answers, name=self.name, deadline_s=deadline_s)
         except BaseException:
-            await client.__aexit__()
             await self.close()
             raise
         await self._take_names_away(client, process.pid)
         return client
 
+    async def _answers(self, client: SGLangClient) -> bool:
+        """Raises WorkerDied when it has ended instead."""
+        if self._process is not None and self._exit is not None and self._exit.done():
+            raise WorkerDied(
+                f"the SGLang server {self.name} must start, got {exit_text(self._process.returncode)}. "
+                f"Read {self.log}; it ends with:\n{_tail(self.log)}"
+            )
+        return await answers(client)
+
     async def _take_names_away(self, client: SGLangClient, session: int) -> None:
-        """Of what a server has in shared memory (a file in which it keeps its load, semaphores of its processes): they would stay
-        there when it is killed."""
-        with suppress(ServerError, PeerGone, DeadlineExceeded):  # by its first answer all who use them have them open
+        """Of what all of a server's processes have open by its first answer: nothing stays there when it is killed."""
+        with suppress(ServerError, PeerGone, DeadlineExceeded):
             await client.get("/v1/loads", deadline_s=_ASK_S)
-        for file in await asyncio.to_thread(_shared_names, session):
-            file.unlink(missing_ok=True)
+        await asyncio.to_thread(self._look, session)
+
+    def _look(self, session: int) -> None:
+        """Takes the names away that the processes of a session have open, and remembers which processes they are."""
+        members = [member.pid for member in processes() if member.session == session]
+        if self._names is not None:
+            self._names.saw(members)
+        for pid in members:
+            with suppress(OSError):  # it ends, or is another user's
+                for name in re.findall(r"/dev/shm/(?:sglang_loads_|sem\.)\S+", Path(f"/proc/{pid}/maps").read_text()):
+                    Path(name).unlink(missing_ok=True)
 
     async def gone(self) -> str:
         assert self._exit is not None, "gone() is asked of a server that was started"
@@ -207,6 +221,7 @@ class SGLangServer:
                 process.send_signal(signal.SIGTERM)
             with suppress(DeadlineExceeded):
                 await wait_for(asyncio.shield(exited), name="end of sglang", peer=self.name, deadline_s=self._grace_s)
+        await asyncio.to_thread(self._look, process.pid)
         # Its children may have left their parent's group, but not its session.
         # Dying takes the kernel a moment, and it tells nobody but the parent.
         async with waiting("death of sglang", peer=self.name, deadline_s=_DEATH_S):
@@ -214,6 +229,9 @@ class SGLangServer:
                 await asyncio.sleep(0.01)
             await asyncio.shield(exited)
         self._process = None
+        names, self._names = self._names, None
+        if names is not None:
+            await asyncio.to_thread(names.remove)
         self._settings.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
@@ -227,14 +245,8 @@ class AttachedServer:
         self._key = key
 
     async def start(self, deadline_s: float) -> SGLangClient:
-        client = await SGLangClient(self._url, api_key=self._key).__aenter__()
-        try:
-            async with waiting("start of sglang", peer=self.name, deadline_s=deadline_s):
-                while not await answers(client):  # noqa: ASYNC110 - nothing tells when it is there
-                    await asyncio.sleep(_POLL_S)
-        except BaseException:
-            await client.__aexit__()
-            raise
+        client = SGLangClient(self._url, api_key=self._key)
+        await until_there(client, answers, name=self.name, deadline_s=deadline_s)
         return client
 
     async def gone(self) -> str:
@@ -248,6 +260,17 @@ class AttachedServer:
 
     async def close(self) -> None:
         return
+
+
+async def until_there(client: C, there: Callable[[C], Awaitable[bool]], *, name: str, deadline_s: float) -> None:
+    """Returns when `there` says so; closes the client where it never does, or raises."""
+    try:
+        async with waiting("start of sglang", peer=name, deadline_s=deadline_s):
+            while not await there(client):  # noqa: ASYNC110 - nothing tells when it is there
+                await asyncio.sleep(_POLL_S)
+    except BaseException:
+        await client.__aexit__()
+        raise
 
 
 async def answers(client: SGLangClient) -> bool:
@@ -292,17 +315,6 @@ def _write_private(path: Path, text: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(text)
-
-
-def _shared_names(session: int) -> set[Path]:
-    """Those that the processes of a session have mapped."""
-    found = set()
-    for member in processes():
-        if member.session == session:
-            with suppress(OSError):  # it ends, or is another user's
-                maps = Path(f"/proc/{member.pid}/maps").read_text()
-                found |= {Path(path) for path in re.findall(r"/dev/shm/(?:sglang_loads_|sem\.mp-)\S+", maps)}
-    return found
 
 
 def _tail(log: Path) -> str:

@@ -189,6 +189,28 @@ def test_parts_that_come_together_are_all_read_where_each_tells_new_tokens() -> 
     assert growing.whole()["output_ids"] == [1, 2, 3, 4]
 
 
+def test_an_abort_that_tells_all_tokens_behind_those_that_were_not_sent_yet_is_read_once() -> None:
+    """As SGLang joins them, where it tells new tokens alone and ends a request that has left its batch."""
+    growing = Growing()
+    assert took(growing, part([1, 2]))
+    assert not took(growing, part([3, 1, 2, 3], total=3, finish="abort"))
+    assert growing.so_far().tokens.tolist() == [1, 2, 3]
+    assert len(growing.whole()["meta_info"]["output_token_logprobs"]) == 3
+
+
+def test_a_long_answer_keeps_all_it_was_told_and_what_was_handed_out_does_not_change() -> None:
+    growing, told = Growing(num_top=2), []
+    for token in range(1000):
+        each = part([token], total=token + 1, version=str(token // 500))
+        each["meta_info"]["output_top_logprobs"] = [[[-1.0, token, None], [-2.0, token + 1, None]]]
+        assert took(growing, each)
+        told.append(growing.so_far())
+    for num, so_far in enumerate(told, 1):
+        assert so_far.tokens.tolist() == list(range(num)) and len(so_far.log_probs) == num
+        assert so_far.top is not None and so_far.top.tokens.tolist()[-1] == [num - 1, num]
+    assert told[-1].policy_versions.tolist() == [0] * 500 + [1] * 500
+
+
 @pytest.mark.parametrize("wrong", [[part([1], total=3)], [part([1, 2]), part([1])], ["x"], [{}]])
 def test_parts_that_do_not_fit_together_are_refused(wrong: list[Any]) -> None:
     growing = Growing()

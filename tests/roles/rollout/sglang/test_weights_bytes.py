@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rondo.comm.weights.ipc import SharedTensor
-from rondo.roles.rollout.sglang.shared_bytes import FOLDER, SharedBytes
+from rondo.roles.rollout.sglang.owned import FOLDER
+from rondo.roles.rollout.sglang.shared_bytes import SharedBytes
 from rondo.roles.rollout.sglang.weights_buckets import largest, pack, plan
 from rondo.roles.rollout.sglang.weights_disk import write
 from rondo.roles.rollout.sglang.weights_payload import cuda_payload, shared_memory_payload
