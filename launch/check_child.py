@@ -109,6 +109,10 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
     path = config.model.materialize(folder)
     model = empty_model(path)
     report.facts["model_path"] = path
+    if config.rollout.sglang is not None and config.rollout.sglang.python is not None:
+        from rondo.roles.rollout.sglang.model_folder import check_served
+
+        report.look(lambda: check_served(path), "model")
     report.facts["max_positions"] = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     shapes = disk_shapes(model)
     report.facts["num_parameters"] = sum(torch.Size(shape).numel() for shape in shapes.values())

@@ -139,6 +139,26 @@ class RunConfig(JobConfig):
         return self
 
     @model_validator(mode="after")
+    def _servers_and_trainer_share_a_device(self) -> RunConfig:
+        sglang, trains = self.rollout.sglang, self.group_of("actor")
+        if sglang is None or trains is None:
+            return self
+        turns = trains is self.group_of("rollout") and self.max_staleness == 0
+        if sglang.release_memory and not turns:
+            raise ValueError(
+                "rollout.sglang.release_memory must not be True where servers generate while the trainer trains (rollout and "
+                "actor in groups of their own, or max_staleness above 0), got True. Remove it, or use modes.colocate() with "
+                "max_staleness 0"
+            )
+        takes = 0 if sglang.urls else sglang.num_servers * sglang.tensor_parallel
+        if "rollout" in trains.roles and trains.devices and takes > 1:
+            raise ValueError(
+                "rollout.sglang.num_servers x tensor_parallel must be 1 where the server shares the trainer's device "
+                f"(groups[{trains.name}] holds both), got {takes}. Use modes.hybrid() to generate on more devices"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _determinism_suits_the_groups(self) -> RunConfig:
         if not self.deterministic:
             return self

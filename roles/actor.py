@@ -154,7 +154,7 @@ class ActorRole:
         async for made in self._rounds(step, then=following):
             rows, seen = await self._rows(made)
             if self._job.takes_turns:
-                await self._ctx.compute(self._job.turns.make_room)
+                await self._job.turns.make_room()
             if self._parity is not None:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()

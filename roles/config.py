@@ -301,6 +301,9 @@ class SGLangConfig(Section):
     checksums: bool = True
     """Compares the server's checksums of its weights with ours after every update, while it pauses; without, an update is proved
     by its version alone."""
+    release_memory: bool | None = None
+    """Servers give their memory back while the trainer of the same process trains, and take it for the next weights; None: where
+    they share its device, and the two take turns."""
     start_deadline_s: float = Field(600.0, gt=0)
 
     @model_validator(mode="after")
@@ -309,6 +312,15 @@ class SGLangConfig(Section):
             raise ValueError(
                 "sglang.python and sglang.urls must be set one without the other, "
                 f"got {'neither' if self.python is None else 'both'}. Set sglang.python to start servers, or sglang.urls"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_own_servers_release_memory(self) -> SGLangConfig:
+        if self.release_memory and self.urls:
+            raise ValueError(
+                "sglang.release_memory must not be True with sglang.urls, whose servers have devices of their own and may answer "
+                "others, got True. Remove it"
             )
         return self
 
@@ -549,6 +561,20 @@ class JobConfig(Section):
         # The field stays "not set", so that `override` derives it anew when the columns change.
         if self.media is None and any(data.media_columns for data in self._data_sections()):
             self.__dict__["media"] = MediaConfig()
+        if self.media is not None and self.media.whole_positions is None and self.rollout.sglang is not None:
+            # Another object, in which the field stays "not set", so that `override` derives it anew.
+            media = self.media.model_copy()
+            media.__dict__["whole_positions"] = True
+            self.__dict__["media"] = media
+        return self
+
+    @model_validator(mode="after")
+    def _positions_suit_the_engine(self) -> JobConfig:
+        if self.media is not None and self.media.whole_positions is False and self.rollout.sglang is not None:
+            raise ValueError(
+                "media.whole_positions must not be False with rollout.sglang, whose servers cut positions of videos to whole "
+                "numbers, got False. Remove it"
+            )
         return self
 
     @property

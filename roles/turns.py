@@ -14,7 +14,7 @@ for it, and a step ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 
@@ -25,8 +25,8 @@ class Turns:
         self._waits = asyncio.Event()
         self._waits.set()
         self._one = asyncio.Lock()
-        self.make_room: Callable[[], None] = _nothing
-        """On the compute thread, before a round is trained: what generates in turn with the training gives its memory."""
+        self.make_room: Callable[[], Awaitable[object]] = _nothing
+        """Awaited before a round is trained: what generates in turn with the training gives its memory."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -57,5 +57,5 @@ class Turns:
             yield
 
 
-def _nothing() -> None:
+async def _nothing() -> None:
     """Nobody has anything to give."""

@@ -56,6 +56,9 @@ class MediaConfig(Section):
     """Hz that sound is resampled to: what the model's feature extractor expects."""
     use_audio_in_video: bool = False
     """Whether a video brings its sound track along, unless its row says otherwise."""
+    whole_positions: bool | None = None
+    """Whether positions in time, which are fractions for some videos, are cut to whole numbers, for engine and trainer alike;
+    None: where SGLang generates, whose servers do so."""
     num_workers: int = Field(1, ge=1)
     """Processes that read, decode and process media, for each rollout replica."""
     deadline_s: float = Field(30.0, gt=0)

@@ -134,6 +134,8 @@ class Processor:
             grid_s=[depth * video.frame_s for video in decoded.videos],
             with_sound=[video.sound is not None for video in decoded.videos],
         )
+        if self._config.whole_positions:
+            arrays["positions"] = np.floor(arrays["positions"])
         media = MediaInputs(contents_key(arrays), arrays)
         self._check_room(media.num_bytes, refs)
         return Prepared(tokens, media)

@@ -144,16 +144,22 @@ class RolloutRole:
         )
         engine = EmbeddedEngine(slots, self._ctx.compute, wake=self._wake.set)
         if self._job.takes_turns:
-            self._job.turns.make_room = engine.sleep
+            self._job.turns.make_room = functools.partial(self._ctx.compute, engine.sleep)
         return engine
 
     async def _open_servers(self, ends: AsyncExitStack) -> Engine:
         """SGLang servers, which load the model themselves; they are kept there, and ended with `ends`."""
         from rondo.roles.rollout.sglang.kept import kept
-        from rondo.roles.rollout.sglang.open import kept_engines, one_engine
+        from rondo.roles.rollout.sglang.open import kept_engines, one_engine, releases_memory
 
         engines = kept_engines(self._ctx, self._job, newest=self._newest_weights)
         await ends.enter_async_context(kept(engines))
+        if releases_memory(self._job):
+
+            async def make_room() -> None:
+                await asyncio.gather(*(engine.sleep() for engine in engines))
+
+            self._job.turns.make_room = make_room
         return one_engine(engines, newest=self._newest_weights)
 
     @asynccontextmanager

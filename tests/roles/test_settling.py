@@ -123,7 +123,11 @@ async def test_an_engine_that_takes_turns_with_the_trainer_makes_room_before_a_r
         log: list[str] = []
         actor = Actor(log, world_size=2)
         actor.bus.may_commit.set()
-        actor._job.takes_turns, actor._job.turns.make_room = takes_turns, lambda log=log: log.append("make room")
+
+        async def make_room(log: list[str] = log) -> None:
+            log.append("make room")
+
+        actor._job.takes_turns, actor._job.turns.make_room = takes_turns, make_room
         await actor._train(0)
         assert log.count("make room") == takes_turns
         assert not takes_turns or log.index("make room") < log.index("accumulate")

@@ -1,7 +1,7 @@
 """What the tests against real SGLang share: where it is installed, and one server for all of them.
 
-They run where SGLANG_VENV names an environment that `rondo sglang install` has made; elsewhere they are skipped. `make
-test-sglang` sets it. Tests that kill a server start one of their own.
+They run where SGLANG_VENV names an environment that `rondo sglang install` has made; elsewhere they are skipped, and say why.
+`make test-sglang` makes and names it. Tests that kill a server start one of their own.
 """
 
 from __future__ import annotations
@@ -13,18 +13,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.servers import Served, launch, moe, serve
+from rondo.launch.sglang_env import has_sglang
+from tests.sglang.servers import Served, launch, moe, python, serve
 
 _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    absent = pytest.mark.skip(reason="SGLANG_VENV names no environment of SGLang: `make test-sglang` sets it")
-    for item in items:
-        if _HERE in item.path.parents:
-            item.add_marker("sglang")
-            if not os.environ.get("SGLANG_VENV"):
-                item.add_marker(absent)
+    mine = [item for item in items if _HERE in item.path.parents]
+    why = missing() if mine else None
+    for item in mine:
+        item.add_marker("sglang")
+        if why is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def missing() -> str | None:
+    """Why there is no SGLang to test against."""
+    folder = os.environ.get("SGLANG_VENV")
+    if not folder:
+        return "SGLANG_VENV names no environment of SGLang: `make test-sglang` sets it"
+    if not Path(python()).exists() or has_sglang(python()) is None:
+        return f"SGLANG_VENV names {folder}, which has no SGLang: `rondo sglang install` has not built it, and says why"
+    return None
 
 
 @pytest.fixture(scope="session")

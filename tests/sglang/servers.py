@@ -22,7 +22,7 @@ from rondo.roles.rollout.sglang.server import Launch, SGLangServer
 from rondo.roles.rollout.sglang.weights import weight_path
 
 SHIM = Path(__file__).parent / "shim"
-START_S = 240.0
+START_S = 600.0
 _SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -95,4 +95,4 @@ async def test_text_goes_on_beside_media(seeing: Served, made: Made, tmp_path: P
     async with seeing.engine(tmp_path) as engine:
         done = await asyncio.gather(*map(engine.generate, asked))
     assert gap(made, asked, done) < NEAR
-    assert seeing.capabilities.media == ("image",) and seeing.capabilities.takes_processed_media
+    assert seeing.capabilities.media == ("image", "video") and seeing.capabilities.takes_processed_media

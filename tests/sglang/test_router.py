@@ -1,7 +1,5 @@
-"""The public router itself, in front of stubs in SGLang's dialect. SGLANG_ROUTER_VENV names its environment:
-
-python -m venv V && V/bin/pip install sglang-router==0.3.2
-"""
+"""The public router itself, in front of stubs in SGLang's dialect. SGLANG_ROUTER_VENV names its environment, which `make
+test-sglang` makes."""
 
 from __future__ import annotations
 
@@ -20,8 +18,10 @@ from rondo.roles.rollout.sglang.router import RoutedServers
 from rondo.runtime.errors import ConfigError
 from tests.roles.rollout.dispatch.stub import Nursery, record_of, stubs
 
+_PYTHON = Path(os.environ.get("SGLANG_ROUTER_VENV", "")) / "bin" / "python"
 pytestmark = pytest.mark.skipif(
-    not os.environ.get("SGLANG_ROUTER_VENV"), reason="SGLANG_ROUTER_VENV names no environment of sglang-router"
+    not _PYTHON.exists(),
+    reason="SGLANG_ROUTER_VENV names no environment of sglang-router: `make test-sglang` makes one",
 )
 
 
@@ -35,7 +35,7 @@ def free_port() -> int:
 def router(servers: list[str], log: Path) -> Iterator[str]:
     port = free_port()
     command = [
-        str(Path(os.environ["SGLANG_ROUTER_VENV"]) / "bin" / "python"), "-m", "sglang_router.launch_router",
+        str(_PYTHON), "-m", "sglang_router.launch_router",
         "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--worker-urls", *servers,
         "--worker-startup-check-interval", "1", "--prometheus-port", str(free_port()),
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rondo.models.media.inputs import Modality
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.versions import require_version
 
@@ -59,7 +60,7 @@ class Capabilities:
     """1: the greatest first; -1: the smallest first; 0: priorities are ignored."""
     experts: Experts | None
     """Of a server that tells them (enable-return-routed-experts)."""
-    media: tuple[str, ...]
+    media: tuple[Modality, ...]
     takes_processed_media: bool
     """Media as the trainer's own processor made them, so that both see the same numbers."""
 
@@ -97,7 +98,7 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
         seeds=bool(info.get("enable_deterministic_inference")),
         priority=priority,
         experts=_experts(shape) if info.get("enable_return_routed_experts") else None,
-        media=tuple(kind for kind in ("image", "audio") if model.get(f"has_{kind}_understanding")),
+        media=_media(shape, model),
         takes_processed_media=processed_media,
     )
 
@@ -147,6 +148,14 @@ def _model_config(model_path: str) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = json.loads(path.read_text())
     return found.get("thinker_config", found)
+
+
+def _media(shape: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[Modality, ...]:
+    """By the towers of the model's config: a server denies that an omni model sees. Where none can be read, by its word."""
+    sees = "vision_config" in shape or (not shape and told.get("has_image_understanding"))
+    hears = "audio_config" in shape or (not shape and told.get("has_audio_understanding"))
+    has: Mapping[Modality, Any] = {"image": sees, "audio": hears, "video": sees}
+    return tuple(kind for kind, there in has.items() if there)
 
 
 def _text(shape: Mapping[str, Any]) -> Mapping[str, Any]:

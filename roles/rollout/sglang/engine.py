@@ -89,6 +89,8 @@ class SGLangEngine:
         self._prefixes: str | None = str(version)
         """What requests share prefixes under; None while weights change."""
         self._version = version
+        self.asleep = False
+        """It has given the server's memory back. What is asked meanwhile waits there for the next weights."""
         self._asked: dict[str, _Asked] = {}
         self._num_calls = 0
         self._closed: Exception | None = None
@@ -215,7 +217,7 @@ class SGLangEngine:
         self, request: Request, progress: Callable[[Prefix], None], body: dict[str, Any], sent_under: int
     ) -> dict[str, Any]:
         """One call whose answer comes in parts, of which `progress` is told; the answer as though it had come in one."""
-        growing = Growing()
+        growing = Growing(request.params.num_top)
 
         def come(events: list[bytes]) -> None:
             if growing.take(events):
@@ -291,6 +293,11 @@ class SGLangEngine:
                 f"request {request.id!r} must be text on {self.client.url}, which was not started with rondo's processor of "
                 f"media, got {', '.join(request.media.modalities)}. Let rondo start the server"
             )
+        if request.media is not None and (beyond := set(request.media.modalities) - set(found.media)):
+            raise ConfigError(
+                f"the media of request {request.id!r} must be of kinds that the model of {self.client.url} takes, "
+                f"{', '.join(found.media) or 'none'}, got {', '.join(sorted(beyond))}. Name a model that takes them"
+            )
 
     async def _abort(self, rid: str) -> None:
         """Until `generate` ends: an abort that overtakes its request on the way is forgotten by the server."""
@@ -305,8 +312,22 @@ class SGLangEngine:
         self._raise_if_closed()
         # Until it is over, nobody here knows under which of the two weights a request is begun: it shares no prefix.
         self._prefixes = None
-        await self._weights.update(version, tensors)
+        try:
+            await self._weights.update(version, tensors)
+        finally:
+            self.asleep = self._weights.asleep
         self._version, self._prefixes = version, str(version)
+
+    async def sleep(self) -> None:
+        """Gives the server's memory back until the next weights, unless it has requests or gives it already."""
+        if self._asked or self.asleep:
+            return
+        self._raise_if_closed()
+        self.asleep, self._prefixes = True, None
+        try:
+            await self._weights.release()
+        finally:
+            self.asleep = self._weights.asleep
 
     # ---- health -----------------------------------------------------------------------------------------------------
 
@@ -314,6 +335,8 @@ class SGLangEngine:
         """Whether the server takes requests now: it is there, healthy and not paused."""
         if self._closed is not None:
             return False
+        if self.asleep:  # paused, and awake as soon as somebody asks
+            return await self._says_yes("/model_info")
         try:
             return await self._says_yes("/ready")
         except ServerError:  # a server that is too old to tell whether it is paused

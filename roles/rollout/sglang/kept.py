@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import Load, SGLangEngine, completion_of
 from rondo.roles.rollout.sglang.server import Server
 from rondo.roles.rollout.told import Told
-from rondo.runtime.errors import Closed, PeerGone, WorkerDied
+from rondo.runtime.errors import Closed, PeerGone, RondoError, WorkerDied
 from rondo.runtime.waits import wait_for
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class KeptEngine:
         self._before: dict[str, int] = dict.fromkeys(_ADDED, 0)
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """Requests that wait for a server; done when they are cancelled."""
+        self._waking: asyncio.Task[None] | None = None
         self._closed: Exception | None = None
 
     # ---- the server -------------------------------------------------------------------------------------------------
@@ -216,6 +217,8 @@ class KeptEngine:
                 engine = await self._engine_unless_cancelled(request)
             if engine is None:
                 return completion_of(request, "cancelled", request.prefix)
+            if engine.asleep and (self._waking is None or self._waking.done()):
+                self._waking = asyncio.create_task(self._wake(), name=f"wake {self.server.name}")
             try:
                 return await engine.generate(request if told is None else told.attempt(request, engine.version))
             except PeerGone:
@@ -264,6 +267,32 @@ class KeptEngine:
                     self._serving.set()
                     return
 
+    async def sleep(self) -> None:
+        """Gives the server's memory back until the next weights or request, unless it has requests or is given weights."""
+        if self._updating.locked():
+            return
+        async with self._updating:
+            if self._engine is not None and self._serving.is_set():
+                with suppress(PeerGone):  # `keep` learns it next
+                    await self._engine.sleep()
+
+    async def _wake(self) -> None:
+        """The newest weights once more, for who asks while it sleeps: those that it had are gone."""
+        async with self._updating:
+            engine = self._engine
+            if engine is None or not engine.asleep:
+                return
+            try:
+                async with self._newest() as weights:
+                    if weights is None:
+                        raise Closed("weights must be there to wake a server, got none any more. The run is over")
+                    await engine.update_weights(*weights)
+                    self._version = weights[0]
+            except PeerGone:
+                return  # `keep` learns it next
+            except RondoError as error:  # who asked waits at the server, and is told
+                await engine.close(error)
+
     async def _gone(self, engine: SGLangEngine) -> None:
         """Until `keep` has seen it too; not for ever, since a connection can end without its server."""
         until = time.monotonic() + _NOTICED_S
@@ -305,6 +334,8 @@ class KeptEngine:
             self._closed = Closed("the engine must be open, got a call after close. Start another engine")
         self._up.set()
         self._serving.set()  # who waits for a server wakes up, and learns it
+        if self._waking is not None:
+            self._waking.cancel()
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.close()

@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 from rondo.models.media.inputs import MediaInputs, Modality
+from rondo.runtime.errors import ConfigError
 
 SCHEME = "rondo:"
 """Begins an item, in the place of an address: a server refuses objects that it does not know, and takes any text."""
@@ -46,8 +47,13 @@ def media_body(media: MediaInputs, sequence: np.ndarray) -> dict[str, Any]:
 
 
 def positions_of(media: MediaInputs, num_tokens: int) -> np.ndarray:
-    """int64 [3, num_tokens]: those of the prompt, then one after the other on all axes."""
+    """int64 [3, num_tokens]: those of the prompt, then one after the other on all axes. ConfigError for fractions, which a
+    server would cut."""
     prompt = media.positions.astype(np.int64)
+    if (prompt != media.positions).any():
+        raise ConfigError(
+            "positions of media must be whole numbers for SGLang, got fractions. Process them with media.whole_positions=True"
+        )
     num_after = num_tokens - prompt.shape[1]
     after = int(prompt.max()) + 1 + np.arange(num_after, dtype=np.int64)
     return np.concatenate([prompt, np.broadcast_to(after, (3, num_after))], axis=1)

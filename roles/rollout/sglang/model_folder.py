@@ -19,6 +19,9 @@ from safetensors import safe_open
 
 from rondo.runtime.errors import ConfigError
 
+_FIXED_DEEPSTACK = ("qwen3_omni_moe", "qwen3_vl_moe")
+_NUM_DEEPSTACK = 3
+
 
 @dataclass(frozen=True)
 class ModelFolder(Mapping[str, torch.Tensor]):
@@ -89,6 +92,24 @@ class ModelFolder(Mapping[str, torch.Tensor]):
 
     def _tied(self, name: str) -> bool:
         return name.endswith("lm_head.weight") and bool(self.setting("tie_word_embeddings"))
+
+
+def check_served(model_path: str) -> None:
+    """Raises ConfigError for a folder that SGLang does not serve, or only until the first image comes."""
+    path = _local(model_path)
+    config = orjson.loads((path / "config.json").read_bytes())
+    kind = config.get("model_type")
+    if kind == "qwen3_omni_moe_thinker":
+        raise ConfigError(
+            f"model.path must be a whole Qwen3-Omni for SGLang, which serves no thinker alone, got {path.name}. Name the folder "
+            "that it was published as (of the tiny one: build_args with whole=True, num_deepstack=3)"
+        )
+    seen = config.get("thinker_config", config).get("vision_config", {}).get("deepstack_visual_indexes")
+    if kind in _FIXED_DEEPSTACK and seen is not None and len(seen) != _NUM_DEEPSTACK:
+        raise ConfigError(
+            f"vision_config.deepstack_visual_indexes of {path.name} must name {_NUM_DEEPSTACK} layers for SGLang, which counts "
+            f"on so many, got {len(seen)}. Generate with the embedded engine"
+        )
 
 
 def _local(model_path: str) -> Path:

@@ -98,7 +98,7 @@ def servers_of(ctx: WorkerContext, job: Job, settings: SGLangConfig) -> list[Ser
     logs = ctx.run_dir / "logs" / f"attempt_{ctx.attempt}"
     return [
         SGLangServer(
-            launch_of(job.config, settings, job.model_path, job.device, index),
+            launch_of(job.config, settings, job.model_path, job.device, index, releases=releases_memory(job)),
             log=logs / f"{name}.log",
             folder=ctx.rt_dir,
             name=name,
@@ -107,8 +107,19 @@ def servers_of(ctx: WorkerContext, job: Job, settings: SGLangConfig) -> list[Ser
     ]
 
 
-def launch_of(config: JobConfig, settings: SGLangConfig, model_path: str, device: str, index: int) -> Launch:
-    """How server `index` of a replica is started, whose devices begin with `device`."""
+def releases_memory(job: Job) -> bool:
+    """Whether servers give their memory to the trainer of this process while it trains."""
+    settings = job.config.rollout.sglang
+    assert settings is not None
+    if not job.takes_turns or settings.urls:
+        return False
+    return job.device != "cpu" if settings.release_memory is None else settings.release_memory
+
+
+def launch_of(
+    config: JobConfig, settings: SGLangConfig, model_path: str, device: str, index: int, *, releases: bool = False
+) -> Launch:
+    """How server `index` of a replica is started, whose devices begin with `device`. `releases`: it can give its memory back."""
     assert settings.python is not None
     rollout = config.rollout
     first = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
@@ -122,7 +133,10 @@ def launch_of(config: JobConfig, settings: SGLangConfig, model_path: str, device
         first_device=0 if first is None else first + index * settings.tensor_parallel,
         max_running=rollout.num_slots,
         max_tokens=rollout.num_slots * longest + _SPARE_TOKENS,
-        arguments=settings.arguments,
+        # Without a GPU there is nothing to release, and a server does not start so.
+        arguments={"enable-memory-saver": True, **settings.arguments}
+        if releases and first is not None
+        else settings.arguments,
         environment=settings.environment,
     )
 

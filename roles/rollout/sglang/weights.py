@@ -14,6 +14,8 @@ What a pause does to requests in flight:
     retract    back to the queue, go on, num_retractions + 1  computed anew            flushed
     abort      end with what they have, as "abort"            gone                     flushed
 
+A server that has released its memory is paused already; it takes that of the weights at the pause, the rest when it continues.
+
 Invariants: the server samples nothing under weights that changed until they are proved. However an update ends, the server is
 left generating. When it could not be proved, `proof` is None and tokens carry version "unproved-5"; a whole update repairs it.
 
@@ -41,7 +43,7 @@ from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.model_folder import ModelFolder
 from rondo.roles.rollout.sglang.weights_disk import DiskTransfer
 from rondo.roles.rollout.sglang.weights_distributed import DistributedTransfer, local_address
-from rondo.roles.rollout.sglang.weights_memory import ServerMemory, Tag
+from rondo.roles.rollout.sglang.weights_memory import ServerMemory
 from rondo.roles.rollout.sglang.weights_proof import Key, Proof, Recipes, told_by
 from rondo.roles.rollout.sglang.weights_tensor import TensorTransfer
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
@@ -75,12 +77,13 @@ class WeightPath(Protocol):
         sent, twice; ServerError, PeerGone, GroupBroken and DeadlineExceeded as they come. After all but the first, see `proof`.
         """
 
-    async def release(self, *tags: Tag) -> None:
-        """Pause the server and free the device memory of `tags`; see `weights_memory.py`."""
+    @property
+    def asleep(self) -> bool:
+        """Whether the server has released its memory."""
 
-    async def resume(self, *tags: Tag) -> None:
-        """Take it again; with the last tag the server goes on. Weights that did not come back as they were are not proved any
-        more: resume them first, `update` while the server is paused, then resume the rest."""
+    async def release(self) -> None:
+        """Pause the server and free the device memory that it can do without (`weights_memory.py`), until the next `update`
+        takes it again: the weights' before, the cache's after them."""
 
     async def close(self) -> None:
         """Leave; the server goes on with what it has. Idempotent."""
@@ -165,23 +168,21 @@ class ServerWeights:
             finally:
                 await _finished(expecting)
 
-    async def release(self, *tags: Tag) -> None:
-        async with self._updating:
-            await self._memory.release(*tags)
+    @property
+    def asleep(self) -> bool:
+        return bool(self._memory.released)
 
-    async def resume(self, *tags: Tag) -> None:
+    async def release(self) -> None:
         async with self._updating:
-            await self._memory.resume(*tags)
-            if "weights" in tags and self._proof is not None and await self._lost():
-                await self._client.post(
-                    "/update_weight_version", _mark(self._proof.version), deadline_s=CALL_DEADLINE_S
-                )
-                self._proof = None
-            await self._memory.go_on()
-
-    async def _lost(self) -> bool:
-        """Whether the weights that were resumed are not known to be those that were released."""
-        return not self._held or await self._told() != self._held
+            if self._memory.released:
+                return
+            self._proof = None
+            try:
+                await self._memory.release("kv_cache", "weights")
+            except BaseException as error:
+                if not self._memory.released:
+                    await _finished(asyncio.create_task(self._beside(error, "/continue_generation", {})))
+                raise
 
     async def close(self) -> None:
         transfer, self._transfer = self._transfer, None
@@ -273,16 +274,16 @@ class ServerWeights:
         return True
 
     async def _pause(self) -> None:
+        """A server that has released its memory stands still already, and gets back what new weights are written to."""
         if "weights" in self._memory.released:
-            raise ConfigError(
-                "weights must be resumed before they are updated, got released ones. Call resume('weights')"
-            )
-        if not self._memory.released:
+            await self._memory.resume("weights")
+        elif not self._memory.released:
             await self._client.post("/pause_generation", {"mode": self._config.pause}, deadline_s=LOAD_DEADLINE_S)
 
     async def _continue(self) -> None:
-        if not self._memory.released:  # else it goes on when it has its memory
-            await self._client.post("/continue_generation", {}, deadline_s=CALL_DEADLINE_S)
+        if self._memory.released:
+            await self._memory.resume(*self._memory.released)
+        await self._client.post("/continue_generation", {}, deadline_s=CALL_DEADLINE_S)
 
     async def _give_up(self, transfer: Transfer, version: int, error: BaseException) -> None:
         """Leave the server generating, its tokens marked; what fails here is told beside the first error."""
@@ -292,8 +293,10 @@ class ServerWeights:
             error.add_note(
                 "The server's weights are not proved: they may be of two versions. A whole update repairs that."
             )
-        if not self._memory.released:
-            await self._beside(error, "/continue_generation", {})
+        try:
+            await self._continue()
+        except RondoError as second:
+            error.add_note(f"Then {second}")
 
     async def _beside(self, error: BaseException, path: str, body: dict[str, Any]) -> None:
         """A call while `error` is on its way up."""

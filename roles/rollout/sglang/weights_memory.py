@@ -1,16 +1,15 @@
 """Memory that a colocated server gives back while the trainer has the device: released by tags, resumed by the same ones.
 
-Owns which tags are released, and the pause around it. Does not own what the weights are afterwards (`weights.py`): released
-without a copy on the host (`--enable-weights-cpu-backup`), they come back as anything.
+Owns which tags are released, and the pause before it. Does not own the end of the pause, nor the weights: they come back as
+anything, so an update follows (`weights.py`).
 
     memory = ServerMemory(client)
     await memory.release("kv_cache", "weights")      # the server is paused; requests in flight wait in its queue
     await memory.resume("weights")                   # update the weights here: it stays paused
     await memory.resume("kv_cache")
-    await memory.go_on()                             # all are back: it generates again
 
-Invariant: the server is paused from the first release until it goes on; no tag is released twice, nor resumed without: a server
-that is asked for either ends itself. Only a server on a GPU with `--enable-memory-saver` frees anything; any other answers alike.
+Invariant: no tag is released twice, nor resumed without: a server that is asked for either ends itself. Only a server on a GPU
+with `--enable-memory-saver` frees anything; any other answers alike.
 """
 
 from __future__ import annotations
@@ -54,8 +53,3 @@ class ServerMemory:
             )
         await self._client.post("/resume_memory_occupation", {"tags": list(tags)}, deadline_s=DEADLINE_S)
         self._released -= set(tags)
-
-    async def go_on(self) -> None:
-        """Generate again, if all memory is back."""
-        if not self._released:
-            await self._client.post("/continue_generation", {}, deadline_s=DEADLINE_S)

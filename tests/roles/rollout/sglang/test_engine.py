@@ -54,7 +54,7 @@ class Client:
 
 
 class Weights:
-    proof = None
+    proof, asleep = None, False
 
     async def open(self) -> None:
         return

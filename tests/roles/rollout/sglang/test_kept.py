@@ -32,6 +32,11 @@ class Named:
 
     def __init__(self, client: SGLangClient, rig: Rig) -> None:
         self._client, self._rig = client, rig
+        self.asleep = False
+
+    async def release(self) -> None:
+        self.asleep = True
+        self._rig.hold.touch()
 
     async def open(self) -> None:
         return
@@ -42,6 +47,9 @@ class Named:
             self._rig.kill()
         await self._client.post("/update_weight_version", {"new_version": str(version)}, deadline_s=DEADLINE_S)
         self._rig.given.append(version)
+        if self.asleep:
+            self.asleep = False
+            self._rig.hold.unlink()
 
     async def close(self) -> None:
         return
@@ -239,3 +247,46 @@ async def test_a_cancelled_request_has_what_was_made(tmp_path: Path) -> None:
         rig.engine.cancel("r")
         done = await asking
         assert done.finish_reason == "cancelled" and len(done.tokens) < 1000
+
+
+async def test_a_server_that_gave_its_memory_back_has_it_again_with_the_next_weights_or_for_who_asks(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path)
+    async with kept([rig.engine]):
+        await rig.engine.update_weights(1, {})
+        rig.newest = 1
+        assert rig.engine.engine is not None
+        await rig.engine.sleep()
+        await rig.engine.sleep()
+        assert rig.engine.engine.asleep and await rig.engine.ready()
+        await rig.engine.update_weights(2, {})
+        rig.newest = 2
+        assert not rig.engine.engine.asleep
+        assert (await rig.engine.generate(request("r"))).policy_versions.tolist() == [2] * 5
+        await rig.engine.sleep()
+        asked = [rig.engine.generate(request(name)) for name in ("a", "b")]
+        assert {version for done in await asyncio.gather(*asked) for version in done.policy_versions.tolist()} == {2}
+        assert rig.given == [1, 2, 2] and not rig.engine.engine.asleep
+
+
+async def test_a_server_with_requests_keeps_its_memory(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with kept([rig.engine]):
+        await rig.engine.update_weights(1, {})
+        rig.hold.touch()
+        asking = asyncio.create_task(rig.engine.generate(request("r")))
+        await in_flight(rig)
+        await rig.engine.sleep()
+        assert rig.engine.engine is not None and not rig.engine.engine.asleep
+        rig.hold.unlink()
+        await asking
+
+
+async def test_who_asks_a_server_that_sleeps_when_no_weights_are_left_is_told(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with kept([rig.engine]):
+        await rig.engine.update_weights(1, {})
+        await rig.engine.sleep()
+        with pytest.raises(Closed, match="weights must be there to wake a server"):
+            await rig.engine.generate(request("r"))

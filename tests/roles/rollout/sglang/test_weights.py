@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from rondo.roles.config import SGLangConfig
 from rondo.roles.rollout.sglang.answers import STRANGE, version_of
 from rondo.roles.rollout.sglang.client import ServerError
-from rondo.roles.rollout.sglang.shared_bytes import FOLDER
+from rondo.roles.rollout.sglang.owned import FOLDER
 from rondo.roles.rollout.sglang.weights import ServerWeights
+from rondo.roles.rollout.sglang.weights_memory import ServerMemory
 from rondo.runtime.errors import Closed, ConfigError, CorruptData
 from tests.roles.rollout.sglang.weights_server import CONFIG, WeightServer, serving, version, write_model
 
@@ -278,43 +280,71 @@ async def test_a_version_is_on_disk_before_the_server_is_paused(tmp_path: Path) 
     assert at_pause == [True]
 
 
-async def test_weights_that_come_back_as_they_were_stay_proved(tmp_path: Path) -> None:
+def refusing(path: str) -> Any:
+    """What a server does that answers this path with an error."""
+
+    def before(asked: str, body: dict[str, Any]) -> None:
+        if asked == path:
+            raise ValueError("planted")
+
+    return before
+
+
+async def test_released_memory_comes_back_with_the_next_weights_the_cache_behind_them(tmp_path: Path) -> None:
     server = WeightServer(version(0))
     async with opened(server, tmp_path) as path:
         await path.update(1, version(1))
-        await path.release("kv_cache", "weights")
-        assert server.paused
-        await path.resume("weights")
-        assert server.paused
-        await path.resume("kv_cache")
-        assert not server.paused and path.proof is not None and server.version == "1"
-
-
-async def test_weights_that_come_back_as_others_are_unproved_until_the_update_in_the_pause(tmp_path: Path) -> None:
-    server = WeightServer(version(0))
-    async with opened(server, tmp_path) as path:
-        await path.update(1, version(1))
-        await path.release("kv_cache", "weights")
-        with pytest.raises(ConfigError, match="must be resumed before"):
-            await path.update(2, version(2))
-        server.tensors = version(7)
-        await path.resume("weights")
-        assert path.proof is None and server.version == "unproved-1" and server.paused
+        before = len(server.paths())
+        await path.release()
+        await path.release()
+        assert server.paused and path.asleep and path.proof is None
+        server.tensors = version(7)  # what was released comes back as anything
         await path.update(2, version(2))
-        assert path.proof is not None and server.version == "2" and server.paused
-        await path.resume("kv_cache")
-        assert not server.paused
+        assert not server.paused and not path.asleep
+        assert path.proof is not None and path.proof.version == 2 and server.version == "2"
+        told = [name for name in server.paths()[before:] if re.search("memory|generation|from_tensor", name)]
+        bodies = [body for name, body in server.calls if name.endswith("_memory_occupation")]
+        await path.update(3, version(3))
+        assert server.paths().count("/pause_generation") == 3
+    assert told[:3] == ["/pause_generation", "/release_memory_occupation", "/resume_memory_occupation"]
+    assert told[-2:] == ["/resume_memory_occupation", "/continue_generation"]
+    assert set(told[3:-2]) == {"/update_weights_from_tensor"}
+    assert bodies == [{"tags": ["kv_cache", "weights"]}, {"tags": ["weights"]}, {"tags": ["kv_cache"]}]
 
 
-async def test_a_tag_is_neither_released_twice_nor_resumed_without(tmp_path: Path) -> None:
+async def test_an_update_of_a_server_that_sleeps_may_fail_and_leaves_it_with_its_memory(tmp_path: Path) -> None:
     server = WeightServer(version(0))
     async with opened(server, tmp_path) as path:
-        await path.release("kv_cache")
+        await path.update(1, version(1))
+        await path.release()
+        server.before = refusing("/update_weights_from_tensor")
+        with pytest.raises(ServerError):
+            await path.update(2, version(2))
+        assert not server.paused and not path.asleep and path.proof is None and server.version == "unproved-2"
+        server.before = refusing("")
+        await path.update(3, version(3))
+        assert path.proof is not None and path.proof.version == 3
+
+
+async def test_a_server_that_cannot_release_memory_goes_on_generating(tmp_path: Path) -> None:
+    server = WeightServer(version(0))
+    async with opened(server, tmp_path) as path:
+        server.before = refusing("/release_memory_occupation")
+        with pytest.raises(ServerError):
+            await path.release()
+        assert not server.paused and not path.asleep
+
+
+async def test_a_tag_is_neither_released_twice_nor_resumed_without() -> None:
+    server = WeightServer(version(0))
+    async with serving(server) as client:
+        memory = ServerMemory(client)
+        await memory.release("kv_cache")
         with pytest.raises(ConfigError, match="not be released yet"):
-            await path.release("kv_cache", "weights")
+            await memory.release("kv_cache", "weights")
         with pytest.raises(ConfigError, match="must be released"):
-            await path.resume("weights")
-        await path.resume("kv_cache")
+            await memory.resume("weights")
+        await memory.resume("kv_cache")
     assert server.paths().count("/release_memory_occupation") == server.paths().count("/resume_memory_occupation") == 1
 
 
