@@ -295,6 +295,44 @@ def test_filtered_groups_go_with_determinism_where_the_data_are_on_policy(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("groups", "sglang", "problem"),
+    [
+        ("colocate(devices=1)", "python='p', release_memory=True", None),
+        (
+            "colocate(devices=1)",
+            "python='p', tensor_parallel=2",
+            "tensor_parallel must be 1 where the server shares.*got 2",
+        ),
+        (
+            "fully_async()",
+            "python='p', release_memory=True",
+            "release_memory must not be True where servers generate while",
+        ),
+        ("hybrid()", "python='p', release_memory=True", "release_memory must not be True where servers generate while"),
+        (
+            "colocate(), max_staleness=1",
+            "python='p', release_memory=True",
+            "release_memory must not be True where servers",
+        ),
+    ],
+)
+def test_servers_give_memory_back_only_where_they_take_turns_with_the_trainer(
+    tmp_path: Path, groups: str, sglang: str, problem: str | None
+) -> None:
+    file = configs.write(
+        tmp_path,
+        ("groups=fully_async()", f"groups={groups}"),
+        ("RolloutConfig(prompts", f"RolloutConfig(sglang=SGLangConfig({sglang}), prompts"),
+        ("RolloutConfig, TrainConfig", "RolloutConfig, SGLangConfig, TrainConfig"),
+    )
+    if problem is None:
+        assert load(file).rollout.sglang is not None
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            load(file)
+
+
+@pytest.mark.parametrize(
     ("devices", "sglang", "problem"),
     [
         (2, "", r"groups\[rollout\].devices must be 0 or 1 without rollout.sglang, got 2"),

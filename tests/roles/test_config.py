@@ -148,6 +148,14 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
             [("rollout.sglang", {"python": "python"}), ("deterministic", True)],
             "deterministic must be False with rollout.sglang",
         ),
+        (
+            [("rollout.sglang", {"urls": ("http://h:1",), "release_memory": True})],
+            "sglang.release_memory must not be True with sglang.urls",
+        ),
+        (
+            [("rollout.sglang", {"python": "python"}), ("media", {"whole_positions": False})],
+            "media.whole_positions must not be False with rollout.sglang",
+        ),
         ([("rollout.sglang", {})], "sglang.python and sglang.urls must be set one without the other, got neither"),
     ],
 )
@@ -158,6 +166,13 @@ def test_contradictions_and_mistakes_are_told_in_one_sentence(changes: list[tupl
     assert "\n" not in text
     with pytest.raises(ValueError, match=message):
         raise ValueError(text)
+
+
+def test_positions_of_media_are_whole_where_sglang_generates_and_what_they_are_elsewhere() -> None:
+    for sglang, whole in ((None, None), ({"python": "python"}, True)):
+        job = JobConfig.model_validate(changed(("media", {}), ("rollout.sglang", sglang)))
+        assert job.media is not None and job.media.whole_positions is whole
+        assert "whole_positions" not in job.media.model_dump(exclude_unset=True)
 
 
 def test_evaluation_without_held_out_rows_needs_data_of_its_own() -> None:

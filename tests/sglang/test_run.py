@@ -19,14 +19,14 @@ from tests.sglang.servers import environment, python
 CONFIG = Path(__file__).parent / "small.py"
 
 
-def line(folder: Path, *arguments: str, interpreter: str | None = None) -> list[str]:
+def line(folder: Path, *arguments: str, interpreter: str | None = None, config: Path = CONFIG) -> list[str]:
     sets = {
         "run_dir": str(folder),
         "rollout.sglang.python": interpreter or python(),
         "rollout.sglang.environment": orjson.dumps(environment()).decode(),
     }
     chosen = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
-    return [sys.executable, "-m", "rondo.launch.cli", "train", str(CONFIG), *chosen, *arguments]
+    return [sys.executable, "-m", "rondo.launch.cli", "train", str(config), *chosen, *arguments]
 
 
 def kept_in_shared_memory(processes: list[psutil.Process]) -> list[str]:

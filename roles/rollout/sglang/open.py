@@ -129,8 +129,8 @@ def launch_of(
         settings.python,
         model_path,
         dtype=config.model.dtype,
-        devices=0 if first is None else settings.tensor_parallel,
-        first_device=0 if first is None else first + index * settings.tensor_parallel,
+        first_device=None if first is None else first + index * settings.tensor_parallel,
+        tensor_parallel=settings.tensor_parallel,
         max_running=rollout.num_slots,
         max_tokens=rollout.num_slots * longest + _SPARE_TOKENS,
         # Without a GPU there is nothing to release, and a server does not start so.

@@ -16,6 +16,7 @@ in no command line and no environment: it stands in a file that only this user r
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -61,13 +62,13 @@ _OF_TORCHRUN = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started. `devices` are the GPUs that it takes, from `first_device`; 0 is the processor."""
+    """How a server is started: as `tensor_parallel` ranks, each on a GPU from `first_device` on, or, without one, on a core."""
 
     python: str
     model_path: str
     dtype: str = "auto"
-    devices: int = 0
-    first_device: int = 0
+    first_device: int | None = None
+    tensor_parallel: int = 1
     max_running: int | None = None
     max_tokens: int | None = None
     """Tokens that the cache holds; only where a processor computes, since a server measures the memory of a GPU itself."""
@@ -82,8 +83,10 @@ class Launch:
         }  # fmt: skip
         if self.max_running is not None:
             found["max-running-requests"] = self.max_running
-        if self.devices:
-            found |= {"tp-size": self.devices, "base-gpu-id": self.first_device}
+        if self.tensor_parallel > 1:
+            found["tp-size"] = self.tensor_parallel
+        if self.first_device is not None:
+            found["base-gpu-id"] = self.first_device
         else:
             # A share of the machine's memory would be taken, and filled with zeros, for the cache. A server with nothing to do
             # would keep a core busy, which others compute on.
@@ -116,8 +119,12 @@ class Launch:
             chosen["TMPDIR"] = str(temporary)
             user = os.environ.get("USER", str(os.getuid()))
             chosen["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{user}"
-        if not self.devices:
+        if self.first_device is None:
+            # A core for each rank, which the server wants to be told where they are more than the machine has sockets.
+            cores = list(itertools.islice(itertools.cycle(sorted(os.sched_getaffinity(0))), self.tensor_parallel))
             chosen |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+            if len(cores) > 1:
+                chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
         chosen |= self.environment
         chosen["PYTHONPATH"] = os.pathsep.join(filter(None, (chosen.get("PYTHONPATH"), str(PROCESSOR))))
         return {**kept, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PACKAGE, **chosen}

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+import pytest
 
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.tiny import qwen3_omni
 from rondo.roles.rollout.sglang.media import SCHEME, media_body, positions_of
+from rondo.roles.rollout.sglang.model_folder import check_served
+from rondo.runtime.errors import ConfigError
 
 
 def inputs(**arrays: np.ndarray) -> MediaInputs:
@@ -52,3 +57,29 @@ def test_a_prefix_goes_on_behind_the_greatest_position_on_all_axes() -> None:
     found = positions_of(inputs(), 7)
     assert found.shape == (3, 7) and found.dtype == np.int64
     assert found[:, 4:].tolist() == [[4, 5, 6]] * 3
+
+
+def test_fractions_which_a_server_would_cut_are_refused() -> None:
+    media = inputs()
+    media.arrays["positions"][0, 2] += 0.5
+    with pytest.raises(ConfigError, match="must be whole numbers for SGLang, got fractions"):
+        positions_of(media, 7)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({}, "must be a whole Qwen3-Omni for SGLang, which serves no thinker alone"),
+        ({"whole": True}, "must name 3 layers for SGLang, which counts on so many, got 1"),
+        ({"whole": True, "num_deepstack": 3, "vision_layers": 3}, None),
+    ],
+)
+def test_a_folder_that_sglang_cannot_serve_is_told_before_the_start(
+    tmp_path: Path, sizes: dict[str, Any], problem: str | None
+) -> None:
+    qwen3_omni.build(tmp_path, **sizes)
+    if problem is None:
+        check_served(str(tmp_path))
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            check_served(str(tmp_path))

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rondo.roles.config import JobConfig, SGLangConfig
 from rondo.roles.rollout.sglang.kept import kept
-from rondo.roles.rollout.sglang.open import launch_of, one_engine, read_key
+from rondo.roles.rollout.sglang.open import launch_of, one_engine, read_key, releases_memory
 from rondo.runtime.errors import ConfigError
 from tests.roles.rollout.sglang.test_kept import Rig, in_flight, request
 
@@ -57,7 +59,7 @@ def test_the_servers_of_a_replica_take_its_devices_in_order() -> None:
     settings = config.rollout.sglang
     assert settings is not None
     found = [launch_of(config, settings, "/model", "cuda:4", index) for index in range(2)]
-    assert [(each.first_device, each.devices) for each in found] == [(4, 2), (6, 2)]
+    assert [(each.first_device, each.tensor_parallel) for each in found] == [(4, 2), (6, 2)]
     assert {each.dtype for each in found} == {"bfloat16"} and {each.max_running for each in found} == {10}
 
 
@@ -65,7 +67,30 @@ def test_a_server_on_the_processor_has_room_for_its_slots() -> None:
     config = job()
     assert config.rollout.sglang is not None
     found = launch_of(config, config.rollout.sglang, "/model", "cpu", 0)
-    assert found.devices == 0 and found.max_tokens is not None and found.max_tokens >= 10 * (16 + 48)
+    assert found.first_device is None and found.max_tokens is not None and found.max_tokens >= 10 * (16 + 48)
+
+
+@pytest.mark.parametrize(
+    ("device", "takes_turns", "settings", "releases"),
+    [
+        ("cuda:0", True, {}, True),
+        ("cpu", True, {}, False),
+        ("cpu", True, {"release_memory": True}, True),
+        ("cuda:0", True, {"release_memory": False}, False),
+        ("cuda:0", False, {}, False),
+        ("cuda:0", True, {"python": None, "urls": ("http://h:1",)}, False),
+    ],
+)
+def test_a_server_gives_its_memory_to_a_trainer_that_it_shares_a_device_with(
+    device: str, takes_turns: bool, settings: dict[str, Any], releases: bool
+) -> None:
+    config = job(**settings)
+    of_process = SimpleNamespace(config=config, device=device, takes_turns=takes_turns)
+    assert releases_memory(of_process) is releases  # type: ignore[arg-type]
+    if settings.get("urls") is None:
+        assert config.rollout.sglang is not None
+        found = launch_of(config, config.rollout.sglang, "/model", device, 0, releases=releases)
+        assert ("enable-memory-saver" in found.arguments) is (releases and device != "cpu")
 
 
 def test_the_key_of_servers_that_run_already_is_read_from_its_file(tmp_path: Path) -> None:

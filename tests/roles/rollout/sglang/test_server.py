@@ -160,7 +160,7 @@ def test_arguments_of_the_user_win_but_not_over_address_and_key() -> None:
 
 
 def test_a_server_on_gpus_takes_those_of_its_replica() -> None:
-    found = Launch("python", "/model", devices=2, first_device=4, max_running=8, max_tokens=99).settings(7, "k")
+    found = Launch("python", "/model", tensor_parallel=2, first_device=4, max_running=8, max_tokens=99).settings(7, "k")
     assert (found["tp-size"], found["base-gpu-id"]) == (2, 4)
     assert not {"device", "attention-backend", "mem-fraction-static", "max-total-tokens"} & found.keys()
 
@@ -174,7 +174,7 @@ def test_the_environment_of_a_server_is_not_that_of_the_rollout(
     found = Launch("python", "/model", environment={"OMP_NUM_THREADS": "4"}).surroundings(Path("/tmp/x"))
     assert "ours" not in found.values() and found["HF_HOME"] == "/hub"
     assert (found["OMP_NUM_THREADS"], found["SGLANG_USE_CPU_ENGINE"], found["TMPDIR"]) == ("4", "1", "/tmp/x")
-    assert "SGLANG_USE_CPU_ENGINE" not in Launch("python", "/model", devices=1).surroundings(Path("/tmp/x"))
+    assert "SGLANG_USE_CPU_ENGINE" not in Launch("python", "/model", first_device=0).surroundings(Path("/tmp/x"))
     assert "TMPDIR" not in Launch("p", "m").surroundings(Path("/tmp") / ("x" * 90)) or os.environ.get("TMPDIR")
 
 
