@@ -77,6 +77,7 @@ class _Ledger:
         self.ended: dict[int, str] = {}  # group -> outcome, or "lost"
         self.failures: Counter[tuple[int, str]] = Counter()
         self.holder: dict[int, tuple[str, int]] = {}  # running group -> (member, epoch)
+        self.promised: dict[str, int] = {}  # reservation -> rows that its holder still has room for
         self.num_lost = self.num_unexpected = self.num_leases_lost = 0
         self.num_committed_steps = 0
         self.oldest: dict[tuple[int, int], int] = {}  # (group, sample) -> policy version of its oldest token
@@ -87,6 +88,7 @@ class _Ledger:
 
     def on_grant(self, event: Event) -> None:
         self.holder[event["group"]] = (event["member"], event["epoch"])
+        self.promised[f"group.{event['group']}.{event['epoch']}"] = len(event["entries"])
 
     def on_put(self, event: Event) -> None:
         if "info" not in event:
@@ -99,6 +101,13 @@ class _Ledger:
         for group in {group for group, _ in rows}:
             if len(self.put.get(group, ())) == self.n:
                 self.holder.pop(group, None)
+        self._use_room(event["reservation"], event["entries"])
+        if event["reservation"] not in self.promised:
+            # Samples put twice have used up the room of those that are missing.
+            self._fail(rows[0][0], event["epoch"], "data")
+
+    def on_abandon(self, event: Event) -> None:
+        self.promised.pop(f"group.{event['group']}.{event['epoch']}", None)
 
     def on_lose(self, event: Event) -> None:
         self._fail(event["group"], event["epoch"], "infra")
@@ -133,6 +142,13 @@ class _Ledger:
                 self.ended[group] = "trained"
         self.num_committed_steps = max(self.num_committed_steps, event["version"])
 
+    def _use_room(self, reservation: str, num_rows: int) -> None:
+        left = self.promised.get(reservation, 0) - num_rows
+        if left > 0:
+            self.promised[reservation] = left
+        else:
+            self.promised.pop(reservation, None)
+
     def _fail(self, group: int, epoch: int, kind: str) -> None:
         if self.holder.get(group, ("", -1))[1] != epoch:
             return
@@ -156,6 +172,7 @@ class _Ledger:
         self.trained = Counter({row: times for row, times in self.trained.items() if row[0] in known})
         self.ended = {group: outcome for group, outcome in self.ended.items() if group in known}
         self.holder.clear()
+        self.promised.clear()
         self.failures.clear()
         for group, fields in waiting.items():
             self.failures[group, "data"] = fields["data_failures"]

@@ -323,6 +323,24 @@ def test_the_audit_passes_over_a_settlement_that_came_after_its_lease_was_lost()
     assert (found.outcomes["filtered"], found.outcomes["surplus"]) == (0, 2)
 
 
+def test_the_audit_counts_leases_that_samples_put_twice_cost_and_the_quarantine_they_end_in():
+    bus = Driver(max_data_failures=1)
+    twice, *rest = bus.admit(0)
+    for _ in range(2):
+        bus.grant(twice)
+        while twice in bus.index.groups and bus.index.groups[twice].state == "running":
+            bus.put(twice, [0])
+    assert bus.index.counts["quarantined"] == 1
+    for group in (*rest, *bus.admit(0)):
+        bus.fill(group)
+    bus.score()
+    bus.train_rounds(0)
+    bus.commit(1)
+    found = count(bus.events, _Ledger(2, 3, 1, 5))
+    assert (found.num_lost, found.num_leases_lost, found.num_trained) == (0, 2, 6)
+    assert found.outcomes["quarantined"] == 2
+
+
 def test_the_audit_turns_red_on_a_planted_loss_and_a_planted_duplicate():
     bus = random_run(1)
     commits = [event for event in bus.events if event["event"] == "commit" and event["spans"]]
