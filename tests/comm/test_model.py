@@ -33,6 +33,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from rondo.comm.audit import audit
 from rondo.comm.bus import Bus, Round
 from rondo.comm.group import Group
 from rondo.comm.index import Index
@@ -63,6 +64,8 @@ class Lease:
 
 
 class BusMachine(RuleBasedStateMachine):
+    audited = True
+
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
@@ -106,7 +109,23 @@ class BusMachine(RuleBasedStateMachine):
         self.wait(self.run_.stop())
         self.loop.close()
         self.store.close()
-        self.folder.cleanup()
+        try:
+            if self.audited and self.version >= 0:
+                self.journal_says_the_same()
+        finally:
+            self.folder.cleanup()
+
+    def journal_says_the_same(self) -> None:
+        """What the audit derives from the journal alone is what the index came to."""
+        found = audit(
+            Path(self.folder.name) / "journal", N, P, max_data_failures=MAX_DATA, max_infra_failures=MAX_INFRA
+        )
+        index = self.run_.coordinator.index
+        assert (found.num_lost, found.num_trained_twice, found.num_unexpected) == (0, 0, 0)
+        assert found.num_admitted == N * index.counts["admitted"]
+        assert found.outcomes == {outcome: N * index.counts[outcome] for outcome in found.outcomes}
+        assert found.num_leases_lost == sum(self.failures.values())
+        assert found.staleness == index.staleness
 
     async def tick(self) -> None:
         self.run_.coordinator.tick()
@@ -289,6 +308,14 @@ class BusMachine(RuleBasedStateMachine):
             missing = [s for s in range(N) if s not in self.put[lease.group]]
             if self.current(lease) and len(missing) <= lease.room:
                 self.put_now(lease, missing)
+
+    @precondition(lambda self: any(self.current(lease) and lease.room for lease in self.leases))
+    @rule()
+    def put_twice(self) -> None:
+        """One sample over and over, until the room of the others is used up: the lease is lost by that."""
+        lease = min((one for one in self.leases if self.current(one) and one.room), key=lambda one: one.entries)
+        while lease in self.leases and self.current(lease) and lease.room:
+            self.put_now(lease, [0])
 
     @rule(most=st.integers(1, 3), scored=st.booleans(), acked=st.booleans())
     def everyone_works(self, most: int, scored: bool, acked: bool) -> None:
@@ -602,6 +629,7 @@ def test_a_planted_fault_is_found(
 
 def _run(act: Callable[[BusMachine], None]) -> None:
     machine = BusMachine()
+    machine.audited = False  # a planted fault shows where it is met
     try:
         machine.begin()
         act(machine)
