@@ -641,7 +641,7 @@ class Coordinator(PartitionEndpoints, Actor):
         return self.status()
 
     def status(self) -> dict[str, Any]:
-        """Counters for metrics, the status view and the admin endpoint; O(rings), never a scan of groups."""
+        """Counters for metrics, the status view and the admin endpoint; O(rings, tasks), never a scan of groups or rows."""
         index = self.index
         rings = {
             name: {"bytes": ring.capacity, "used": ring.head - ring.tail, "reserved": ring.reserved_bytes}
@@ -653,6 +653,7 @@ class Coordinator(PartitionEndpoints, Actor):
             "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
             "rings": rings, "proved": dict(index.versions.proved), "evaluations": dict(index.evaluations),
             "journal_events": self._journal.num_events, "waiters": len(self._wakes),
+            "partitions": self.partitions.status(),
         }  # fmt: skip
 
     def _closed(self) -> bool:

@@ -112,7 +112,15 @@ class RunProvider:
     def metrics(self) -> Mapping[str, Any]:
         figures = {name: value for name, value in self._last_step.items() if isinstance(value, int | float)}
         groups = self._supervisor.snapshot().groups
+        partitions = self._bus.get("partitions", {}).items()
         return figures | {
+            "partition_rows": {"partition": {name: part["rows"] for name, part in partitions}},
+            "partition_live_bytes": {"partition": {name: part["live_bytes"] for name, part in partitions}},
+            "partition_ready_rows": {
+                "task": {
+                    f"{name}/{task}": rows["ready"] for name, part in partitions for task, rows in part["tasks"].items()
+                }
+            },
             "groups": {"state": self._bus.get("groups", {})},
             "refused_rows": self._bus.get("refused_rows", 0),
             "restarts": {"group": {group.name: group.restarts for group in groups}},

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from rondo.comm.partitions.entry import places_of
-from rondo.comm.partitions.places import common_columns, facts, places
+from rondo.comm.partitions.places import common_columns, facts, places, with_columns
 from rondo.comm.partitions.runs import ROW_BITS, compress, row_id
 from rondo.comm.partitions.service import PartitionService, Reader, Want
 from rondo.comm.partitions.spec import load_sampler
@@ -124,9 +124,8 @@ class PartitionEndpoints:
             ids, cursor, whole = table.with_tags(tags, since)
         else:
             ids, cursor, whole = table.changes(since, min(limit, _PAGE_ROWS))
-        runs = compress(ids)
+        runs, columns = with_columns(table, compress(ids))
         parts = [(table.entries[run[0] >> ROW_BITS], *places_of(run[0], run[1])[1:]) for run in runs]
-        columns = [[name for name in entry.columns if entry.place(name, i) >= 0] for entry, i, _ in parts]
         return {"rows": runs, "columns": columns, "cursor": cursor, "whole": whole, **facts(parts)}
 
     @endpoint
@@ -143,14 +142,13 @@ class PartitionEndpoints:
         """These rows are gone (None: all that are there now); those that were not there are not missed. How many there were."""
         self._check_alive(member, incarnation)
         table = self.partitions.table(part)
+        self.partitions.read(table)  # also where all are known: a second put of a key, seen later, would make it anew
         if rows is None:
-            self.partitions.read(table)
             ids = [id for entry in table.entries.values() for id in _ids(table, entry.num, entry.n)]
         else:
-            ids, _ = self.partitions.resolve(table, rows)
-        runs = compress(dict.fromkeys(ids))
-        if runs:
-            self.partitions.change(table, "clear", rows=runs)
+            ids = list(dict.fromkeys(self.partitions.resolve(table, rows)[0]))
+        if ids:
+            self.partitions.change(table, "clear", rows=compress(ids))
         return len(ids)
 
     @endpoint

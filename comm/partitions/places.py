@@ -50,6 +50,23 @@ def facts(parts: Sequence[tuple[Entry, int, int]]) -> dict[str, Any]:
     return found
 
 
+def with_columns(table: Table, runs: Iterable[Run]) -> tuple[list[list[int]], list[list[str]]]:
+    """The same rows as runs of rows with equal columns, and the columns of each."""
+    found: list[list[int]] = []
+    columns: list[list[str]] = []
+    for start, length in runs:
+        entry, first = table.entry(start), start & ROW_MASK
+        whole = all(entry.whole(name) for name in entry.columns)
+        for at in range(0, length, length if whole else 1):
+            names = [name for name in entry.columns if entry.place(name, first + at) >= 0]
+            if at and names == columns[-1]:
+                found[-1][1] += 1
+            else:
+                found.append([start + at, length if whole else 1])
+                columns.append(names)
+    return found, columns
+
+
 def common_columns(table: Table, ids: Sequence[int]) -> list[str]:
     """The columns that every one of these rows has, in the order of the first."""
     if not ids:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +28,14 @@ from rondo.comm.partitions.samplers import Ask, Chooser, chooser
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.stats import MAX_NAME_BYTES, MAX_TASKS, STATS_BYTES, StatsWriter, stats_name
 from rondo.comm.partitions.table import Table
-from rondo.comm.partitions.task import WAITING, Task
+from rondo.comm.partitions.task import CLAIMED, DONE, READY, WAITING, Task
+from rondo.comm.partitions.waited import Waited
 from rondo.comm.ring import fits, ring_bytes
 from rondo.comm.rings import Rings
 from rondo.runtime.errors import Closed, ConfigError, Refused, SamplerFailed
 from rondo.runtime.segments import SegmentClient
 
+_EVERY = 8  # waits between two looks at the percentiles, which cost more than a count
 _BURY_RECORDS = 1000  # how many records of a dropped partition are let go in one turn of the loop
 
 
@@ -76,6 +79,8 @@ class PartitionService:
         alive: Callable[[str], bool],
         version: Callable[[], int],
         segments: SegmentClient,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`emit` journals events and applies them; `alive` says whether a member's newest incarnation lives, `version` which
         policy version is the newest committed one."""
@@ -87,6 +92,8 @@ class PartitionService:
         self._rings = Rings(self._memories, self._seen)
         self._stats: dict[int, StatsWriter] = {}
         self._waiters: dict[int, list[_Waiter]] = {}
+        self._clock = clock
+        self._waited: dict[tuple[int, str], Waited] = {}
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -160,6 +167,7 @@ class PartitionService:
         self._journal_and_apply([{"event": "part", "do": "drop", "part": part}])
         for table in self._partitions().dropped:
             self._stats.pop(table.id).close(dropped=True)
+            self._waited = {at: waited for at, waited in self._waited.items() if at[0] != table.id}
             for waiter in self._waiters.pop(table.id, []):
                 _wake(waiter)
             for ring in table.shelf.rings:
@@ -229,6 +237,23 @@ class PartitionService:
         """See every put into this partition up to now."""
         self._emit(table, self._rings.read(list(table.shelf.rings)))
 
+    def status(self) -> dict[str, Any]:
+        """Every partition by name, for metrics and the admin endpoint; O(tasks), never a scan of rows."""
+        return {
+            table.name: {
+                "rows": table.num_rows, "live_bytes": table.shelf.live_bytes, "ring_bytes": table.shelf.ring_bytes,
+                "put": table.num_put, "refused": table.num_refused, "ended": table.ended,
+                "tasks": {
+                    name: {
+                        "ready": task.counts[READY], "waiting": task.counts[WAITING], "claimed": task.counts[CLAIMED],
+                        "done": task.counts[DONE], "returned": task.num_returned,
+                    }
+                    for name, task in table.tasks.items()
+                },
+            }
+            for table in self._partitions().tables.values()
+        }  # fmt: skip
+
     # ---- claims -----------------------------------------------------------------------------------------------------
 
     def open_task(self, table: Table, name: str, columns: list[str], sampler: dict[str, Any]) -> Task:
@@ -275,9 +300,19 @@ class PartitionService:
             check_alive()
             return self._claim(self.table(part), reader, want)
 
+        began = self._clock()
         found = await self._until(part, answer, lambda: self._enough(part, reader, want))
         runs: list[list[int]] | None = found[0]
+        if runs is not None:
+            self._note_wait(part, reader.task, self._clock() - began)
         return runs
+
+    def _note_wait(self, part: int, task: str, seconds: float) -> None:
+        waited = self._waited.setdefault((part, task), Waited())
+        waited.add(seconds)
+        if waited.num_waits < _EVERY or not waited.num_waits % _EVERY:
+            place = list(self.table(part).tasks).index(task)
+            self._stats[part].waited(place, *waited.percentiles(0.5, 0.99))
 
     def _enough(self, part: int, reader: Reader, want: Want) -> tuple[Task, int, str]:
         task = self.table(part).tasks[reader.task]
@@ -356,11 +391,13 @@ class PartitionService:
         return [id for id in found if id >= 0], missing
 
     async def existing(self, part: int, rows: list[int | str], columns: list[str] | None, *, wait: bool) -> list[int]:
-        """Ids of these rows, once all are there and have the columns. Raises KeyError at once without `wait`."""
+        """Ids of these rows, once all are there and have the columns (None: any). Raises KeyError at once without `wait`."""
 
         def answer() -> list[int] | None:
             table = self.table(part)
             ids, missing = self.resolve(table, rows)
+            if not missing and (columns is None or not self._have(table, ids, columns)):
+                self.read(table)  # columns may have been added by a put that has returned
             if missing and not wait:
                 raise KeyError(f"rows of partition {table.name} must be there, got {missing[:8]!r}.")
             if missing or (wait and columns and not self._have(table, ids, columns)):

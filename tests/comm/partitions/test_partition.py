@@ -129,6 +129,29 @@ async def test_rows_are_found_by_tags_and_by_what_changed_since_a_cursor():
         assert [row["key"] for row in (await part.list(tags={"s": 1}))[0]] == ["c"]
 
 
+async def test_neighbours_with_different_columns_are_listed_each_with_its_own():
+    async with served() as run:
+        part = (await run.bus("rollout-0")).partition("replay")
+        await part.put(rows(4), keys=list("abcd"), tags={"s": 1})
+        await part.add(["b", "c"], {"y": np.array([1, 2])})
+        found, _ = await part.list(tags={"s": 1})
+        assert [row["columns"] for row in found] == [["tokens"], ["tokens", "y"], ["tokens", "y"], ["tokens"]]
+        await part.add(["a", "b", "c", "d"], {"z": np.arange(4)})
+        assert [int(z) for z in (await part.get(list("abcd"), ["z"]))["z"]] == list(range(4))
+        assert {"z"} <= set((await part.get(["a"])).columns)
+
+
+async def test_a_call_sees_every_put_that_returned_before_it_also_a_second_one_of_its_key():
+    async with served() as run:
+        part = (await run.bus("rollout-0")).partition("replay")
+        for _ in range(2):
+            await part.put(rows(2), keys=["a", "b"])
+        assert await part.clear(["a", "a"]) == 1
+        assert [row["key"] for row in (await part.list())[0]] == ["b"]
+        await part.add(["b"], {"y": np.array([1])})
+        assert set((await part.get(["b"])).columns) == {"tokens", "y"}
+
+
 async def test_clearing_gives_memory_back_but_not_under_a_reader():
     async with served() as run:
         writer = (await run.bus("rollout-0")).partition("eval", capacity_bytes=1 << 20, chunk_bytes=1 << 17)

@@ -9,11 +9,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from rondo.comm.bus import Bus, Member
 from rondo.comm.index import Index
 from rondo.comm.partitions.checkpoint import restore, save
 from rondo.comm.partitions.loader import StreamingLoader
 from rondo.comm.partitions.runs import expand
-from rondo.comm.partitions.spec import Groups, Own
+from rondo.comm.partitions.spec import (
+    Balanced,
+    Groups,
+    Ordered,
+    Own,
+    Sequential,
+    TokenBudget,
+    VersionWindow,
+)
 from rondo.comm.partitions.sync import SyncPartition
 from rondo.runtime.errors import ConfigError, CorruptData, DeadlineExceeded, SamplerFailed
 from tests.comm.served import served
@@ -107,6 +116,43 @@ async def test_a_loader_that_is_left_goes_on_with_what_was_not_acknowledged_and_
 # ---- samplers through the bus ---------------------------------------------------------------------------------------
 
 
+ALL_SAMPLERS = [
+    Sequential(), Groups(2), Balanced(), Balanced(equal_size=False), TokenBudget(40), VersionWindow(),
+    VersionWindow(min_version=0, max_version=9), Ordered(seed=3), Ordered(seed=3, window=4),
+    Own("tests.comm.partitions.own_samplers:Shuffled", {"seed": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", ALL_SAMPLERS, ids=str)
+async def test_every_sampler_delivers_each_row_once_to_one_rank_and_to_all_its_peers(sampler):
+    async with served() as run:
+        run.roster.alive["actor-0"] = 1
+        await run.ref("coordinator").call("member_started", "actor-0", 1, 4)
+        processes = [Bus(Member("actor-0", 1, rank, 4, 0), run.ref("coordinator"), run.client()) for rank in range(4)]
+        run.buses += processes
+        writer = (await run.bus("rollout-0")).partition("p")
+        for first in range(0, 24, 6):
+            numbers = range(first, first + 6)
+            await writer.put(
+                {"tokens": [np.full(1 + number % 7, number, np.int32) for number in numbers]}, keys=list(map(str, numbers)),
+                groups=[number // 2 for number in numbers], policy_versions=[number % 5 for number in numbers],
+            )  # fmt: skip
+        await writer.end()
+
+        async def read(bus: Bus) -> list[list[int]]:
+            found = []
+            async for batch in bus.partition("p").stream("t", columns=["tokens"], sampler=sampler, batch=4, ranks=2):
+                found.append([int(row[0]) for row in batch["tokens"]])
+                batch.ack()
+            return found
+
+        found = await asyncio.gather(*map(read, processes))
+        assert found[0] == found[2] and found[1] == found[3], "processes 0 and 2 are peers, and so are 1 and 3"
+        assert len(found[0]) == len(found[1])
+        assert sorted(number for batches in found[:2] for batch in batches for number in batch) == list(range(24))
+        assert writer.stats().tasks["t"].num_done == 24
+
+
 async def test_a_users_sampler_that_fails_is_an_error_of_its_caller_and_of_nobody_else():
     async with served() as run:
         part, _ = await two(run)
@@ -165,6 +211,19 @@ async def test_a_partition_is_restored_into_other_rings_with_everything_that_was
             batch.ack()
         assert sorted(rest) == [8.0, 10.0, 100.0, 102.0, 104.0]
         await other.drop()
+
+
+async def test_a_column_of_some_rows_survives_a_restore_whatever_was_changed_last(tmp_path):
+    async with served() as run:
+        part, _ = await two(run)
+        await part.put({"x": np.arange(4)}, keys=list("abcd"))
+        await part.add(["b", "c"], {"y": np.array([1, 2])})
+        await part.tag(list("abcd"), {"seen": True})
+        await save(part, tmp_path)
+        again = (await run.bus("rollout-1")).partition("q")
+        assert await restore(again, tmp_path) == 4
+        assert [int(y) for y in (await again.get(["b", "c"], ["y"]))["y"]] == [1, 2]
+        assert (await again.get(["a"])).columns == ["x"]
 
 
 async def test_a_folder_that_is_not_whole_is_refused(tmp_path):
