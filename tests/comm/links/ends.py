@@ -134,13 +134,18 @@ async def running(sender: LinkSender) -> AsyncIterator[asyncio.Task[None]]:
 
 class Proxy:
     """Forwards connections byte by byte. `faults` are tried on what flows to the receiver, each once, in order:
-    (offset, kind) with the kinds reset, truncate, stall and flip; offsets count over all connections since the last fault."""
+    (offset, kind) with the kinds reset, truncate, stall, flip and hold (nothing more on this connection until the others have
+    carried `OVERTAKES` bytes); offsets count over all connections since the last fault."""
+
+    OVERTAKES = 50_000
 
     def __init__(self, address: str, faults: list[tuple[int, str]]) -> None:
         _, self._host, port = address.split(":")
         self._port = int(port)
         self.faults = faults
         self._count = 0
+        self._passed = 0
+        self._held: list[tuple[int, asyncio.Event]] = []  # set when so much has passed
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -186,6 +191,9 @@ class Proxy:
                         data[max(at, 0)] ^= 0x10
                     elif kind == "stall":
                         await asyncio.Event().wait()
+                    elif kind == "hold":
+                        self._held.append((self._passed + self.OVERTAKES, asyncio.Event()))
+                        await self._held[-1][1].wait()
                     else:
                         writer.write(data[: max(at, 0)])
                         if kind == "truncate":
@@ -194,6 +202,10 @@ class Proxy:
                         raise ConnectionResetError
             writer.write(data)
             await writer.drain()
+            self._passed += len(data) * forth
+            for much, event in self._held:
+                if self._passed >= much:
+                    event.set()
         raise ConnectionResetError
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from rondo.comm.links.frames import CHECKSUMS
 from rondo.comm.links.mirror import Mirror
+from rondo.comm.links.receiver import LinkReceiver
 from rondo.comm.links.sender import LinkSender
 from rondo.comm.ring import RingView, ring_bytes
 from rondo.comm.words import new_doorbell
@@ -122,6 +123,27 @@ async def test_a_stream_that_stalls_is_noticed_and_made_again() -> None:
         async with running(sender):
             await cross(ends, sender, receiver, 60)
             assert proxy.faults == [] and sender.stats().num_resumes >= 1
+    await receiver.close()
+
+
+async def test_chunks_of_a_stream_that_lags_behind_the_others_take_their_place_when_they_come() -> None:
+    ends = Ends()
+    order: list[tuple[int, int]] = []  # where a chunk went, and where the head was then
+
+    class Noting(Mirror):
+        def arrived(self, pos: int, num_bytes: int) -> int:
+            order.append((pos, self.head))
+            return super().arrived(pos, num_bytes)
+
+    receiver = LinkReceiver("node-1", TOKEN, lambda ring, capacity: Noting(ends.copy, None, ring), QUICK)
+    await receiver.start()
+    async with Proxy(receiver.address, [(offset, "hold") for offset in (20_000, 90_000, 200_000)]) as proxy:
+        sender = ends.sender(proxy.address)
+        async with running(sender):
+            await cross(ends, sender, receiver, 100)
+            assert proxy.faults == [] and sender.stats().num_resumes == 0
+    assert max(pos - head for pos, head in order) > proxy.OVERTAKES // 2
+    assert [pos for pos, _ in order] != sorted(pos for pos, _ in order)
     await receiver.close()
 
 

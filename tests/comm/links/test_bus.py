@@ -1,0 +1,151 @@
+"""The bus with a replica on another node: its ring is mirrored here, and reservations, media and releases cross the link."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rondo.comm.audit import audit
+from rondo.comm.bus import Bus, Member
+from rondo.comm.coordinator import Coordinator
+from rondo.comm.links.mirror import Mirror
+from rondo.comm.links.receiver import LinkReceiver
+from rondo.comm.links.sender import LinkSender
+from rondo.comm.records import Column
+from rondo.comm.ring import RingTail, ring_bytes
+from tests.comm.inprocess import InProcess, Store, Wire, payload, put, put_scores
+from tests.comm.links.ends import PATIENCE_S, QUICK, TOKEN
+
+NAME, RING_BYTES = "ring/rollout-0/0", ring_bytes(1 << 13)
+STEPS, P, N, MEDIA_BYTES = 12, 2, 2, 704
+
+
+class FarReplica:
+    """A replica whose memory is its own node's; the coordinator and everybody else have the mirror."""
+
+    def __init__(self, run: InProcess, far: Store, address: str) -> None:
+        wire: Any = Wire(run)
+        memory: Any = far
+        self.run = run
+        self.bus = Bus(Member("rollout-0", 1, 0, 1, 0), wire, memory)
+        self.origin = far.segment(NAME, RING_BYTES)
+        self.tail = RingTail(self.origin, NAME)
+        self.sender = LinkSender(
+            self.origin, NAME, address, token=TOKEN, node="near", attempt=0, config=QUICK, progress=self.released
+        )
+
+    def released(self, mirrored: int, released: int) -> None:
+        """The origin's one releaser is its link."""
+        self.tail.poll()
+        self.tail.release(released)
+
+    async def work(self) -> None:
+        """Every put is in room that was reserved at the mirror; it is free here once that release has crossed."""
+        await self.bus.open()
+        held: list[list[int]] = []  # what was put may not have crossed yet
+        while "grants" in (answer := await self.bus.call("lease", 1, held)):
+            promised_on = self.run.coordinator.index.space.rings[NAME].tail
+            await self.sender.released_upto(promised_on, deadline_s=PATIENCE_S)
+            for grant in answer["grants"]:
+                held.append([grant["group"], grant["epoch"]])
+                pixels = Column("pixel_values", "int32", [np.full(8, grant["group"], np.int32)])
+                self.bus.put_media(grant["ring"], grant["group"], grant["epoch"], [pixels], 3)
+                for sample in range(N):
+                    put(self.bus, grant, [sample])
+            self.sender.wake()
+
+
+async def forward(bus: Bus, stream: str) -> None:
+    async for made in bus.stream(stream, tokens=1 << 20):
+        if stream == "actor_fwd":
+            for row in made.rows:
+                assert row.media is not None
+                np.testing.assert_array_equal(row.media["pixel_values"], np.full(8, row.group, np.int32))
+            shared = {row.group: id(row.media) for row in made.rows}
+            assert all(shared[row.group] == id(row.media) for row in made.rows), (
+                "one mapping for all samples of a group"
+            )
+        put_scores(bus, stream, made)
+        await bus.ack(made)
+
+
+async def train(bus: Bus, receiver: LinkReceiver) -> None:
+    for step in range(STEPS):
+        spans = []
+        async for made in bus.stream("actor", tokens=1 << 20, step=step):
+            for row in made.rows:
+                np.testing.assert_array_equal(row.array("tokens"), payload(row.group, row.sample))
+            bus.check(made)
+            spans += made.spans
+        await bus.call("commit", 0, step + 1, 7, spans)
+        receiver.wake(NAME)
+
+
+async def prove(bus: Bus) -> None:
+    for version in range(STEPS):
+        await bus.call("await_version", version)
+        await bus.call("proved", "rollout.0", version)
+
+
+async def test_a_replica_on_another_node_trains_as_one_here_and_its_media_cross_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_back = 0
+    room = Coordinator._room
+
+    def counting(self: Coordinator, *args: Any, **how: Any) -> str | None:
+        nonlocal held_back
+        found = room(self, *args, **how)
+        held_back += found is None
+        return found
+
+    monkeypatch.setattr(Coordinator, "_room", counting)
+    near, far = Store(), Store()
+    run = InProcess(
+        tmp_path, near, ring_bytes=RING_BYTES, num_steps=STEPS, groups_per_step=P, samples_per_group=N, max_staleness=5,
+        media_bytes=MEDIA_BYTES,
+    )  # fmt: skip
+    await run.start()
+    fwd, advantages, actor = [await run.bus(name) for name in ("actor_fwd-0", "advantages-0", "actor-0")]
+    await run.coordinator.member_started("rollout-0", 1, 1)
+    await actor.call("commit", 0, 0, 7, [])
+    receiver = LinkReceiver(
+        "near", TOKEN, lambda ring, capacity: Mirror(near.segment(ring, 0), near.doorbell(ring), ring), QUICK
+    )
+    await run.coordinator.open_ring("rollout-0", 1, 0)
+    await receiver.start()
+    replica = FarReplica(run, far, receiver.address)
+    mirroring = asyncio.create_task(replica.sender.run())
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(replica.work())
+        tasks.create_task(prove(replica.bus))
+        tasks.create_task(forward(fwd, "actor_fwd"))
+        tasks.create_task(forward(advantages, "advantages"))
+        tasks.create_task(train(actor, receiver))
+    stats, index = replica.sender.stats(), run.coordinator.index
+    await replica.sender.released_upto(index.space.rings[NAME].tail, deadline_s=PATIENCE_S)
+    mirroring.cancel()
+    await asyncio.gather(mirroring, return_exceptions=True)
+
+    found = audit(run.folder / "journal", N, P)
+    assert (found.num_trained, found.num_lost, found.num_trained_twice, found.num_unexpected) == (
+        STEPS * P * N,
+        0,
+        0,
+        0,
+    )
+    assert index.num_overflow == 0 and held_back > 0, "younger steps waited for room on the other node"
+    assert stats.num_resumes == stats.num_resent == 0
+    assert stats.num_records == STEPS * P * (N + 1), "a record a sample, and one for the media of a group"
+    assert index.media_bytes + index.row_bytes <= stats.num_bytes <= replica.tail.head
+    assert replica.tail.tail == index.space.rings[NAME].tail > RING_BYTES, "room came back over many laps"
+    for bus in (fwd, advantages, actor, replica.bus):
+        bus.close()
+    await receiver.close()
+    await run.stop()
+    near.close()
+    far.close()
