@@ -159,34 +159,19 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--checksum", default=LinkConfig().checksum)
-    parser.add_argument("--chunk-kib", type=int, default=LinkConfig().chunk_bytes >> 10)
-    parser.add_argument("--ring-mib", type=int, default=256)
-    parser.add_argument("--receive", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.receive:
-        uvloop.run(receive(arguments.receive))
-    config = LinkConfig(
-        num_streams=arguments.streams, checksum=arguments.checksum, chunk_bytes=arguments.chunk_kib << 10
-    )
-    size = ring_bytes(arguments.ring_mib << 20)
+def compare(config: LinkConfig, ring_size: int, repetitions: int, seconds: float) -> dict[str, Any]:
+    """Both beside each other; prints the table. `tcp_of_iperf3`: the smaller share, None without iperf3."""
     rates: dict[str, list[float]] = {name: [] for name in ("iperf3", *SIZES)}
     used: dict[str, list[float]] = {name: [] for name in ("iperf3", *SIZES)}
-    for _ in range(arguments.repetitions):
-        if (found := iperf(config.num_streams, arguments.seconds)) is not None:
+    for _ in range(repetitions):
+        if (found := iperf(config.num_streams, seconds)) is not None:
             rates["iperf3"].append(found[0])
             used["iperf3"].append(found[1])
         for name, row_bytes in SIZES.items():
-            rate, cpu_s = uvloop.run(link(row_bytes, size, config, arguments.seconds))
+            rate, cpu_s = uvloop.run(link(row_bytes, ring_size, config, seconds))
             rates[name].append(rate)
             used[name].append(cpu_s)
     result: dict[str, Any] = {
-        "benchmark": "link", "python": platform.python_version(), "machine": platform.machine(),
         "streams": config.num_streams, "checksum": config.checksum, "tcp_of_iperf3": None,
     }  # fmt: skip
     print(f"{config.num_streams} streams over loopback, checksum {config.checksum}")
@@ -205,10 +190,29 @@ def main() -> None:
             shares.append(statistics.median(a / b for a, b in zip(values, rates["iperf3"], strict=True)))
             result[name]["of_iperf3"] = round(shares[-1], 3)
             share = f"{shares[-1]:.0%}"
-        print(f"{name:10} {spread(values):>24} {cost:>24} {share:>10}")
+        print(f"{name:10} {spread(values):>24} {cost:>24} {share:>10}", flush=True)
     if shares:
         result["tcp_of_iperf3"] = round(min(shares), 3)
-    print(json.dumps(result))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--checksum", default=LinkConfig().checksum)
+    parser.add_argument("--chunk-kib", type=int, default=LinkConfig().chunk_bytes >> 10)
+    parser.add_argument("--ring-mib", type=int, default=256)
+    parser.add_argument("--receive", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.receive:
+        uvloop.run(receive(arguments.receive))
+    config = LinkConfig(
+        num_streams=arguments.streams, checksum=arguments.checksum, chunk_bytes=arguments.chunk_kib << 10
+    )
+    found = compare(config, ring_bytes(arguments.ring_mib << 20), arguments.repetitions, arguments.seconds)
+    print(json.dumps({"benchmark": "link", "python": platform.python_version(), "machine": platform.machine()} | found))
 
 
 if __name__ == "__main__":
