@@ -4,6 +4,7 @@ memory         words, records, ring, slab (weights), snapshot (of an actor), ten
 decisions      index (a pure fold), with group, rounds (and balance), space and versions; journal; coordinator is their
                shell, rings what it holds, answers what it tells, wakes who is asked again, serve its process
 for roles      bus; partitions: named sets of rows beside the training stream
+on its own     host: a bus without a run; joining: how programs come in
 versions       weights: deltas, broadcasts and files behind one proof, publishing beside the next step
 other places   links: rings mirrored on other nodes; groups: process groups across separately started jobs
                (epochs, meeting, communicators, carriers, nccl_extras)
@@ -25,6 +26,9 @@ _FACE = {
     "RingView": "rondo.comm.ring",
     "WeightSlab": "rondo.comm.slab",
     "HotSnapshot": "rondo.comm.snapshot",
+    "Host": "rondo.comm.host",
+    "SyncBus": "rondo.comm.joining",
+    "join": "rondo.comm.joining",
 }
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)

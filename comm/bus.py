@@ -156,6 +156,11 @@ class Bus:
             self._partitions[name] = Partition(name, settings, self.member, self.call, self._segments)
         return self._partitions[name]
 
+    async def flush(self) -> None:
+        """Send every acknowledgement of partitions that no claim has taken along."""
+        for partition in self._partitions.values():
+            await partition.flush()
+
     # ---- producing --------------------------------------------------------------------------------------------------
 
     def put_samples(

@@ -183,6 +183,18 @@ def serve(options: argparse.Namespace) -> int:
     return run(ServeOptions(**{name: getattr(options, name) for name in names}))
 
 
+def bus(options: argparse.Namespace) -> int:
+    import asyncio
+
+    import uvloop
+
+    from rondo.comm.host import serve_until_told
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_until_told(options.folder))
+    return EXIT_DONE
+
+
 def bench(options: argparse.Namespace) -> int:
     from rondo.launch.bench import run
 
@@ -261,6 +273,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     made.add_argument("second", metavar="RUN_B", type=Path)
     made.add_argument("--ids", action="store_true", help="compare which samples were trained, and their order, alone")
     _add_serving(verb("serve", serve, "Serve a model over HTTP, in SGLang's dialect and OpenAI's."))
+    made = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
+    made.add_argument("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")
     made = verb("bench", bench, "Measure this machine; `rondo bench` lists what with.")
     made.add_argument("name", metavar="NAME", nargs="?", help="a module of benchmarks/")
     made.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="options of that benchmark")

@@ -29,6 +29,11 @@ RUN_HERE = {
     "rondo train examples/omni_digits.py": _SHORT,
     "rondo train examples/video_digits.py": (*_SHORT, "groups.1.processes=2"),  # on policy, on two ranks
 }
+SCRIPTS = {
+    "python examples/own_bus.py": r"256 rows put, \d+ returned by the dead scorer, 512 read by the trainer",
+    "python examples/two_nodes.py": r"weights: version 1 as a delta, [\d,]{4,6} of 2,1\d\d,\d\d\d bytes",
+}
+"""What of their output says that they did what they are for."""
 ELSEWHERE = {
     "make demo": "test_make_runs_what_the_readme_says",
     "make test": "test_make_runs_what_the_readme_says",
@@ -41,6 +46,7 @@ ELSEWHERE = {
     "rondo resume runs/quickstart": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
     "rondo resume runs/quickstart --set groups.1.processes=2": "tests/e2e: "
     "test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
+    "rondo bus /tmp/bus": "tests/comm: test_a_signal_ends_the_command_and_leaves_no_process",
     "rondo bench recovery": "measured by hand: it times a machine",
     "rondo bench calls": "measured by hand: it times a machine",
     "rondo bench generation": "measured by hand: it times a machine",
@@ -72,7 +78,7 @@ def shown() -> set[str]:
 
 
 def test_every_command_in_the_docs_is_tested_somewhere() -> None:
-    assert shown() == set(RUN_HERE) | set(ELSEWHERE)
+    assert shown() == set(RUN_HERE) | set(SCRIPTS) | set(ELSEWHERE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -96,6 +102,14 @@ def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -
     if words[1] in ("train", "sft"):
         weights = (tmp_path / "runs" / "latest" / "checkpoints").glob("step_*/hf/model.safetensors")
         assert [path.stat().st_size > 0 for path in weights] == [True]
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_a_program_of_the_docs_does_what_it_says(command: str) -> None:
+    line = [sys.executable, *command.split()[1:]]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(SCRIPTS[command], done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(

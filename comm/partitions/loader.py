@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -28,6 +28,7 @@ from rondo.comm.partitions.sync import SyncPartition
 from rondo.runtime.errors import ConfigError
 
 Columns = dict[str, list[Any]]
+Fill = Callable[[Callable[[Batch], Any]], Coroutine[Any, Any, None]]
 
 
 class StreamingLoader(IterableDataset):
@@ -87,27 +88,24 @@ class StreamingLoader(IterableDataset):
 class _Ahead:
     """Batches that a task on the loop has claimed and the iterating thread has not taken yet."""
 
-    def __init__(self, part: SyncPartition, fill: Callable[[Callable[[Batch], Any]], Any], most: int) -> None:
+    def __init__(self, part: SyncPartition, fill: Fill, most: int) -> None:
         self._part = part
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._room = asyncio.Semaphore(most)
-        self._filling = asyncio.run_coroutine_threadsafe(self._fill(fill), part.loop)
-
-    async def _fill(self, fill: Callable[[Callable[[Batch], Any]], Any]) -> None:
-        try:
-            await fill(self._put)
-        finally:
-            self._batches.put(None)
+        self._filling = part.begin(fill(self._put))
+        self._filling.add_done_callback(
+            lambda _: self._batches.put(None)
+        )  # also where it was cancelled before it began
 
     async def _put(self, batch: Batch) -> None:
         await self._room.acquire()
         self._batches.put(batch)
 
     def next(self) -> Batch | None:
-        batch = self._batches.get()  # `fill` ends every wait of its own by a deadline, and always puts None
+        batch = self._batches.get()  # `fill` ends every wait of its own by a deadline, and None comes with its end
         self._part.loop.call_soon_threadsafe(self._room.release)
         if batch is None:
-            self._filling.result()
+            self._part.result(self._filling)
         return batch
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A partition for threads: the same methods, blocking.
 
 Owns the bridge from a thread that computes to the event loop that the bus lives on. Every wait keeps its name, its deadline
-and its errors; an interrupt of the waiting thread cancels the call.
+and its errors; an interrupt of the waiting thread cancels the call, and so does `cancel` from another thread.
 
     part = SyncPartition(bus.partition("eval"))      # on the loop
     for batch in part.stream("train", columns=["tokens"]):     # on another thread
@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from rondo.comm.partitions.batch import Batch
 from rondo.comm.partitions.client import Listed, Partition, Rows
 from rondo.comm.partitions.stats import PartitionStats
 from rondo.comm.partitions.stream import Stream
+from rondo.runtime.errors import Closed
 
 T = TypeVar("T")
 
@@ -50,6 +52,7 @@ class SyncPartition:
     def __init__(self, part: Partition, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.part = part
         self.loop = asyncio.get_running_loop() if loop is None else loop
+        self._calls: dict[Future[Any], None] = {}  # single steps only: ended ones leave on the loop's thread
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of the partition on its loop and wait for it."""
@@ -58,11 +61,30 @@ class SyncPartition:
             raise RuntimeError(
                 "a blocking call must come from another thread than the bus's loop. Await the partition itself."
             )
+        return self.result(self.begin(call))
+
+    def begin(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine of the partition on its loop, from any thread."""
         future = asyncio.run_coroutine_threadsafe(call, self.loop)
+        self._calls[future] = None
+        future.add_done_callback(lambda ended: self._calls.pop(ended, None))
+        return future
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for what `begin` started. Closed when `cancel` ended it."""
         try:
             return future.result()
+        except CancelledError as error:
+            raise Closed(
+                f"a call on partition {self.part.name} must be waited for, got cancelled. Call again for the same rows."
+            ) from error
         finally:
             future.cancel()  # an interrupted wait; of a future that is done this changes nothing
+
+    def cancel(self) -> None:
+        """From any thread: calls that wait raise Closed now. A stream goes on afterwards with the batch that it waited for."""
+        for future in list(self._calls):
+            future.cancel()
 
     def put(self, columns: Mapping[str, Any], keys: Sequence[str] | None = None, **said: Any) -> None:
         self.run(self.part.put(columns, keys, **said))
