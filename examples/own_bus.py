@@ -17,12 +17,13 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rondo.comm.host import Host
 from rondo.comm.joining import SyncBus, join
-from rondo.comm.partitions import Balanced, StreamingLoader
+from rondo.comm.partitions import Balanced
 
 ROWS, WRITERS, RANKS, PASSES = 256, 2, 2, 2
 SETTINGS = {"capacity_bytes": 64 << 20, "num_producers": WRITERS}
@@ -32,7 +33,7 @@ def write(folder: str, number: int) -> None:
     """Puts its half of the rows, 16 a put."""
     draw = np.random.default_rng(number)
     with SyncBus(folder, f"writer-{number}") as bus:
-        part = bus.partition("replay", **SETTINGS)
+        part = bus.partition("replay")
         for first in range(number * ROWS // WRITERS, (number + 1) * ROWS // WRITERS, 16):
             tokens = [np.full(draw.integers(8, 200), first + i, np.int32) for i in range(16)]
             part.put({"tokens": tokens}, keys=[f"row-{first + i}" for i in range(16)], tags={"of": f"writer-{number}"})
@@ -57,6 +58,8 @@ def score(folder: str, die_after: int) -> None:
 
 def train(folder: str, rank: int) -> None:
     """One data-parallel rank: every row once a pass, on one of the ranks."""
+    from rondo.comm.partitions import StreamingLoader  # torch: only the trainer has it
+
     with SyncBus(folder, "trainer", rank=rank, ranks=RANKS) as bus:
         part = bus.partition("replay")
         columns = ["tokens", "score"]
@@ -71,33 +74,41 @@ def train(folder: str, rank: int) -> None:
         print(f"rank {rank}: {rows} rows, {tokens} tokens in {PASSES} passes", flush=True)
 
 
+async def ended(process: Any) -> None:
+    await asyncio.to_thread(process.join)
+    if process.exitcode:
+        raise RuntimeError(f"{process.name} must end well, got exit code {process.exitcode}")
+
+
 async def main() -> None:
-    processes = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
+
+    def start(what: Any, *arguments: Any) -> Any:
+        process = context.Process(target=what, args=(at, *arguments), daemon=True)
+        process.start()
+        return process
+
     with tempfile.TemporaryDirectory(prefix="rondo-bus-") as folder:
-        async with Host(Path(folder) / "bus") as host:
+        async with Host(Path(folder) / "bus") as host, join(host.folder, "main") as bus:
             at = str(host.folder)
-            writers = [processes.Process(target=write, args=(at, number)) for number in range(WRITERS)]
-            ranks = [processes.Process(target=train, args=(at, rank)) for rank in range(RANKS)]
-            doomed = processes.Process(target=score, args=(at, 3))
-            for process in (*writers, *ranks, doomed):
-                process.start()
-            await asyncio.to_thread(doomed.join)
-            print("the scorer was killed; another one comes")
-            scorer = processes.Process(target=score, args=(at, -1))
-            scorer.start()
-            for process in (*writers, *ranks, scorer):
-                await asyncio.to_thread(process.join)
-            async with join(host.folder, "watcher") as bus:
-                part = bus.partition("replay")
-                await part.opened()
-                stats = part.stats()
-                print(
-                    f"{stats.num_put} rows put, {stats.tasks['score'].num_returned} returned by the dead scorer,",
-                    end=" ",
-                )
-                print(f"{stats.tasks['train'].num_acked} read by the trainer")
-                found, _ = await part.list(tags={"of": "writer-1"}, limit=3)
-                print("by tag:", [row["key"] for row in found][:3])
+            part = bus.partition("replay", **SETTINGS)  # whoever comes first says how large it may be
+            await part.opened()
+            doomed = start(score, 3)
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(WRITERS):
+                    tasks.create_task(ended(start(write, number)))
+                for rank in range(RANKS):
+                    tasks.create_task(ended(start(train, rank)))
+                await asyncio.to_thread(doomed.join)
+                print("the scorer was killed; another one comes", flush=True)
+                tasks.create_task(ended(start(score, -1)))
+            stats = part.stats()
+            print(
+                f"{stats.num_put} rows put, {stats.tasks['score'].num_returned} returned by the dead scorer,", end=" "
+            )
+            print(f"{stats.tasks['train'].num_acked} read by the trainer")
+            found, _ = await part.list(tags={"of": "writer-1"})
+            print(f"{len(found)} rows have the tag of writer-1, the first is {found[0]['key']}")
 
 
 if __name__ == "__main__":

@@ -61,16 +61,18 @@ async def put_and_mirror(address: str) -> None:
 
     sender = LinkSender(segment, RING, address, token=TOKEN, node="there", attempt=0, progress=released)
     task = asyncio.create_task(sender.run())
+    waits = 0
     for number in range(RECORDS):
         rows = [Column("tokens", "int32", [np.full(7500, number, np.int32)])]
         if writer.head - writer.tail > writer.capacity - (64 << 10):
+            waits += 1
             await sender.released_upto(writer.tail + (64 << 10), deadline_s=60.0)
         writer.put([(number, 0)], rows, epoch=0, attempt=0)
         sender.wake()
     await sender.released_upto(writer.head, deadline_s=60.0)
     stats = sender.stats()
     print(
-        f"link: {stats.num_records} records, {stats.num_bytes / 1e6:.1f} MB, {stats.num_stalls} waits for room",
+        f"link: {stats.num_records} records, {stats.num_bytes / 1e6:.1f} MB, {waits} waits for room there",
         flush=True,
     )
     task.cancel()
