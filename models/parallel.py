@@ -200,22 +200,53 @@ def discard_gradients(model: Any) -> None:
 # ---- whole tensors ------------------------------------------------------------------------------------------------------
 
 
-def full_tensors(model: Any, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(
+    model: Any, dtype: str | None = None, *, beside: dist.ProcessGroup | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name on disk, whole tensor), one group of tensors at a time; cast to `dtype` before they are gathered.
 
     Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own. Which
-    tensors these are is looked up in the call, so that a forward of the unsharded model may run while they are iterated.
+    tensors these are is looked up in the call, so that a forward of an unsharded model may run while they are iterated; of a
+    sharded one too with `beside`, a gloo group of all ranks that nothing else uses meanwhile: shards then go through host
+    memory, and only its first rank gets tensors. Without, they are gathered by the group that forwards use.
     """
     drop_copies(model)
-    return _gathered(model, memory_tensors(model), getattr(torch, dtype) if dtype is not None else None)
+    return _gathered(model, memory_tensors(model), getattr(torch, dtype) if dtype is not None else None, beside)
 
 
 def _gathered(
-    model: Any, memory: Mapping[str, torch.Tensor], target: torch.dtype | None
+    model: Any, memory: Mapping[str, torch.Tensor], target: torch.dtype | None, beside: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for group in disk_groups(model):
-        whole = {name: _whole(memory[name], target) for name in group.sources}
-        yield from to_disk(model, group, whole).items()
+        if beside is None:
+            whole = {name: _whole(memory[name], target) for name in group.sources}
+            yield from to_disk(model, group, whole).items()
+            continue
+        found = {name: _to_first(memory[name], target, beside) for name in group.sources}
+        if dist.get_rank(beside) == 0:
+            yield from to_disk(model, group, found).items()
+
+
+def _to_first(tensor: torch.Tensor, dtype: torch.dtype | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole tensor on the group's first rank, gathered as bytes through host memory; of no use on the others."""
+    cast = _cast(tensor, dtype)
+    if not isinstance(cast, DTensor):
+        return cast
+    if [placement.is_shard(0) for placement in cast.placements] != [True]:
+        raise AssertionError(f"a parameter must be cut along its first dimension, got {cast.placements}")
+    num_ranks, (num_rows, *rest) = dist.get_world_size(group), cast.shape
+    rows = -(-num_rows // num_ranks)  # of each rank, as FSDP2 cuts them; the last ones have fewer
+    mine = torch.empty(rows, *rest, dtype=cast.dtype)
+    local = cast.to_local()
+    mine[: len(local)] = local
+    whole = mine.new_empty(num_ranks * rows, *rest) if dist.get_rank(group) == 0 else None
+    parts = None if whole is None else list(_bytes(whole).chunk(num_ranks))
+    dist.gather(_bytes(mine), parts, group=group, group_dst=0)
+    return mine if whole is None else whole[:num_rows]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def drop_copies(model: Any) -> None:
@@ -228,10 +259,13 @@ def drop_copies(model: Any) -> None:
 
 
 def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = tensor.detach()
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
+    tensor = _cast(tensor, dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ Owns the order of a commit, which is what makes a killed actor harmless:
     4. the coordinator releases the rows
     5. k+1 is published
 
-In a group of one process all of it runs beside the first rounds of step k+1, which leave the weights alone; the optimizer waits
-for its end. With more ranks, gathering is collective like the rounds are, and the step waits.
+All of it runs beside the first rounds of step k+1, which leave the weights alone, on a thread and with collectives of its own; the
+optimizer waits for its end.
 
 A restart restores the newest committed version, which all ranks hold by construction, publishes it again, and gets the rounds
 of the uncommitted step again. Owns no computation (`trainer.py`) and no decision about rows (the coordinator).
@@ -21,6 +21,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,7 @@ class ActorRole:
         self._saving: asyncio.Task[None] | None = None
         self._parity: ParityLog | None = None
         self._read_ahead: dict[str, Read] = {}  # by the round's key
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="settle")
 
     async def run(self) -> None:
         ctx = self._ctx
@@ -205,12 +207,7 @@ class ActorRole:
             with self._ctx.span("report", step=step):
                 await self._ctx.report("metrics", metrics)
             await self._judge_gap(metrics)
-        settling = self._settle(step + 1, trained, self._taken())
-        if self._ctx.world_size == 1:
-            self._settling = self._tasks.create_task(settling, name="settle")
-        else:
-            with self._job.turns.waiting():
-                await settling
+        self._settling = self._tasks.create_task(self._settle(step + 1, trained, self._taken()), name="settle")
         self._ctx.progress()
         return metrics
 
@@ -254,11 +251,10 @@ class ActorRole:
 
     async def _settle(self, version: int, spans: list[Span], taken: Taken) -> None:
         """Commit and publish a version."""
-        beside = "settle" if self._ctx.world_size == 1 else ""
-        with self._ctx.span("commit", beside=beside, step=version - 1):
+        with self._ctx.span("commit", beside="settle", step=version - 1):
             await self._commit(version, spans, taken)
             self._lend(version)
-        with self._ctx.span("publish", beside=beside, step=version - 1):
+        with self._ctx.span("publish", beside="settle", step=version - 1):
             await self._publish(version, taken)
 
     def _lend(self, version: int) -> None:
@@ -277,10 +273,10 @@ class ActorRole:
             self._settling = None
 
     async def _copying(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What reads the trainer's tensors and changes none: beside the compute thread where no other rank takes part in it."""
-        if self._ctx.world_size == 1:
-            return await asyncio.to_thread(function, *args, **kwargs)
-        return await self._ctx.compute(function, *args, **kwargs)
+        """What reads the trainer's tensors and changes none, beside the compute thread. On a thread that nobody joins: after an
+        error it may hang in a collective with a peer that is gone."""
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._copier, call)
 
     async def _judge_gap(self, metrics: dict[str, Any]) -> None:
         """End the run where engine and trainer disagree by more than the settings allow; the step is not committed."""

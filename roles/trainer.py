@@ -1,7 +1,8 @@
 """The training computation: what the actor's compute thread does with rows, one policy, one optimizer.
 
 Owns model, optimizer and the sums of the step in progress. Does not own which rows come, when a step is committed, or where
-snapshots lie: `actor.py` does. Every method runs on the compute thread; methods marked collective run on every rank in order.
+snapshots lie: `actor.py` does. Methods run on the compute thread, but for those that say otherwise; methods marked collective run on every rank
+in order.
 
 A step makes one *update* (optimizer step), or several: its mini-batches, and passes over all of them. Log-probs of the first
 forward of a row are its old ones in later passes, where no role gives others.
@@ -100,7 +101,9 @@ class Trainer:
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, eps=train.eps
         )
+        # What goes on beside the training has groups of its own: collectives of one group must not cross. Each has one at a time.
         self._saving_group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._settling_group = dist.new_group(backend="gloo") if world_size > 1 else None
         self._parameters = list(self.model.parameters())  # as they are between two forwards
         self._sums: losses.LossSums | None = None
         self._gap = Gap()
@@ -315,7 +318,8 @@ class Trainer:
         load_training_state(self.model, self.optimizer, tensors, state)
 
     def checksum(self) -> int:
-        """32 bits over this rank's weights, which tell equal versions of equal layouts apart from others; no collective."""
+        """32 bits over this rank's weights, which tell equal versions of equal layouts apart from others; no collective, on any
+        thread."""
         crc = 0
         for parameter in self._parameters:
             shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -324,17 +328,19 @@ class Trainer:
         return crc
 
     def join_checksums(self, part: int) -> int:
-        """One checksum of all ranks' parts, in their order. Nobody has it before every rank came here (collective)."""
+        """One checksum of all ranks' parts, in their order. Nobody has it before every rank came here (collective, on any thread,
+        in turn with `weights`)."""
         if self.world_size == 1:
             return part
-        parts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
-        dist.all_gather(parts, torch.tensor([part], device=self.device))
+        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(parts, torch.tensor([part]), group=self._settling_group)
         return zlib.crc32(b"".join(int(each).to_bytes(4, "little") for each in parts))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(disk name, whole tensor) one by one, gathered from the shards (collective: every rank iterates to the end). Asked for
-        between two forwards; in one process the next may run while they are iterated, but not the optimizer."""
-        return parallel.full_tensors(self.model, self.config.model.dtype)
+        """(disk name, whole tensor) one by one, on rank 0; the other ranks give their shards (collective: every rank iterates to
+        the end). Asked for between two forwards; the next may run while they are iterated on another thread, but not the
+        optimizer."""
+        return parallel.full_tensors(self.model, self.config.model.dtype, beside=self._settling_group)
 
     def save(
         self,

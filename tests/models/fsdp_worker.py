@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,40 @@ def after_staged() -> list[list[float]]:
     return steps(model, optimizer, range(2, 3))
 
 
+def weights_beside() -> dict[str, bool]:
+    """Weights that are gathered on another thread, some before, most while the next step's micro-batches are trained."""
+    group = dist.new_group(backend="gloo")
+    model, optimizer = sharded(MOE)
+    steps(model, optimizer, range(1))
+    before = {key: value.clone() for key, value in parallel.full_tensors(model, "bfloat16")}
+    asked = parallel.full_tensors(model, "bfloat16", beside=group)
+    half, trained_once = threading.Event(), threading.Event()
+
+    def gather() -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in asked:
+            found[name] = tensor.clone()
+            if len(found) == 3:
+                half.set()
+                assert trained_once.wait(120)
+        return found
+
+    with ThreadPoolExecutor(1) as beside:
+        gathered = beside.submit(gather)
+        if dist.get_rank() == 0:  # the other rank stands in the middle of a gathering meanwhile
+            assert half.wait(120)
+        for _ in range(2):
+            response_log_probs(model, SCORED)[0].sum().backward()
+        parallel.discard_gradients(model)
+        trained_once.set()
+        found = gathered.result(120)
+    first = dist.get_rank() == 0
+    return {
+        "equal": everywhere(not first or all(torch.equal(before[name], found[name]) for name in before)),
+        "on_the_first_rank_alone": everywhere(found.keys() == (before.keys() if first else set())),
+    }
+
+
 def whole_size(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -151,6 +186,7 @@ def main() -> None:
     checkpoint.load(OUT / "one" / "step_000002", model, optimizer)
     facts["after_one"] = steps(model, optimizer, range(2, 3))
     facts["after_staged"] = after_staged()
+    facts["weights_beside"] = weights_beside()
     if dist.get_rank() == 0:
         save_file({"scores": scores}, OUT / "scores.safetensors")
         (OUT / "facts.json").write_text(json.dumps(facts))

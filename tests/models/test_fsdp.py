@@ -133,6 +133,10 @@ def test_shards_are_written_beside_the_next_steps_as_they_were(run: Run) -> None
     assert run.facts["after_staged"] == run.facts["after_save"]
 
 
+def test_weights_are_gathered_on_the_first_rank_beside_the_next_step(run: Run) -> None:
+    assert run.facts["weights_beside"] == {"equal": True, "on_the_first_rank_alone": True}
+
+
 @pytest.mark.parametrize("folder", ["hf", "step_000002/hf"])
 def test_the_export_of_two_ranks_loads_as_any_hugging_face_folder(run: Run, folder: str) -> None:
     path = run.out / folder
