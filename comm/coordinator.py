@@ -33,13 +33,14 @@ from rondo.comm.records import worst_case_bytes
 from rondo.comm.rings import Rings
 from rondo.comm.rounds import Stream
 from rondo.comm.spans import Span, by_group, num_rows, samples
+from rondo.comm.versions import engine_reader
 from rondo.comm.wakes import Wakes
 from rondo.runtime.actor import Actor, ActorRef, endpoint
 from rondo.runtime.errors import Refused
 from rondo.runtime.segments import SegmentClient
 
-ROLLOUT_READER = "rollout.0"
-"""Who proves the weights that a replica's leases depend on: a replica generates on one rank."""
+ROLLOUT_READER = engine_reader(0)
+"""Who proves the weights that the leases of a replica depend on that generates on one rank."""
 EVALUATION_READER = "evaluation.0"
 """Who holds the weights that a replica evaluates beside the training."""
 
@@ -249,41 +250,52 @@ class Coordinator(PartitionEndpoints, Actor):
     # ---- leases -----------------------------------------------------------------------------------------------------
 
     @endpoint
-    async def lease(self, member: str, incarnation: int, max_groups: int, held: list[list[int]]) -> dict[str, Any]:
-        """Work for a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
+    async def lease(
+        self, member: str, incarnation: int, max_groups: int, held: list[list[int]], rank: int = 0
+    ) -> dict[str, Any]:
+        """Work for a rank of a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
 
         {"grants": [{group, epoch, step, position, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
-        {"evaluate": {"label", "version"}}: sample the held-out prompts with exactly this version;
+        {"evaluate": {"label", "version"}}: sample the held-out prompts with exactly this version (rank 0 alone);
         {"end": True}: the run needs nothing more.
 
         What was granted and is not held was in an answer that got lost: it is granted again, the same.
         """
 
         def work() -> dict[str, Any] | None:
-            return self._work(member, incarnation, max_groups, held)
+            return self._work(member, incarnation, rank, max_groups, held)
 
         return await self._until(member, incarnation, work, wakes.lease(member))
 
-    def _work(self, member: str, incarnation: int, max_groups: int, held: list[list[int]]) -> dict[str, Any] | None:
+    def _work(
+        self, member: str, incarnation: int, rank: int, max_groups: int, held: list[list[int]]
+    ) -> dict[str, Any] | None:
         label = self._due_evaluation()
         if self.index.done and label is None:
             return {"end": True}
-        version = self.index.versions.proved.get(f"{member}/{ROLLOUT_READER}")
+        version = self.index.versions.proved.get(f"{member}/{engine_reader(rank)}")
         if version is None or self._draining:
             return None
-        unheard = [group for group in self.index.held_by(member) if [group.id, group.epoch] not in held]
+        mine = [group for group in self.index.held_by(member) if group.rank == rank]
+        unheard = [group for group in mine if [group.id, group.epoch] not in held]
         if unheard:
             return {"grants": [lease_of(self.index, group) for group in unheard]}
         if label is not None:
             target = 0 if label == "start" else self.index.version
             holder = self._evaluators.get(label)
             busy = holder is not None and self._is_living(*holder)
-            if version != target or (busy and holder != (member, incarnation)):
+            if rank or version != target or (busy and holder != (member, incarnation)):
                 return None
             self._evaluators[label] = (member, incarnation)
             return {"evaluate": {"label": label, "version": target}}
-        grants = self._grants(member, incarnation, version, max_groups)
+        grants = self._grants(member, incarnation, rank, version, min(max_groups, self._share(version) - len(mine)))
         return {"grants": grants} if grants else None
+
+    def _share(self, version: int) -> int:
+        """The most prompt groups that one engine may have at once: its part of the steps that it may work for, so that who asks
+        first leaves some to the others."""
+        rules, num_steps = self.index.rules, len(self.index.open_steps(version))
+        return -(-num_steps * (rules.groups_per_step + rules.spare_groups) // max(1, self.index.versions.num_engines))
 
     def _due_evaluation(self) -> str | None:
         if self.config.evaluate_start and self.index.version == 0 and "start" not in self.index.evaluations:
@@ -346,21 +358,23 @@ class Coordinator(PartitionEndpoints, Actor):
             self._emit({"event": "evaluated", "label": label, "result": {"version": due, "skipped": why}})
             self._report("evaluation_skipped", {"version": due, "why": why})
 
-    def _grants(self, member: str, incarnation: int, version: int, max_groups: int) -> list[dict[str, Any]]:
+    def _grants(
+        self, member: str, incarnation: int, rank: int, version: int, max_groups: int
+    ) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []
         for step in self.index.open_steps(version):
             admissions = self.index.plan_admissions(step)
             if admissions:
                 self._journal_and_apply(admissions)
             for group in self.index.waiting(step):
-                if len(grants) == max_groups:
+                if len(grants) >= max_groups:
                     return grants
                 entries = self.index.entries(group)
-                ring = self._room(f"ring/{member}/0", member, entries, oldest=step == self.index.step)
+                ring = self._room(f"ring/{member}/{rank}", member, entries, oldest=step == self.index.step)
                 if ring is None:
                     return grants
                 event = {
-                    "event": "grant", "group": group.id, "epoch": group.epoch, "member": member,
+                    "event": "grant", "group": group.id, "epoch": group.epoch, "member": member, "rank": rank,
                     "incarnation": incarnation, "version": version, "ring": ring, "entries": entries,
                 }  # fmt: skip
                 self._journal_and_apply([event])

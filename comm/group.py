@@ -46,6 +46,7 @@ class Group:
     state: str = "waiting"
     epoch: int = 0
     holder: str | None = None
+    rank: int = 0  # of the holder's, which generates it
     rows: dict[int, Row] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)  # where the columns of the rows lie
     have: dict[str, int] = field(default_factory=dict)  # column -> the set of samples that have it

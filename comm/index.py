@@ -164,7 +164,7 @@ class Index:
 
     def _on_grant(self, event: Event) -> None:
         group = self.groups[event["group"]]
-        group.epoch = event["epoch"]
+        group.epoch, group.rank = event["epoch"], event.get("rank", 0)
         self._hold(group, event["member"])
         self._move(group, "running")
         self.space.reserve(group.reservation(), event["ring"], event["entries"])

@@ -11,8 +11,11 @@ ends with its proved death; a member serves only a version that it has proved by
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
+
+_ENGINE = re.compile(r".*/rollout\.\d+")
 
 
 @dataclass(slots=True)
@@ -37,6 +40,11 @@ class Versions:
     def newest(self) -> int | None:
         ready = [i for i, slot in enumerate(self.slots) if slot.state == "ready"]
         return max(ready, key=lambda i: self.slots[i].version, default=None)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that generate for the run under weights that they have proved."""
+        return sum(_ENGINE.fullmatch(reader) is not None for reader in self.proved)
 
     def writable(self) -> int | None:
         """A slot that may be written now, or None while every other one is held or pinned."""
@@ -82,6 +90,11 @@ class Versions:
         versions.slots = [Slot(kind, version, checksum, set(held)) for kind, version, checksum, held in state["slots"]]
         versions.proved, versions.pins = dict(state["proved"]), dict(state["pins"])
         return versions
+
+
+def engine_reader(rank: int) -> str:
+    """Who proves the weights of the engine on this rank of a replica."""
+    return f"rollout.{rank}"
 
 
 def _of(reader: str, member: str) -> bool:

@@ -122,6 +122,12 @@ class RunConfig(JobConfig):
     @model_validator(mode="after")
     def _servers_have_their_devices(self) -> RunConfig:
         sglang = self.rollout.sglang
+        source = self.group_of("rollout")
+        if sglang is not None and source is not None and source.processes > 1:
+            raise ValueError(
+                f"groups[{source.name}].processes must be 1 for a group that generates with rollout.sglang, got "
+                f"{source.processes}. Put rollout into a group of its own (modes.hybrid), or remove rollout.sglang"
+            )
         takes = 1 if sglang is None else 0 if sglang.urls else sglang.num_servers * sglang.tensor_parallel
         for group in self.groups:
             if "rollout" not in group.roles or group.devices in (0, takes):

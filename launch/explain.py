@@ -233,10 +233,11 @@ def _actor_limits(step_s: float, trainer: Mapping[str, float], waited: float, id
 
 def _more_of_the_actor(setup: Setup) -> str:
     """As the mode that made the groups names it."""
+    more = setup.processes.get("actor", 1) + 1
     if setup.takes_turns:
-        return "threads, or a device; or groups of their own (modes.hybrid), so that it need not generate too"
+        return f"processes={more}, threads, or a device; or groups of their own (modes.hybrid), so that it need not generate too"
     prefix = "" if "reference" in setup.beside_actor or "advantages" in setup.beside_actor else "actor_"
-    return f"{prefix}processes={setup.processes.get('actor', 1) + 1}, {prefix}threads, or a device"
+    return f"{prefix}processes={more}, {prefix}threads, or a device"
 
 
 def _one_thread(whom: str, why: list[str], roles: Mapping[str, RoleShare], setup: Setup) -> Finding:

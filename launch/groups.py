@@ -40,10 +40,10 @@ class RoleGroup(Section):
                 f"groups[{self.name}].replicas must be 1 for the group that holds the actor, got {self.replicas}. "
                 f"Use processes={self.replicas} to train on more ranks"
             )
-        if "rollout" in self.roles and self.processes > 1:
+        if "rollout" in self.roles and "actor" not in self.roles and self.processes > 1:
             raise ValueError(
-                f"groups[{self.name}].processes must be 1 for a group that generates, got {self.processes}. "
-                f"Use replicas={self.processes} of a rollout group to generate on more processes"
+                f"groups[{self.name}].processes must be 1 for a group that generates and does not train, got {self.processes}. "
+                f"Use replicas={self.processes}, which come and go alone"
             )
         return self
 

@@ -14,11 +14,11 @@ from rondo.launch.groups import RoleGroup, RoleName
 
 
 def colocate(
-    *, threads: int = 1, devices: int = 0, reference: bool = False, actor_fwd: bool = False
+    *, processes: int = 1, threads: int = 1, devices: int = 0, reference: bool = False, actor_fwd: bool = False
 ) -> tuple[RoleGroup, ...]:
-    """One process that holds every role; it generates and trains in turn."""
+    """Processes that hold every role each: all generate, then all train their part of the step together."""
     roles: tuple[RoleName, ...] = ("rollout", "actor", "advantages", *_scoring(reference, actor_fwd))
-    return (RoleGroup(name="actor", roles=roles, threads=threads, devices=devices),)
+    return (RoleGroup(name="actor", roles=roles, processes=processes, threads=threads, devices=devices),)
 
 
 def hybrid(

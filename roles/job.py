@@ -65,8 +65,9 @@ async def _open(ctx: WorkerContext) -> Job:
     bus = Bus(member, ctx.coordinator, ctx.segments)
     await bus.open()
     roles = _roles(ctx.run_dir)
-    together = {"actor", "rollout"} <= roles.get(ctx.role_group, set()) and ctx.world_size == 1
-    lends, takes_turns = together and config.can_lend_weights, together and config.max_staleness == 0
+    together = {"actor", "rollout"} <= roles.get(ctx.role_group, set())
+    lends = together and ctx.world_size == 1 and config.can_lend_weights  # of several ranks each has a shard
+    takes_turns = together and config.max_staleness == 0
     others_read = any("actor_fwd" in each for each in roles.values()) or config.num_pinned > 0
     lent = asyncio.get_running_loop().create_future() if lends else None
     return Job(

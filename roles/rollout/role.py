@@ -188,7 +188,7 @@ class RolloutRole:
     async def _open_beside(self) -> Engine | None:
         """The engine of evaluations beside the training, with a copy of the weights of its own."""
         evaluation = self._job.config.evaluation
-        if evaluation is None or evaluation.every is None:
+        if evaluation is None or evaluation.every is None or self._ctx.rank:
             return None
         slots = await self._ctx.compute(self._build, evaluation.num_slots, evaluates=True)
         return EmbeddedEngine(slots, Share(self._ctx.compute, evaluation.share, self._generates).compute)
@@ -286,7 +286,7 @@ class RolloutRole:
 
     async def _next(self, room: int) -> dict[str, Any]:
         """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""
-        asking = asyncio.create_task(self._job.bus.call("lease", room, self._held(), deadline_s=POLL_S))
+        asking = asyncio.create_task(self._job.bus.call("lease", room, self._held(), self._ctx.rank, deadline_s=POLL_S))
         try:
             await self._unless_leaving(asking)
             return asking.result() if asking.done() else {"end": True}

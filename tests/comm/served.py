@@ -90,11 +90,11 @@ class Served:
         await self.stop()
         await self.start()
 
-    async def bus(self, group: str, incarnation: int = 1) -> Bus:
+    async def bus(self, group: str, incarnation: int = 1, *, rank: int = 0, num_ranks: int = 1) -> Bus:
         """A worker's bus; its group is reported as started the way the supervisor does."""
         self.roster.alive[group] = incarnation
-        await self.ref("coordinator").call("member_started", group, incarnation, 1)
-        bus = Bus(Member(group, incarnation, 0, 1, 0), self.ref("coordinator"), self.client())
+        await self.ref("coordinator").call("member_started", group, incarnation, num_ranks)
+        bus = Bus(Member(group, incarnation, rank, num_ranks, 0), self.ref("coordinator"), self.client())
         await bus.open()
         self.buses.append(bus)
         return bus
@@ -127,7 +127,7 @@ async def served(**changes: Any) -> AsyncIterator[Served]:
 
 
 async def prove(bus: Bus, version: int = 0) -> None:
-    await bus.call("proved", "rollout.0", version)
+    await bus.call("proved", f"rollout.{bus.member.rank}", version)
 
 
 def put_group(bus: Bus, grant: dict[str, Any], samples: list[int], value: float = 1.0) -> None:

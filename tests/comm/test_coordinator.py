@@ -113,6 +113,58 @@ async def test_a_dead_replica_s_groups_go_to_another_which_makes_only_what_is_mi
             await rollout.call("renew", [])
 
 
+async def test_each_rank_of_a_replica_has_leases_of_its_own_under_weights_that_it_proved_itself():
+    async with served(max_staleness=0) as run:
+        actor, both = await run.bus("actor-0"), [await run.bus("rollout-0", rank=rank, num_ranks=2) for rank in (0, 1)]
+        await actor.call("commit", 0, 0, 7, [])
+        await prove(both[0])
+        asking = asyncio.create_task(both[1].call("lease", 8, [], 1))
+        await both[0].call("renew", [])
+        assert not asking.done()  # its own engine has proved nothing yet
+        await prove(both[1])
+        other = (await asking)["grants"]
+        mine = (await both[0].call("lease", 8, [], 0))["grants"]
+        assert [len(other), len(mine)] == [2, 1]  # of the three groups of a step each has its share
+        assert {grant["ring"] for grant in mine} == {"ring/rollout-0/0"}
+        assert {grant["ring"] for grant in other} == {"ring/rollout-0/1"}
+        assert (await both[1].call("lease", 8, [], 1))["grants"] == other  # whose answer was lost; not those of rank 0
+        for bus, grants in zip(both, (mine, other), strict=True):
+            for grant in grants:
+                put_group(bus, grant, [0, 1])
+        await both[0].call("renew", [])
+        assert run.coordinator.index.counts["ready"] == 3
+
+
+async def test_the_death_of_a_replica_gives_the_leases_of_all_its_ranks_back():
+    async with served(max_staleness=0) as run:
+        actor, both = await run.bus("actor-0"), [await run.bus("rollout-0", rank=rank, num_ranks=2) for rank in (0, 1)]
+        await actor.call("commit", 0, 0, 7, [])
+        for rank, bus in enumerate(both):
+            await prove(bus)
+            await bus.call("lease", 8, [], rank)
+        assert run.coordinator.index.counts["running"] == 3
+        await run.die("rollout-0")
+        assert run.coordinator.index.counts["waiting"] == 3
+        other = await run.bus("rollout-1")
+        await prove(other)  # the only engine left has all of them
+        assert len((await other.call("lease", 8, []))["grants"]) == 3
+
+
+async def test_who_asks_first_leaves_the_others_their_share_and_gets_more_when_it_is_quick():
+    async with served(max_staleness=0) as run:
+        rollout, *_ = await everyone(run)
+        other = await run.bus("rollout-1")
+        await prove(other)
+        first = (await rollout.call("lease", 8, []))["grants"]
+        assert len(first) == 2
+        held = [[grant["group"], grant["epoch"]] for grant in first]
+        asking = asyncio.create_task(rollout.call("lease", 8, held))
+        await rollout.call("renew", [])
+        assert not asking.done()
+        put_group(rollout, first[0], [0, 1])  # the other has not come for its share meanwhile
+        assert len((await asking)["grants"]) == 1
+
+
 async def test_a_lease_without_progress_is_lost_and_its_late_put_refused():
     async with served(max_staleness=0) as run:
         rollout, *_ = await everyone(run)

@@ -21,7 +21,7 @@ class Scripted(RolloutRole):
 
     def __init__(self, bus: Bus, script: Script) -> None:
         context = SimpleNamespace(
-            stopping=asyncio.Event(), progress=lambda: None, span=lambda name, **_: span(name, "rollout")
+            stopping=asyncio.Event(), progress=lambda: None, span=lambda name, **_: span(name, "rollout"), rank=0
         )
         super().__init__(cast(Any, context))
         rollout = SimpleNamespace(num_slots=4, samples_per_prompt=2)

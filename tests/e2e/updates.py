@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from rondo.launch.config import RunConfig
-from rondo.launch.modes import colocate, fully_async
+from rondo.launch.modes import colocate, fully_async, hybrid
 from rondo.models.config import ModelConfig
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 
 MODES = {
     "fully_async": fully_async(actor_processes=2),
-    "colocate": colocate(),
+    "hybrid": hybrid(processes=2, reference=True),
+    "colocate": colocate(processes=2),
 }
 
 

@@ -248,10 +248,10 @@ def test_a_group_that_trains_cannot_be_replicated(tmp_path: Path) -> None:
     )
 
 
-def test_a_group_that_generates_has_one_process(tmp_path: Path) -> None:
+def test_a_group_that_only_generates_has_one_process(tmp_path: Path) -> None:
     assert told(tmp_path, sets=("groups.0.processes=2",)) == (
-        "groups[rollout].processes must be 1 for a group that generates, got 2. "
-        "Use replicas=2 of a rollout group to generate on more processes."
+        "groups[rollout].processes must be 1 for a group that generates and does not train, got 2. "
+        "Use replicas=2, which come and go alone."
     )
 
 

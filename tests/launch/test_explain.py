@@ -109,7 +109,7 @@ def test_a_role_in_the_trainers_process_is_told_as_such_and_nothing_is_advised_t
     assert found.subject == "rollout" and not any("rollout_replicas" in change for change in found.change)
     for setup, change in (
         (hybrid, "processes=2, threads"),
-        (colocated, "threads, or a device; or groups of their own"),
+        (colocated, "processes=2, threads, or a device; or groups of their own"),
     ):
         assert first(step(train=1.0), setup=setup).change[0].startswith(f"give it more: {change}")
 
