@@ -358,9 +358,7 @@ class Coordinator(PartitionEndpoints, Actor):
             self._emit({"event": "evaluated", "label": label, "result": {"version": due, "skipped": why}})
             self._report("evaluation_skipped", {"version": due, "why": why})
 
-    def _grants(
-        self, member: str, incarnation: int, rank: int, version: int, max_groups: int
-    ) -> list[dict[str, Any]]:
+    def _grants(self, member: str, incarnation: int, rank: int, version: int, max_groups: int) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []
         for step in self.index.open_steps(version):
             admissions = self.index.plan_admissions(step)

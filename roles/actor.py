@@ -8,8 +8,8 @@ Owns the order of a commit, which is what makes a killed actor harmless:
     4. the coordinator releases the rows
     5. k+1 is published
 
-All of it runs beside the first rounds of step k+1, which leave the weights alone, on a thread and with collectives of its own; the
-optimizer waits for its end.
+All of it runs beside the first rounds of step k+1, which leave the weights alone, on a thread and with collectives of its own;
+the optimizer waits for its end.
 
 A restart restores the newest committed version, which all ranks hold by construction, publishes it again, and gets the rounds
 of the uncommitted step again. Owns no computation (`trainer.py`) and no decision about rows (the coordinator).

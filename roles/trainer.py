@@ -1,8 +1,8 @@
 """The training computation: what the actor's compute thread does with rows, one policy, one optimizer.
 
 Owns model, optimizer and the sums of the step in progress. Does not own which rows come, when a step is committed, or where
-snapshots lie: `actor.py` does. Methods run on the compute thread, but for those that say otherwise; methods marked collective run on every rank
-in order.
+snapshots lie: `actor.py` does. Methods run on the compute thread, but for those that say otherwise; those marked collective run
+on every rank, in order.
 
 A step makes one *update* (optimizer step), or several: its mini-batches, and passes over all of them. Log-probs of the first
 forward of a row are its old ones in later passes, where no role gives others.

@@ -151,7 +151,7 @@ class Completion:
     `tokens` int32 [R]; `log_probs` float32 [R], after the temperature and before top-k and top-p (greedy: of the plain
     logits); `policy_versions` int32 [R], the weights that each token was sampled under. `routed_experts`, of engines that
     tell them, uint8 or int16 [T + R - 1, layers, top_k]: the experts that each token but the last one was routed to, T tokens
-    of the prompt (media expanded) first.
+    of the prompt (media expanded) first. Of a request with a prefix they may all be those of the weights that computed it anew.
     """
 
     request_id: str
@@ -161,6 +161,14 @@ class Completion:
     finish_reason: FinishReason
     routed_experts: np.ndarray | None = field(default=None, repr=False)
     top: Top | None = field(default=None, repr=False)
+
+    def behind(self, begun: Completion) -> Completion:
+        """This completion of `request.resumed(begun)`, with the experts that the tokens of `begun` were sampled with. Those that
+        one of the two does not tell are not known of the whole."""
+        before, after = begun.routed_experts, self.routed_experts
+        if before is None or after is None:
+            return replace(self, routed_experts=None)
+        return replace(self, routed_experts=np.concatenate([before, after[len(before) :]]))
 
 
 @dataclass(frozen=True, slots=True)

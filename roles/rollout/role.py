@@ -404,7 +404,7 @@ class RolloutRole:
         done = await self._engine.generate(request)
         while done.finish_reason == "interrupted":
             request = request.resumed(done)
-            done = await self._engine.generate(request)
+            done = (await self._engine.generate(request)).behind(done)
         return done
 
     def _params(self, temperature: float) -> SamplingParams:

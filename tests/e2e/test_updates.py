@@ -19,11 +19,25 @@ def train(folder: Path, mode: str, *arguments: str) -> Ended:
     return finish(start(line, folder), folder / "updates")
 
 
+TRUNCATED = ("algorithm.tis_mode=truncate", "algorithm.tis_low=0")
+
+
+def sets(*chosen: str) -> tuple[str, ...]:
+    return tuple(part for text in chosen for part in ("--set", text))
+
+
 @pytest.mark.parametrize(
     ("mode", "arguments"),
     [
         ("fully_async", ("--kill", "actor@2")),
-        ("colocate", ("--set", "num_steps=3", "--set", "max_staleness=0", "--set", "algorithm.normalize_batch=null")),
+        (
+            "hybrid",
+            sets("max_staleness=2", "algorithm.normalize_batch=samples", *TRUNCATED, "algorithm.tis_level=token"),
+        ),
+        (
+            "colocate",
+            sets("max_staleness=0", "algorithm.normalize_batch=null", *TRUNCATED, "algorithm.tis_level=sequence"),
+        ),
     ],
 )
 def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(
@@ -33,13 +47,16 @@ def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(
     assert ended.code == 0, ended.output
     summary, steps = ended.summary, step_records(ended.run_dir / "metrics.jsonl")
     num_steps = len(steps)
-    assert num_steps == summary["steps"] == (3 if mode == "colocate" else 4)
+    assert num_steps == summary["steps"] == 4
+    assert max(map(int, summary["staleness_histogram"])) <= {"colocate": 0, "fully_async": 1, "hybrid": 2}[mode]
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
     assert summary["samples_trained"] == num_steps * 6 * 4
     assert summary["restarts"] == ({"actor": 1} if "--kill" in arguments else {})
     for record in steps:
         assert (record["num_updates"], record["samples"], record["skipped"]) == (4, 24, 0)
-        assert 0 <= record["tis_mask_fraction"] <= 1 and record["ratio_max"] > 1  # later passes meet other weights
+        beyond = "tis_mask_fraction" if mode == "fully_async" else "tis_clip_fraction"
+        assert 0 <= record[beyond] <= 1 and record["ratio_max"] > 1  # later passes meet other weights
+        assert 0 < record["tis_weight_mean"] <= 2
         assert ("advantage_std" in record) == (mode != "colocate")
     updates: dict[int, dict[int, set[int]]] = {}
     for event in (event for file in files(ended.run_dir / "journal") for event in read(file)):

@@ -9,7 +9,7 @@ from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, Rollou
 
 MODES = {
     "fully_async": fully_async(actor_processes=2),
-    "hybrid": hybrid(processes=2, reference=True),
+    "hybrid": hybrid(processes=2),
     "colocate": colocate(processes=2),
 }
 

@@ -26,7 +26,7 @@ from rondo.models.packing import Packing, Sequence
 from rondo.models.parallel import full_tensors
 from rondo.models.tiny import qwen3_5, qwen3_omni, qwen3_vl
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
-from rondo.roles.rollout.engine import Completion, Prefix, Request
+from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError
 from tests.e2e.omni import picture, sound
@@ -465,16 +465,25 @@ def test_bfloat16_is_finite_and_near_the_trainers_bfloat16(make: Make, name: str
 
 
 @pytest.mark.parametrize("name", WAYS_TO_CACHE)
-def test_new_weights_recompute_a_sample_with_its_media_as_the_trainer_would_score_it(make: Make, name: str) -> None:
+def test_a_sample_with_media_is_recomputed_or_taken_up_again_as_the_trainer_would_score_it(
+    make: Make, name: str
+) -> None:
     old, new = make(name), make(name, 1)
     engine = engine_for(copy.deepcopy(old.model))
     prompts = (old.everything(), old.ask(image(1)), old.ask(text="words"))
-    requests = [replace(sample(f"r{n}", p, 14), on_new_weights="recompute") for n, p in enumerate(prompts)]
+    ways: tuple[OnNewWeights, ...] = ("recompute", "interrupt", "interrupt")
+    requests = [
+        replace(sample(f"r{n}", prompt, 14), on_new_weights=way)
+        for n, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
+    ]
     for each in requests:
         engine.add(each)
     for _ in range(6):
         engine.step()
-    engine.load_weights(1, dict(full_tensors(new.model)))
+    parts = engine.load_weights(1, dict(full_tensors(new.model)))
+    assert [part.request_id for part in parts] == ["r1", "r2"]
+    for part, each in zip(parts, requests[1:], strict=True):
+        engine.add(each.resumed(part))
     done = run(engine)
     by_old, by_new = trained(old.model, requests, done), trained(new.model, requests, done)
     for each in requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request
-from rondo.roles.rollout.role import loss_mask
+from rondo.roles.rollout.role import RolloutRole, loss_mask
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError
 from tests.roles.rollout.engines import (
@@ -168,6 +168,44 @@ def test_each_request_has_its_own_way_through_new_weights() -> None:
     assert [len(done[each.id].tokens) for each in requests] == [4, 10, 10, 4]
     assert gap_under(new, requests[2], done["r2"], 1) < 1e-4
     assert gap_under(new, requests[1], done["r1"], 1) > 1e-2
+
+
+class _Interrupting:
+    """An engine of a model with experts whose weights are new after every third token; each tells its version as the expert."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.asked: list[Request] = []
+
+    async def generate(self, request: Request) -> Completion:
+        self.version += 1
+        self.asked.append(request)
+        before = request.prefix or Prefix(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+        fresh = np.full(min(3, request.params.max_new_tokens - len(before.tokens)), self.version, np.int32)
+        versions = np.concatenate([before.policy_versions, fresh])
+        ended = len(versions) == request.params.max_new_tokens
+        return Completion(
+            request.id, versions, versions.astype(np.float32), versions, "length" if ended else "interrupted",
+            np.full((len(request.prompt) + len(versions) - 1, 2, 1), self.version, np.uint8),
+        )  # fmt: skip
+
+
+async def test_a_sample_that_is_interrupted_twice_keeps_the_experts_its_tokens_were_sampled_with() -> None:
+    role, engine = RolloutRole(cast(Any, None)), _Interrupting()
+    role._engine = cast(Any, engine)
+    done = await role._generate(request("a", 4, 8))
+    assert done.policy_versions.tolist() == [0] * 3 + [1] * 3 + [2] * 2
+    # A token's experts are known once it is followed by another: those of 4 + 3 - 1 places under version 0, and so on.
+    assert done.routed_experts is not None and done.routed_experts.shape == (4 + 8 - 1, 2, 1)
+    assert done.routed_experts[:, 0, 0].tolist() == [0] * 6 + [1] * 3 + [2] * 2
+    assert [each.prefix is None for each in engine.asked] == [True, False, False]
+
+
+def test_experts_that_one_part_does_not_tell_are_not_known_of_the_whole() -> None:
+    two = np.zeros(2, np.int32)
+    known = Completion("a", two, two.astype(np.float32), two, "interrupted", np.zeros((3, 1, 1), np.uint8))
+    assert replace(known, routed_experts=None).behind(known).routed_experts is None
+    assert known.behind(replace(known, routed_experts=None)).routed_experts is None
 
 
 def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:

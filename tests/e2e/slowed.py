@@ -1,0 +1,149 @@
+"""Runs in which one role after another is the slowest, PER steps each, told apart by the steps that they work for. For the tests.
+
+python -m tests.e2e.slowed MODE FOLDER      # hybrid or fully_async
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rondo.launch import train
+from rondo.launch.config import RunConfig
+from rondo.launch.modes import fully_async, hybrid
+from rondo.launch.plan import group_specs
+from rondo.launch.train import TrainOptions
+from rondo.models.config import ModelConfig
+from rondo.roles.actor import ActorRole
+from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
+from rondo.roles.forward import ActorForwardRole, ReferenceRole
+from rondo.roles.rollout.engine import Completion, Request
+from rondo.roles.rollout.role import Lease, RolloutRole
+from rondo.roles.trainer import Trainer
+
+ORDER = {
+    "fully_async": ("rollout", "reward", "reference", "actor_fwd", "actor"),
+    "hybrid": ("rollout", "reference", "actor"),
+}
+PER = 5
+SLOW_S = 0.25
+"""Of a prompt group, or a round."""
+_step: ContextVar[int] = ContextVar("step")
+
+
+def slow_at(mode: str, step: int) -> str:
+    return ORDER[mode][min(step // PER, len(ORDER[mode]) - 1)]
+
+
+def steps_of(mode: str, role: str) -> str:
+    """As `rondo explain --steps` takes them: those that no other slow role can reach into."""
+    first = PER * ORDER[mode].index(role)
+    return f"{first + 2}:{first + PER}"
+
+
+def _mode(run_dir: Path) -> str:
+    return run_dir.name
+
+
+class SlowRollout(RolloutRole):
+    async def _fill(self, lease: Lease) -> None:
+        _step.set(lease.step)
+        await super()._fill(lease)
+
+    def _is(self, what: str) -> bool:
+        return slow_at(_mode(self._ctx.run_dir), _step.get()) == what
+
+    async def _generate(self, request: Request) -> Completion:
+        if self._is("rollout"):
+            await asyncio.sleep(SLOW_S)
+        return await super()._generate(request)
+
+    async def _score(self, row: Any, finished: Any) -> Any:
+        if self._is("reward"):
+            await asyncio.sleep(SLOW_S)
+        return await super()._score(row, finished)
+
+
+class _SlowForward:
+    _ctx: Any
+
+    def _open_scorer(self, path: str, job: Any) -> Any:
+        scorer = super()._open_scorer(path, job)  # type: ignore[misc]
+        span, of = self._ctx.span, dict[str, int]()
+        role, mode, score = self._ctx.role, _mode(self._ctx.run_dir), scorer.score
+
+        def noting(name: str, **told: Any) -> Any:
+            if name == "forward":
+                of["step"] = told["step"]
+            return span(name, **told)
+
+        def slowly(rows: Sequence[Any]) -> Any:
+            if slow_at(mode, of["step"]) == role:
+                time.sleep(SLOW_S)
+            return score(rows)
+
+        self._ctx.span, scorer.score = noting, slowly
+        return scorer
+
+
+class SlowReference(_SlowForward, ReferenceRole): ...
+
+
+class SlowActorForward(_SlowForward, ActorForwardRole): ...
+
+
+class SlowActor(ActorRole):
+    def _open_trainer(self) -> Trainer:
+        trainer, mode = super()._open_trainer(), _mode(self._ctx.run_dir)
+        accumulate = trainer.accumulate
+
+        def slowly(step: int, *args: Any, **kwargs: Any) -> None:
+            if slow_at(mode, step) == "actor":
+                time.sleep(SLOW_S)
+            accumulate(step, *args, **kwargs)
+
+        trainer.accumulate = slowly  # type: ignore[method-assign]
+        return trainer
+
+
+ROLES = {"rollout": SlowRollout, "reference": SlowReference, "actor_fwd": SlowActorForward, "actor": SlowActor}
+
+
+def config_of(mode: str, folder: Path) -> RunConfig:
+    alone = mode == "fully_async"
+    return RunConfig(
+        name=mode,
+        run_dir=folder,
+        num_steps=PER * len(ORDER[mode]),
+        max_staleness=1,
+        groups=fully_async(reference_replicas=1, actor_fwd_replicas=1) if alone else hybrid(reference=True),
+        model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
+        data=DataConfig(rows="tests.e2e.updates:words"),
+        reward=RewardConfig(function="tests.e2e.updates:parity"),
+        algorithm=AlgorithmConfig(kl_coef=0.01),
+        rollout=RolloutConfig(
+            prompts_per_step=2, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=4, num_slots=8
+        ),
+        train=TrainConfig(lr=1e-4, micro_batch_tokens=64),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    config = config_of(sys.argv[1], Path(sys.argv[2]))
+    specs = tuple(
+        replace(
+            spec,
+            roles=tuple(
+                f"tests.e2e.slowed:{ROLES[role].__name__}" if role in ROLES else path
+                for role, path in zip(spec.role_names, spec.roles, strict=True)
+            ),
+        )
+        for spec in group_specs(config)
+    )
+    sys.exit(train.main(config, TrainOptions(Path(__file__), plain=True), groups=specs))
