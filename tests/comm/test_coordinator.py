@@ -139,8 +139,9 @@ async def test_the_death_of_a_replica_gives_the_leases_of_all_its_ranks_back():
     async with served(max_staleness=0) as run:
         actor, both = await run.bus("actor-0"), [await run.bus("rollout-0", rank=rank, num_ranks=2) for rank in (0, 1)]
         await actor.call("commit", 0, 0, 7, [])
-        for rank, bus in enumerate(both):
+        for bus in both:
             await prove(bus)
+        for rank, bus in enumerate(both):
             await bus.call("lease", 8, [], rank)
         assert run.coordinator.index.counts["running"] == 3
         await run.die("rollout-0")
