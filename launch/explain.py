@@ -27,6 +27,7 @@ _LITTLE = 0.1
 """Of a step: who waits less is not held up."""
 _FULL = 0.85
 """Of a machine's cores."""
+_WITHOUT_ACTOR_FWD = "algorithm.old_log_probs='rollout', or 'self' beside tis_high, needs no actor_fwd"
 _SERVICES = ("supervisor", "coordinator", "store")
 
 
@@ -197,7 +198,11 @@ def _limit(
     why = [f"the trainer waits {_of(waited, step_s)} of a step: " + ", ".join(_each(waits, step_s))]
     if whom in ("rollout", "weights") and idle >= _LITTLE:
         why.append(f"rollout waits for the trainer's next version {idle:.0%} of the time")
-        return Finding("turns", "actor and rollout take turns: each waits for the other.", tuple(why), _turns(setup))
+        # Twice the rollout takes away half of what it works; where that is more, it is what limits, though it waits a little.
+        if whom == "weights" or idle >= roles["rollout"].busy / 2:
+            return Finding(
+                "turns", "actor and rollout take turns: each waits for the other.", tuple(why), _turns(setup)
+            )
     if whom in setup.beside_actor:
         return _one_thread(whom, why, roles, setup)
     if whom == "rollout":
@@ -205,7 +210,12 @@ def _limit(
             f"of its wait for rollout {_of(longest_s, seconds)} is for the last tenth of the step's prompt groups: "
             "its longest trajectories"
         )
-        return Finding("rollout", "rollout limits this run.", tuple(why), _quicker_rollout(longest_s / seconds, setup))
+        change = _quicker_rollout(longest_s / seconds, setup)
+        if idle >= _LITTLE:
+            change += tuple(
+                advice for advice in _turns(setup) if not any(c.startswith("max_staleness") for c in change)
+            )
+        return Finding("rollout", "rollout limits this run.", tuple(why), change)
     if whom in roles:
         why.append(f"{whom} is at work {roles[whom].busy:.0%} of the time")
     text, change = _others(whom, setup)
@@ -255,7 +265,7 @@ def _one_thread(whom: str, why: list[str], roles: Mapping[str, RoleShare], setup
         if whom == "reference":
             change.append("algorithm.kl_coef=0 needs no reference")
         if whom == "actor_fwd":
-            change.append("max_staleness=0 needs no actor_fwd")
+            change.append(_WITHOUT_ACTOR_FWD)
     return Finding(
         whom,
         f"{whom} and the trainer share one process: what one computes, the other waits for.",
@@ -300,7 +310,7 @@ def _others(whom: str, setup: Setup) -> tuple[str, tuple[str, ...]]:
             advice = (f"reference_replicas={now + 1}, or reference_threads", "algorithm.kl_coef=0 needs no reference")
             return "reference limits this run.", advice
         case "actor_fwd":
-            advice = (f"actor_fwd_replicas={now + 1}, or actor_fwd_threads", "max_staleness=0 needs no actor_fwd")
+            advice = (f"actor_fwd_replicas={now + 1}, or actor_fwd_threads", _WITHOUT_ACTOR_FWD)
             return "actor_fwd limits this run.", advice
         case _:
             return f"{whom} limits this run.", (f"more replicas of {whom} (now {now})",)

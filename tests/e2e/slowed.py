@@ -1,7 +1,4 @@
-"""Runs in which one role after another is the slowest, PER steps each, told apart by the steps that they work for. For the tests.
-
-python -m tests.e2e.slowed MODE FOLDER      # hybrid or fully_async
-"""
+"""A run in which one role after another is the slowest, for PER steps each. `python -m tests.e2e.slowed FOLDER`"""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 
 from rondo.launch import train
 from rondo.launch.config import RunConfig
-from rondo.launch.modes import fully_async, hybrid
+from rondo.launch.modes import fully_async
 from rondo.launch.plan import group_specs
 from rondo.launch.train import TrainOptions
 from rondo.models.config import ModelConfig
@@ -26,29 +23,24 @@ from rondo.roles.forward import ActorForwardRole, ReferenceRole
 from rondo.roles.rollout.engine import Completion, Request
 from rondo.roles.rollout.role import Lease, RolloutRole
 from rondo.roles.trainer import Trainer
+from rondo.runtime.spec import GroupSpec
 
-ORDER = {
-    "fully_async": ("rollout", "reward", "reference", "actor_fwd", "actor"),
-    "hybrid": ("rollout", "reference", "actor"),
-}
-PER = 5
-SLOW_S = 0.25
+NAME = "slowed"
+ORDER = ("rollout", "reward", "reference", "actor_fwd", "actor")
+PER = 4
+SLOW_S = 0.2
 """Of a prompt group, or a round."""
 _step: ContextVar[int] = ContextVar("step")
 
 
-def slow_at(mode: str, step: int) -> str:
-    return ORDER[mode][min(step // PER, len(ORDER[mode]) - 1)]
+def slow_at(step: int) -> str:
+    return ORDER[min(step // PER, len(ORDER) - 1)]
 
 
-def steps_of(mode: str, role: str) -> str:
-    """As `rondo explain --steps` takes them: those that no other slow role can reach into."""
-    first = PER * ORDER[mode].index(role)
+def steps_of(role: str) -> str:
+    """As `rondo explain --steps` takes them: those that no other slow role reaches into."""
+    first = PER * ORDER.index(role)
     return f"{first + 2}:{first + PER}"
-
-
-def _mode(run_dir: Path) -> str:
-    return run_dir.name
 
 
 class SlowRollout(RolloutRole):
@@ -57,7 +49,7 @@ class SlowRollout(RolloutRole):
         await super()._fill(lease)
 
     def _is(self, what: str) -> bool:
-        return slow_at(_mode(self._ctx.run_dir), _step.get()) == what
+        return slow_at(_step.get()) == what
 
     async def _generate(self, request: Request) -> Completion:
         if self._is("rollout"):
@@ -76,7 +68,7 @@ class _SlowForward:
     def _open_scorer(self, path: str, job: Any) -> Any:
         scorer = super()._open_scorer(path, job)  # type: ignore[misc]
         span, of = self._ctx.span, dict[str, int]()
-        role, mode, score = self._ctx.role, _mode(self._ctx.run_dir), scorer.score
+        role, score = self._ctx.role, scorer.score
 
         def noting(name: str, **told: Any) -> Any:
             if name == "forward":
@@ -84,7 +76,7 @@ class _SlowForward:
             return span(name, **told)
 
         def slowly(rows: Sequence[Any]) -> Any:
-            if slow_at(mode, of["step"]) == role:
+            if slow_at(of["step"]) == role:
                 time.sleep(SLOW_S)
             return score(rows)
 
@@ -100,11 +92,11 @@ class SlowActorForward(_SlowForward, ActorForwardRole): ...
 
 class SlowActor(ActorRole):
     def _open_trainer(self) -> Trainer:
-        trainer, mode = super()._open_trainer(), _mode(self._ctx.run_dir)
+        trainer = super()._open_trainer()
         accumulate = trainer.accumulate
 
         def slowly(step: int, *args: Any, **kwargs: Any) -> None:
-            if slow_at(mode, step) == "actor":
+            if slow_at(step) == "actor":
                 time.sleep(SLOW_S)
             accumulate(step, *args, **kwargs)
 
@@ -115,14 +107,13 @@ class SlowActor(ActorRole):
 ROLES = {"rollout": SlowRollout, "reference": SlowReference, "actor_fwd": SlowActorForward, "actor": SlowActor}
 
 
-def config_of(mode: str, folder: Path) -> RunConfig:
-    alone = mode == "fully_async"
+def config_of(folder: Path) -> RunConfig:
     return RunConfig(
-        name=mode,
+        name=NAME,
         run_dir=folder,
-        num_steps=PER * len(ORDER[mode]),
+        num_steps=PER * len(ORDER),
         max_staleness=1,
-        groups=fully_async(reference_replicas=1, actor_fwd_replicas=1) if alone else hybrid(reference=True),
+        groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
         model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
         data=DataConfig(rows="tests.e2e.updates:words"),
         reward=RewardConfig(function="tests.e2e.updates:parity"),
@@ -131,19 +122,15 @@ def config_of(mode: str, folder: Path) -> RunConfig:
             prompts_per_step=2, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=4, num_slots=8
         ),
         train=TrainConfig(lr=1e-4, micro_batch_tokens=64),
-    )  # fmt: skip
+    )
+
+
+def slowed(spec: GroupSpec) -> GroupSpec:
+    (role,), (path,) = spec.role_names, spec.roles
+    return replace(spec, roles=(f"tests.e2e.slowed:{ROLES[role].__name__}" if role in ROLES else path,))
 
 
 if __name__ == "__main__":
-    config = config_of(sys.argv[1], Path(sys.argv[2]))
-    specs = tuple(
-        replace(
-            spec,
-            roles=tuple(
-                f"tests.e2e.slowed:{ROLES[role].__name__}" if role in ROLES else path
-                for role, path in zip(spec.role_names, spec.roles, strict=True)
-            ),
-        )
-        for spec in group_specs(config)
-    )
+    config = config_of(Path(sys.argv[1]))
+    specs = tuple(map(slowed, group_specs(config)))
     sys.exit(train.main(config, TrainOptions(Path(__file__), plain=True), groups=specs))

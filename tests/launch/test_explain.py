@@ -62,6 +62,14 @@ def test_a_rollout_that_is_never_idle_limits_the_run() -> None:
     assert found.change == ("rollout_replicas=2, or more rollout_threads, rollout.num_slots",)
 
 
+def test_a_rollout_that_waits_a_little_limits_the_run_still_and_one_that_waits_much_takes_turns() -> None:
+    found = first(step(train=0.2, wait_for_rollout=0.8, idle=0.2))
+    assert found.subject == "rollout"
+    assert found.why[1] == "rollout waits for the trainer's next version 20% of the time"
+    assert [change.partition("=")[0] for change in found.change] == ["rollout_replicas", "max_staleness"]
+    assert first(step(train=0.2, wait_for_rollout=0.8, idle=0.4)).subject == "turns"
+
+
 def test_long_tails_ask_for_spare_groups_first() -> None:
     found = first(step(train=0.4, wait_for_rollout=0.6, longest_s=0.3))
     assert found.why[1].startswith("of its wait for rollout 0.300 s (50%) is for the last tenth")
