@@ -380,9 +380,11 @@ class ActorRole:
     async def _commit(self, version: int, spans: list[Span], taken: Taken) -> None:
         """Steps 1 to 4 of the commit order."""
         part = await self._write_snapshot(version, taken)
+        if (
+            self._parity is not None
+        ):  # in front of the barrier: rank 0 may commit while another rank is killed behind it
+            self._parity.write(version, part, taken.trained)
         checksum = await self._copying(self._trainer.join_checksums, part)
-        if self._parity is not None:
-            self._parity.write(version, checksum, taken.trained)
         if self._ctx.rank == 0:
             await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans)
         await self._job.bus.call("await_version", version)

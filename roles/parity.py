@@ -29,7 +29,7 @@ RowSum = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one rank trained in one step. `checksum` is that of the weights of all ranks after it."""
+    """What one rank trained in one step. `checksum` is that of this rank's part of the weights after it."""
 
     step: int
     version: int

@@ -2,70 +2,80 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
-import pytest
-
 from rondo.comm.journal import files, read
+from rondo.launch.diff import first_difference
 from rondo.launch.records import step_records
 from tests.e2e.runs import ROOT, Ended, command, finish, left_behind, start
 
+NUM_STEPS = 4
+ON_POLICY = (
+    "deterministic=True", "max_staleness=0", "rollout.spare_groups=0", "algorithm.normalize_batch=samples",
+    "algorithm.tis_mode=truncate", "algorithm.tis_low=0", "algorithm.tis_level=sequence",
+)  # fmt: skip
 
-def train(folder: Path, mode: str, *arguments: str) -> Ended:
+
+def train(folder: Path, mode: str, *arguments: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
     text = (ROOT / "tests" / "e2e" / "updates.py").read_text()
     module = folder / "updates.py"
     module.write_text(text.replace('groups=MODES["fully_async"]', f'groups=MODES["{mode}"]'))
-    line = [*command(folder)[:4], str(module), "--set", f"run_dir={folder}", *arguments]
-    return finish(start(line, folder), folder / "updates")
+    return start([*command(folder)[:4], str(module), "--set", f"run_dir={folder}", *arguments], folder)
 
 
-TRUNCATED = ("algorithm.tis_mode=truncate", "algorithm.tis_low=0")
-
-
-def sets(*chosen: str) -> tuple[str, ...]:
-    return tuple(part for text in chosen for part in ("--set", text))
-
-
-@pytest.mark.parametrize(
-    ("mode", "arguments"),
-    [
-        ("fully_async", ("--kill", "actor@2")),
-        (
-            "hybrid",
-            sets("max_staleness=2", "algorithm.normalize_batch=samples", *TRUNCATED, "algorithm.tis_level=token"),
-        ),
-        (
-            "colocate",
-            sets("max_staleness=0", "algorithm.normalize_batch=null", *TRUNCATED, "algorithm.tis_level=sequence"),
-        ),
-    ],
-)
-def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(
-    mode: str, arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    ended = train(tmp_path, mode, *arguments)
+def whole(process: subprocess.Popen[str], folder: Path, *, beyond: str, restarts: dict[str, int]) -> Ended:
+    """The run that has come to its end; `beyond`: what becomes of weights out of their bounds."""
+    ended = finish(process, folder / "updates")
     assert ended.code == 0, ended.output
     summary, steps = ended.summary, step_records(ended.run_dir / "metrics.jsonl")
-    num_steps = len(steps)
-    assert num_steps == summary["steps"] == 4
-    assert max(map(int, summary["staleness_histogram"])) <= {"colocate": 0, "fully_async": 1, "hybrid": 2}[mode]
+    assert len(steps) == summary["steps"] == NUM_STEPS
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
-    assert summary["samples_trained"] == num_steps * 6 * 4
-    assert summary["restarts"] == ({"actor": 1} if "--kill" in arguments else {})
+    assert summary["samples_trained"] == NUM_STEPS * 6 * 4
+    assert summary["restarts"] == restarts
     for record in steps:
         assert (record["num_updates"], record["samples"], record["skipped"]) == (4, 24, 0)
-        beyond = "tis_mask_fraction" if mode == "fully_async" else "tis_clip_fraction"
-        assert 0 <= record[beyond] <= 1 and record["ratio_max"] > 1  # later passes meet other weights
-        assert 0 < record["tis_weight_mean"] <= 2
-        assert ("advantage_std" in record) == (mode != "colocate")
+        assert record["ratio_max"] > 1  # later passes meet other weights
+        assert 0 <= record[f"tis_{beyond}_fraction"] <= 1 and 0 < record["tis_weight_mean"] <= 2
+        assert "advantage_std" in record
+    once_a_pass(ended.run_dir)
+    return ended
+
+
+def once_a_pass(run: Path) -> None:
     updates: dict[int, dict[int, set[int]]] = {}
-    for event in (event for file in files(ended.run_dir / "journal") for event in read(file)):
+    for event in (event for file in files(run / "journal") for event in read(file)):
         if event["event"] == "rounds" and event["rounds"][0]["stream"] == "actor":
             for made in event["rounds"]:
                 chosen = {group for rank in made["spans"] for group, _, _ in rank}
                 updates.setdefault(made["step"], {}).setdefault(made["update"], set()).update(chosen)
-    assert len(updates) == num_steps
+    assert len(updates) == NUM_STEPS
     for of_step in updates.values():
         assert [len(of_step[update]) for update in range(4)] == [3] * 4
         assert of_step[0] == of_step[2] and of_step[1] == of_step[3] and max(of_step[0]) < min(of_step[1])
+
+
+def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(tmp_path: Path) -> None:
+    process = train(tmp_path, "fully_async", "--kill", "actor@2")
+    ended = whole(process, tmp_path, beyond="mask", restarts={"actor": 1})
+    assert max(map(int, ended.summary["staleness_histogram"])) <= 1
+    assert left_behind(tmp_path) == []
+
+
+def test_two_ranks_that_generate_too_and_two_that_are_killed_make_the_same_updates_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    chosen = [part for text in ON_POLICY for part in ("--set", text)]
+    folders = {mode: tmp_path / mode for mode in ("colocate", "hybrid")}
+    together = train(folders["colocate"], "colocate", *chosen)
+    apart = train(folders["hybrid"], "hybrid", *chosen, "--kill", "actor@2")
+    runs = [
+        whole(together, folders["colocate"], beyond="clip", restarts={}),
+        whole(apart, folders["hybrid"], beyond="clip", restarts={"actor": 1}),
+    ]
+    assert first_difference(runs[0].run_dir, runs[1].run_dir) is None
+    assert all(set(ended.summary["staleness_histogram"]) == {"0"} for ended in runs)
+    leased = [event for file in files(runs[0].run_dir / "journal") for event in read(file) if event["event"] == "grant"]
+    assert {event["rank"] for event in leased} == {0, 1}  # both generated
     assert left_behind(tmp_path) == []

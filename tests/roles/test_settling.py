@@ -114,6 +114,17 @@ async def test_rounds_of_the_next_step_run_beside_a_commit_and_its_optimizer_wai
     assert log.index("publish 1") < [at for at, name in enumerate(log) if name == "finish"][1]
 
 
+async def test_every_rank_has_told_what_it_trained_before_any_rank_can_commit() -> None:
+    log: list[str] = []
+    actor = Actor(log, world_size=2)
+    parity: Any = SimpleNamespace(write=lambda *_: log.append("parity"), taken=tuple, add=lambda _: None)
+    actor._parity = parity
+    actor.bus.may_commit.set()
+    async with asyncio.TaskGroup() as actor._tasks:
+        await actor._train(0)
+    assert log.index("parity") < log.index("join_checksums") < log.index("commit")
+
+
 async def test_an_engine_that_takes_turns_with_the_trainer_makes_room_before_a_round_is_trained() -> None:
     for takes_turns in (True, False):
         log: list[str] = []
