@@ -33,7 +33,8 @@ from rondo.comm.records import Column, worst_case_bytes
 from rondo.comm.rounds import Stream
 from rondo.comm.serve import CONFIG
 from rondo.comm.words import Words
-from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
+from rondo.runtime.actor import Actor, endpoint, serve
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient, SegmentServer
 
 TOKEN = "benchmark"

@@ -25,8 +25,8 @@ from rondo.comm.partitions.client import Partition
 from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
 from rondo.comm.spans import Span, rows_of
-from rondo.runtime.actor import ActorRef
 from rondo.runtime.errors import CorruptData
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Segment, SegmentClient
 
 POLL_S = 3600.0  # longest time one call waits at the coordinator before it is asked again

@@ -35,8 +35,9 @@ from rondo.comm.rounds import Stream
 from rondo.comm.spans import Span, by_group, num_rows, samples
 from rondo.comm.versions import engine_reader
 from rondo.comm.wakes import Wakes
-from rondo.runtime.actor import Actor, ActorRef, endpoint
+from rondo.runtime.actor import Actor, endpoint
 from rondo.runtime.errors import Refused
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 
 ROLLOUT_READER = engine_reader(0)

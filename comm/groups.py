@@ -44,8 +44,8 @@ from rondo.comm.carriers import check_backend
 from rondo.comm.communicators import Communicator, CommunicatorStats
 from rondo.comm.epochs import Epoch, GroupSpec, lives_of
 from rondo.comm.meeting import fields_of
-from rondo.runtime.actor import ActorRef
 from rondo.runtime.errors import GroupBroken, RondoError
+from rondo.runtime.ref import ActorRef
 
 _ANSWER_S = 5.0
 """The meeting keeps to a member's patience; so much longer its answer may take, which names who is missing."""

@@ -36,10 +36,11 @@ import orjson
 from rondo.comm.coordinator import CoordinatorConfig
 from rondo.comm.index import Rules
 from rondo.comm.serve import CONFIG
-from rondo.runtime.actor import Actor, ActorRef, Server, endpoint, serve
+from rondo.runtime.actor import Actor, Server, endpoint, serve
 from rondo.runtime.errors import ConfigError, PeerGone, Refused, WorkerDied
 from rondo.runtime.launcher import start as start_process
 from rondo.runtime.process import exit_text, stat
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentServer
 from rondo.runtime.waits import waiting
 

@@ -31,8 +31,8 @@ import uvloop
 from rondo.comm.bus import Bus, Member
 from rondo.comm.host import COORDINATOR, HANDOVER, HOST, token_of
 from rondo.comm.partitions.sync import SyncPartition
-from rondo.runtime.actor import ActorRef
 from rondo.runtime.process import stat
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from rondo.runtime.waits import blocking
 

@@ -19,9 +19,10 @@ from rondo.comm.index import Index
 from rondo.comm.journal import Journal
 from rondo.comm.partitions.memory import unlink
 from rondo.runtime import timeline
-from rondo.runtime.actor import ActorRef, serve
+from rondo.runtime.actor import serve
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.process import die_with_parent
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from rondo.runtime.waits import set_waiter
 

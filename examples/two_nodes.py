@@ -32,7 +32,8 @@ from rondo.comm.ring import RingTail, RingView, RingWriter, ring_bytes
 from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.weights import Held, Publisher, receive_version, send_version
 from rondo.comm.words import drain, new_doorbell
-from rondo.runtime.actor import ActorRef, serve
+from rondo.runtime.actor import serve
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Segment
 
 RING, TOKEN, RECORDS, RING_BYTES = "ring/rollout-0/0", "the run's token", 200, ring_bytes(1 << 20)

@@ -17,10 +17,10 @@ import orjson
 from aiohttp import web
 
 from rondo.launch.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
-from rondo.runtime.actor import ActorRef
 from rondo.runtime.admin import Handler
 from rondo.runtime.broadcast import Broadcast
 from rondo.runtime.errors import RondoError
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.spec import COORDINATOR_NAME
 from rondo.runtime.supervision import State
 from rondo.runtime.supervisor import Supervisor

@@ -12,8 +12,8 @@ from rondo.runtime.face import lazy
 
 _FACE = {
     "Actor": "rondo.runtime.actor",
-    "ActorRef": "rondo.runtime.actor",
-    "GroupRef": "rondo.runtime.actor",
+    "ActorRef": "rondo.runtime.ref",
+    "GroupRef": "rondo.runtime.ref",
     "endpoint": "rondo.runtime.actor",
     "serve": "rondo.runtime.actor",
     "Supervisor": "rondo.runtime.supervisor",

@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rondo.runtime.actor import ActorRef
 from rondo.runtime.errors import RondoError
+from rondo.runtime.ref import ActorRef
 
 _DEADLINE_S = 60.0
 

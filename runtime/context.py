@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from rondo.runtime.actor import ActorRef
 from rondo.runtime.membership import Membership
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from rondo.runtime.timeline import Span, span
 

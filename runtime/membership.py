@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rondo.runtime import process, spec
-from rondo.runtime.actor import ActorRef
 from rondo.runtime.heartbeat import BEAT_S, HeartbeatWriter, segment_name
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 
 

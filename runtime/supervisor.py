@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 
 from rondo.runtime import process
-from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
+from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.announcer import Announcer
 from rondo.runtime.errors import DeadlineExceeded, Refused, RondoError
 from rondo.runtime.estate import Estate
@@ -49,6 +49,7 @@ from rondo.runtime.orders import (
     Terminate,
 )
 from rondo.runtime.record import last_lines
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Registration
 from rondo.runtime.spec import (
     COORDINATOR_NAME,

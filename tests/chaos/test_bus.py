@@ -22,7 +22,8 @@ import pytest
 from rondo.comm.audit import audit
 from rondo.comm.journal import files, read
 from rondo.comm.spans import rows_of
-from rondo.runtime.actor import ActorRef, serve
+from rondo.runtime.actor import serve
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentServer
 from rondo.runtime.waits import wait_for
 from tests.chaos.total_queue import Verdict, judge

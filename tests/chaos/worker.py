@@ -19,8 +19,9 @@ from rondo.comm.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.journal import Journal
 from rondo.comm.ring import ring_bytes
 from rondo.comm.serve import open_index
-from rondo.runtime.actor import ActorRef, serve
+from rondo.runtime.actor import serve
 from rondo.runtime.guard import die_with_parent
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from tests.comm.driver import rules
 from tests.comm.inprocess import MEMBERS, ROW_BYTES, payload, put, put_scores

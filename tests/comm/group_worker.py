@@ -26,9 +26,10 @@ from rondo.comm.epochs import Epoch, lives_of
 from rondo.comm.groups import ProcessGroups
 from rondo.comm.meeting import spec_of
 from rondo.runtime import waits
-from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
+from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.errors import GroupBroken, Refused
 from rondo.runtime.guard import die_with_parent
+from rondo.runtime.ref import ActorRef
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

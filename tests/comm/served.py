@@ -15,7 +15,8 @@ from rondo.comm.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.journal import Journal
 from rondo.comm.records import Column, worst_case_bytes
 from rondo.comm.serve import open_index
-from rondo.runtime.actor import Actor, ActorRef, Server, endpoint, serve
+from rondo.runtime.actor import Actor, Server, endpoint, serve
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient, SegmentServer
 from tests.comm.driver import rules
 

@@ -23,8 +23,9 @@ from rondo.comm.epochs import Epoch, GroupSpec
 from rondo.comm.groups import ProcessGroups
 from rondo.comm.meeting import Meeting, fields_of
 from rondo.runtime import waits
-from rondo.runtime.actor import ActorRef, serve
+from rondo.runtime.actor import serve
 from rondo.runtime.errors import Closed, ConfigError, GroupBroken
+from rondo.runtime.ref import ActorRef
 
 HERE = Path(__file__).parent
 TOKEN = "a-token-of-the-run"

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import uvloop
 
-from rondo.runtime import actor
+from rondo.runtime import ref as ref_module
 from rondo.runtime import transport as wire
-from rondo.runtime.actor import Actor, ActorRef, GroupRef, Server, endpoint, serve
+from rondo.runtime.actor import Actor, Server, endpoint, serve
 from rondo.runtime.errors import (
     Closed,
     DeadlineExceeded,
@@ -30,6 +30,7 @@ from rondo.runtime.errors import (
     Refused,
     RemoteError,
 )
+from rondo.runtime.ref import ActorRef, GroupRef
 from rondo.runtime.transport import FrameProtocol, connect, pack
 from rondo.runtime.waits import PROCESS, pending, waiting
 
@@ -786,7 +787,7 @@ async def test_a_group_call_past_its_deadline_names_the_silent_ranks_and_is_canc
             return waits[-1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(actor, "waiting", noted)
+            patch.setattr(ref_module, "waiting", noted)
             held = asyncio.create_task(group.call("hold", "key"))
             await probes[1].begun_count(1)
         while [ref.stats().num_on_the_way for ref in group.refs] != [0, 1, 0]:  # the others' answers have no event here

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
+from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.announcer import Announcer
+from rondo.runtime.ref import ActorRef
 
 TOKEN = "t"
 

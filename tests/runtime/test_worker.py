@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
+from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.errors import Refused
 from rondo.runtime.heartbeat import Beat, ask_to_leave, read_beats, segment_bytes, segment_name
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Registration, SegmentServer
 
 TOKEN = "a-token-of-the-run"

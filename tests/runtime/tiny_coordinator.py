@@ -8,8 +8,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from rondo.runtime.actor import Actor, ActorRef, endpoint, serve
+from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.record import JsonLines
+from rondo.runtime.ref import ActorRef
 
 
 class Coordinator(Actor):

@@ -14,8 +14,8 @@ import numpy as np
 
 from rondo.comm.bus import Bus, Member
 from rondo.comm.partitions.client import Partition
-from rondo.runtime.actor import ActorRef
 from rondo.runtime.process import die_with_parent
+from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from tests.comm.served import TOKEN
 
