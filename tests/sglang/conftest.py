@@ -40,12 +40,14 @@ def missing() -> str | None:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server over a tiny mixture of experts, which tells its routed experts. Its weights are those it was started with, as
-    version -1, when a test begins that leaves them so."""
+    """A server over a tiny mixture of experts, which tells its routed experts and knows priorities. Its weights are those it was
+    started with, as version -1, when a test begins that leaves them so."""
     folder = tmp_path_factory.mktemp("sglang")
     model = moe(folder / "model")
     with (
         asyncio.Runner() as runner,
-        serve(runner, launch(model, {"enable-return-routed-experts": True}), folder) as made,
+        serve(
+            runner, launch(model, {"enable-return-routed-experts": True, "enable-priority-scheduling": True}), folder
+        ) as made,
     ):
         yield made

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
+import orjson
 
 from rondo.models.load import load_tokenizer
 from rondo.roles.rollout.engine import Prefix, Request, SamplingParams
@@ -99,3 +101,27 @@ async def test_an_answer_is_streamed_as_it_grows_and_is_that_of_one_part_cut_at_
         assert np.array_equal(so_far.log_probs, grown.log_probs[:num])
         assert so_far.policy_versions.tolist() == grown.policy_versions[:num].tolist()
         assert so_far.top is not None and so_far.top.tokens.shape == (num, 2)
+
+
+class Counting(SGLangClient):
+    """Counts what the parts of an answer bring."""
+
+    num_bytes = num_parts = num_told = 0
+
+    async def stream(self, path: str, body: Any, on_events: Callable[[list[bytes]], None], *, deadline_s: Any) -> None:
+        def come(events: list[bytes]) -> None:
+            self.num_parts += len(events)
+            self.num_bytes += sum(map(len, events))
+            self.num_told += sum(len(orjson.loads(each)["meta_info"]["output_token_logprobs"]) for each in events)
+            on_events(events)
+
+        await super().stream(path, body, come, deadline_s=deadline_s)
+
+
+async def test_a_stream_brings_each_token_once(served: Served, tmp_path: Path) -> None:
+    async with served.engine(tmp_path) as engine, Counting(served.url, api_key=served.key) as client:
+        engine.client = client
+        asked = Request("r", np.array([5, 6, 7], np.int32), SamplingParams(800), 0, progress=lambda so_far: None)
+        assert len((await engine.generate(asked)).tokens) == client.num_told == 800
+        print(f"a stream of 800 tokens: {client.num_parts} parts, {client.num_bytes} bytes")
+        assert client.num_parts > 1

@@ -160,6 +160,27 @@ async def test_a_request_cancelled_at_once_ends_too(served: Served, tmp_path: Pa
         assert got.finish_reason == "cancelled" and len(got.tokens) < 900
 
 
+async def test_of_requests_that_wait_at_the_server_the_urgent_go_first(served: Served, tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    async def ask(engine: Any, name: str, num_new: int, priority: int) -> None:
+        await engine.generate(replace(request(name, 5, num_new), priority=priority))
+        ended.append(name)
+
+    most = served.capabilities.max_running
+    async with served.engine(tmp_path) as engine, asyncio.TaskGroup() as tasks:
+        for number in range(5 * most // 2):
+            tasks.create_task(ask(engine, f"plain {number}", 200, 0))
+        await until(lambda: queued(engine, most), "a queue at the server")
+        tasks.create_task(ask(engine, "urgent", 4, 5))
+    # It begins when the first wave ends, and not behind all others, in the third.
+    assert ended.index("urgent") < 3 * most // 2
+
+
+async def queued(engine: Any, num: int) -> bool:
+    return bool((await engine.load()).num_waiting >= num)
+
+
 async def test_a_caller_that_leaves_takes_its_request_with_it(served: Served, tmp_path: Path) -> None:
     async with served.engine(tmp_path) as engine:
         asking = asyncio.create_task(engine.generate(request("r", 5, 900)))
@@ -222,7 +243,7 @@ async def test_capabilities_are_told_as_the_server_has_them(served: Served) -> N
     found = served.capabilities
     assert found.version == "0.5.23" and found.architecture == "Qwen3MoeForCausalLM"
     assert found.begins_updates and found.version_spans and found.log_probs_after_temperature
-    assert not found.seeds and found.priority == 0
+    assert not found.seeds and found.priority == 1
     assert found.experts is not None and (found.experts.num_layers, found.experts.top_k, found.experts.num) == (2, 2, 8)
     assert (found.max_running, found.tensor_parallel) == (16, 1) and found.vocabulary == 266
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -12,9 +13,10 @@ from typing import Any
 import orjson
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from tests.e2e.runs import finish, left_behind, read_until, start
-from tests.sglang.servers import environment, python
+from tests.sglang.servers import Served, environment, python
 
 CONFIG = Path(__file__).parent / "small.py"
 
@@ -88,6 +90,36 @@ def test_neither_a_killed_server_nor_a_killed_rollout_loses_a_sample_or_leaves_a
     print(f"a killed server serves again, with proved weights, after {back['after_s']:.1f} s")
     print(f"log-prob difference to the trainer over a run, dense, float32: {summary['log_prob_gap']}")
     assert summary["log_prob_gap"]["all"] < 1e-5
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_uses_a_server_that_runs_already_and_leaves_it_running(served: Served, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text(served.key)
+    sglang = {"urls": [served.url], "api_key_file": str(key)}
+    sets = (
+        f"run_dir={tmp_path}", "num_steps=3", "model.build=null", "model.build_args={}", f"model.path={served.model}",
+        f"rollout.sglang={orjson.dumps(sglang).decode()}",
+    )  # fmt: skip
+    chosen = [part for text in sets for part in ("--set", text)]
+    pid = served.server.pid
+    running = start([sys.executable, "-m", "rondo.launch.cli", "train", str(CONFIG), *chosen], tmp_path)
+    ended = finish(running, tmp_path / "small", limit_s=900)
+    assert ended.code == 0, ended.output
+    summary = ended.summary
+    assert (summary["samples_lost"], summary["samples_trained_twice"], summary["restarts"]) == (0, 0, {})
+    assert summary["samples_trained"] == 3 * 4 * 4 and summary["log_prob_gap"]["all"] < 1e-5
+    assert [event["server"] for event in events(ended.run_dir, "sglang")] == [served.url]
+
+    async def what_it_serves() -> str:
+        async with served.engine(tmp_path / "weights") as engine:
+            told = await engine.client.get("/model_info", deadline_s=60)
+            await engine.update_weights(4, load_file(served.model / "model.safetensors"))
+        return str(told["weight_version"])
+
+    assert asyncio.run(what_it_serves()) == "3" and served.server.pid == pid is not None
     assert left_behind(tmp_path) == []
 
 
