@@ -17,6 +17,8 @@ from rondo.launch.sglang_env import has_sglang
 from tests.sglang.servers import Served, launch, moe, python, serve
 
 _HERE = Path(__file__).parent
+_LIMIT_S = 1200
+"""Of a test and what it shares with others, which on two busy cores takes minutes to start."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     why = missing() if mine else None
     for item in mine:
         item.add_marker("sglang")
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_LIMIT_S))
         if why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
 

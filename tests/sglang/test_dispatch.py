@@ -29,7 +29,6 @@ from rondo.runtime.waits import waiting
 from tests.roles.rollout.engines import request
 from tests.sglang.servers import START_S, launch, moe, python
 
-pytestmark = pytest.mark.timeout(1200)
 STEP_S = 600.0
 NUM_REQUESTS, NUM_TOKENS = 24, 96
 

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.e2e.runs import finish, left_behind, read_until, start
 from tests.sglang.test_run import events, line, run_dir_of
@@ -22,7 +21,6 @@ def launchers(folder: Path) -> list[psutil.Process]:
     return sorted((each for each in found if each.parent() not in found), key=lambda each: each.pid)
 
 
-@pytest.mark.timeout(1200)
 def test_a_run_goes_on_over_the_other_server_and_through_the_end_of_both(tmp_path: Path) -> None:
     running = start(line(tmp_path, "--set", "rollout.sglang.num_servers=2"), tmp_path)
     read_until(running, "step=2/8")

@@ -19,7 +19,7 @@ from rondo.roles.rollout.sglang.client import SGLangClient
 from tests.sglang.servers import Served
 
 TOKEN = "a-token-of-a-test"
-ASK_S = 60.0
+ASK_S = 300.0
 
 
 async def test_an_agent_on_sglang_gets_its_tokens_and_leaves_an_exact_trajectory(

@@ -7,7 +7,6 @@ from typing import Any
 
 import openai
 import orjson
-import pytest
 
 from tests.e2e import omni
 from tests.e2e.runs import finish, left_behind, read_until, start
@@ -27,7 +26,6 @@ def server_log(run_dir: Path) -> str:
     return log.read_text(errors="replace")
 
 
-@pytest.mark.timeout(1200)
 def test_a_server_gives_its_memory_to_the_trainer_in_turn_in_a_run_that_sees_and_hears(tmp_path: Path) -> None:
     sets = (*ALONE, "rollout.sglang.release_memory=True", 'rollout.sglang.arguments={"log-level-http": "info"}')
     chosen = [part for text in sets for part in ("--set", text)]
@@ -49,7 +47,6 @@ def test_a_server_gives_its_memory_to_the_trainer_in_turn_in_a_run_that_sees_and
     assert left_behind(tmp_path) == []
 
 
-@pytest.mark.timeout(1200)
 def test_a_server_of_two_ranks_serves_a_run_and_its_agents_with_proved_weights(tmp_path: Path) -> None:
     sets = (
         "rollout.sglang.tensor_parallel=2", "rollout.sglang.weights=tensor", "rollout.sglang.pause=retract",

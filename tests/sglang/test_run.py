@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 import psutil
-import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.runs import finish, left_behind, read_until, start
@@ -64,7 +63,6 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(orjson.loads, lines) if event["kind"] == kind]
 
 
-@pytest.mark.timeout(1200)
 def test_neither_a_killed_server_nor_a_killed_rollout_loses_a_sample_or_leaves_a_process(
     tmp_path: Path,
 ) -> None:
@@ -93,7 +91,6 @@ def test_neither_a_killed_server_nor_a_killed_rollout_loses_a_sample_or_leaves_a
     assert left_behind(tmp_path) == []
 
 
-@pytest.mark.timeout(1200)
 def test_a_run_uses_a_server_that_runs_already_and_leaves_it_running(served: Served, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.touch(mode=0o600)
