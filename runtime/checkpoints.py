@@ -56,10 +56,13 @@ def newest_complete(checkpoints: Path) -> Path | None:
 
 
 def rotate(checkpoints: Path, keep: int) -> None:
-    """Remove whole checkpoints but the newest `keep`, marker first, so that a half-removed one does not count."""
-    for folder in complete(checkpoints)[:-keep]:
-        (folder / MARKER).unlink()
-        shutil.rmtree(folder)
+    """Remove whole checkpoints but the newest `keep`, marker first, so that a half-removed one does not count; and what is older
+    than these and has no marker: what others left who were killed while they removed."""
+    kept = complete(checkpoints)[-keep:]
+    for folder in checkpoints.iterdir() if kept else ():
+        if _NAME.fullmatch(folder.name) and version_of(folder) < version_of(kept[0]):
+            (folder / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(folder)
 
 
 def flush_tree(folder: Path) -> None:

@@ -81,26 +81,23 @@ class Evaluator:
         configs = self.config.evaluation.named_sets()
         room = asyncio.Semaphore(max(1, -(-2 * num_slots // max(c.samples_per_prompt for c in configs.values()))))
 
-        async def one(name: str, index: int) -> list[float] | RowError:
+        async def one(name: str, index: int) -> list[float | str]:
             async with room:
                 try:
                     return await self._prompt(engine, label, version, name, configs[name], index)
-                except RowError as error:  # told, counted as no reward, and the run goes on
-                    return error
+                except RowError as error:
+                    return [str(error)] * configs[name].samples_per_prompt
 
         async with asyncio.TaskGroup() as tasks:
             asked = {
                 name: [tasks.create_task(one(name, index)) for index in range(len(self.sets[name]))] for name in configs
             }
-        found, unusable = {}, []
+        found, unusable = {}, list[str]()
         for name, config in configs.items():
-            rewards = []
-            for task in asked[name]:
-                scored = task.result()
-                if isinstance(scored, RowError):
-                    unusable.append(str(scored))
-                    scored = [0.0] * config.samples_per_prompt
-                rewards.append(scored)
+            scored = [task.result() for task in asked[name]]
+            # Told, counted as no reward, and the run goes on.
+            unusable += [failed[0] for each in scored if (failed := [why for why in each if isinstance(why, str)])]
+            rewards = [[0.0 if isinstance(reward, str) else reward for reward in each] for each in scored]
             found[name] = {**figures(config, rewards), "num_prompts": len(rewards)}
         means = [found[name][f"mean@{config.samples_per_prompt}"] for name, config in configs.items()]
         result: dict[str, Any] = {
@@ -113,8 +110,8 @@ class Evaluator:
 
     async def _prompt(
         self, engine: Engine, label: str, version: int, name: str, config: EvalSet, index: int
-    ) -> list[float]:
-        """The rewards of one prompt's samples."""
+    ) -> list[float | str]:
+        """The rewards of one prompt's samples, or why the reward of one failed."""
         row = await asyncio.to_thread(self.sets[name].row, index)
         prompt, media = await self.prepare(row, config.data or self.config.data)
         assert self.config.evaluation is not None
@@ -135,7 +132,10 @@ class Evaluator:
                 "The engine took other weights meanwhile"
             )
         results = await self.rewards.score([item_of(self.tokenizer, row, completion) for completion in done])
-        return [result.score if result.score is not None else 0.0 for result in results]
+        return [
+            result.score if result.score is not None else f"reward of {row.name}, sample {number}: {result.error}"
+            for number, result in enumerate(results)
+        ]
 
     def _sampling(self, config: EvalSet) -> SamplingParams:
         rollout = self.params

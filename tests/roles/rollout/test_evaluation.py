@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,23 @@ async def test_a_prompt_that_cannot_be_used_counts_as_unsolved_and_is_told() -> 
     assert (
         found["num_prompts"] == 3 and found["sets"]["held_out"]["pass@1"] == 1.0
     )  # no reward is 0.0, which solves here
+
+
+class Moody(Scores):
+    """Fails for the second sample of the prompt that is called "1"."""
+
+    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        found = await super().score(items)
+        return [found[0], RewardResult(None, {}, "planted"), *found[2:]] if items[0].prompt == "1" else found
+
+
+async def test_a_reward_that_fails_counts_as_none_and_is_told() -> None:
+    asking = evaluator(EvalConfig(num_prompts=3, samples_per_prompt=4), held_out=Numbers(3))
+    whole = await asking.evaluate(engine(), "end", 0, num_slots=8)
+    rewards: Any = Moody()
+    found = await replace(asking, rewards=rewards).evaluate(engine(), "end", 0, num_slots=8)
+    assert found["num_unusable"] == 1 and found["first_unusable"] == "reward of row 1, sample 1: planted"
+    assert found["reward"] < whole["reward"] and "num_unusable" not in whole
 
 
 async def test_an_evaluation_whose_engine_took_other_weights_meanwhile_has_no_result() -> None:

@@ -1,0 +1,46 @@
+"""Which folders of checkpoints count, and what rotation leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rondo.runtime.checkpoints import MARKER, complete, folder_of, newest_complete, rotate
+
+
+def made(checkpoints: Path, version: int, *, marked: bool = True) -> Path:
+    folder = folder_of(checkpoints, version)
+    folder.mkdir(parents=True)
+    (folder / "shards").write_text("weights")
+    if marked:
+        (folder / MARKER).touch()
+    return folder
+
+
+def names(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+def test_only_marked_folders_count_and_the_newest_by_number_is_picked(tmp_path: Path) -> None:
+    for version in (2, 10, 999_999, 1_000_000):
+        made(tmp_path, version)
+    made(tmp_path, 1_000_001, marked=False)
+    (tmp_path / ".step_1000002.partial").mkdir()
+    assert [path.name for path in complete(tmp_path)] == ["step_000002", "step_000010", "step_999999", "step_1000000"]
+    assert newest_complete(tmp_path) == tmp_path / "step_1000000"
+    assert newest_complete(tmp_path / "nowhere") is None
+
+
+def test_rotation_keeps_the_newest_and_takes_what_a_killed_one_left_half_removed(tmp_path: Path) -> None:
+    made(tmp_path, 1, marked=False)  # its marker went first; then its remover was killed
+    for version in (2, 4, 6):
+        made(tmp_path, version)
+    made(tmp_path, 8, marked=False)  # younger than what is whole: somebody may be writing it
+    (tmp_path / ".step_000008.partial").mkdir()
+    rotate(tmp_path, keep=2)
+    assert names(tmp_path) == [".step_000008.partial", "step_000004", "step_000006", "step_000008"]
+
+
+def test_nothing_is_removed_where_nothing_is_whole(tmp_path: Path) -> None:
+    made(tmp_path, 1, marked=False)
+    rotate(tmp_path, keep=2)
+    assert names(tmp_path) == ["step_000001"]
