@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rondo.comm.audit import audit
-from rondo.comm.journal import files, read
+from rondo.comm.audit import Audit, audit
+from rondo.comm.journal import Event, encode, files, read
 from rondo.comm.spans import rows_of
 from rondo.runtime.actor import serve
 from rondo.runtime.ref import ActorRef
@@ -139,17 +140,46 @@ async def chaos(folder: Path, num_acts: int) -> tuple[Verdict, Any, int, Counter
     return judge(*found), audit(folder / "journal", N, P, max_infra_failures=10**6), found[-1], acts
 
 
+def loses_a_row(commits: list[Event]) -> None:
+    (group, first, count), *others = commits[1]["spans"]
+    commits[1]["spans"] = [[group, first + 1, count - 1], *others] if count > 1 else others
+
+
+def trains_a_row_twice(commits: list[Event]) -> None:
+    group, first, _ = commits[0]["spans"][0]
+    commits[1]["spans"].append([group, first, 1])
+
+
+def planted(folder: Path, change: Callable[[list[Event]], None]) -> tuple[Verdict, Audit]:
+    """What checker and audit say of this very run with a fault in its journal."""
+    pages = {path: list(read(path)) for path in files(folder / "journal")}
+    change([event for page in pages.values() for event in page if event["event"] == "commit" and event["spans"]])
+    copy = folder / change.__name__
+    (copy / "journal").mkdir(parents=True)
+    (copy / "puts").write_bytes((folder / "puts").read_bytes())
+    for path, page in pages.items():
+        (copy / "journal" / path.name).write_bytes(b"".join(map(encode, page)))
+    return judge(*facts(copy)), audit(copy / "journal", N, P, max_infra_failures=10**6)
+
+
 async def test_no_sample_is_lost_or_trained_twice_whoever_is_killed_or_stopped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="rondo-") as name:
-        verdict, found, version, acts = await chaos(Path(name), NUM_ACTS)
+        folder = Path(name)
+        verdict, found, version, acts = await chaos(folder, NUM_ACTS)
+        rings = [event for path in files(folder / "journal") for event in read(path) if event["event"] == "ring"]
+        num_full = sum(ring["overflow"] for ring in rings)  # how often the oldest step found its ring full
+        lost, twice = planted(folder, loses_a_row), planted(folder, trains_a_row_twice)
     with capsys.disabled():
         print(
-            f" [{dict(acts)}; {version} steps, {verdict.num_attempted} attempted, {verdict.num_acknowledged} acknowledged, "
-            f"{verdict.num_read} read, {len(verdict.recovered)} recovered]",
+            f" [{dict(acts)}; {num_full} times a full ring; {version} steps, {verdict.num_attempted} attempted, "
+            f"{verdict.num_acknowledged} acknowledged, {verdict.num_read} read, {len(verdict.recovered)} recovered]",
             end="",
         )
     assert verdict.good, verdict
     assert verdict.num_read == version * P * N
     assert (found.num_lost, found.num_trained_twice, found.num_unexpected) == (0, 0, 0)
+    assert num_full > 0
+    assert (len(lost[0].lost), len(lost[0].duplicated), lost[1].num_lost) == (1, 0, 1), "a planted loss is found"
+    assert (len(twice[0].lost), len(twice[0].duplicated), twice[1].num_trained_twice) == (0, 1, 1), "so is a duplicate"
