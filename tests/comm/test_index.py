@@ -10,6 +10,7 @@ import pytest
 from rondo.comm.audit import _Ledger, count
 from rondo.comm.index import Index
 from rondo.comm.spans import num_rows, rows_of
+from tests.comm.cost import lines
 from tests.comm.driver import STREAMS, Driver
 
 
@@ -404,6 +405,30 @@ def random_run(seed: int) -> Driver:
         if len(planned) == bus.index.rules.groups_per_step:
             bus.commit(step + 1)
     return bus
+
+
+def test_admit_grant_put_score_train_and_commit_take_as_many_steps_however_many_rows_wait():
+    costs = []
+    for num_steps in (3, 60):  # a step has 16 rows, all of them scored and waiting for the trainer
+        bus = Driver(num_steps=1 << 20, max_staleness=1 << 20, groups_per_step=4, samples_per_group=4)
+        for step in range(num_steps):
+            for group in bus.admit(step):
+                bus.fill(group)
+        bus.score()
+        groups: list[int] = []
+
+        def train(bus: Driver = bus) -> None:
+            while bus.train_rounds(0):
+                pass
+
+        acts = (
+            lambda bus=bus, groups=groups, step=num_steps: groups.extend(bus.admit(step)),
+            lambda bus=bus, groups=groups: [bus.grant(group) for group in groups],
+            lambda bus=bus, groups=groups: [bus.put(group, [0, 1, 2, 3]) for group in groups],
+            bus.score, train, lambda bus=bus: bus.commit(1),
+        )  # fmt: skip
+        costs.append([lines(act, "/comm/") for act in acts])
+    assert costs[0] == costs[1] and min(costs[0]) > 0
 
 
 def test_a_run_whose_data_end_trains_whole_steps_and_is_done() -> None:

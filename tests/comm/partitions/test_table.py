@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import orjson
 from hypothesis import HealthCheck, settings
@@ -11,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rondo.comm.partitions.fold import Partitions
 from rondo.comm.partitions.runs import compress, count, cut, even, expand
+from tests.comm.cost import lines
 from tests.comm.partitions.hand import Hand
 
 KEYS = [f"k{i}" for i in range(6)]
@@ -105,20 +104,7 @@ TestFolding = Folding.TestCase
 
 
 def steps(act: Callable[[], object]) -> int:
-    """Lines of partitions' code that an act runs: what it costs, without a clock."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _arg: object) -> Callable[..., object] | None:
-        nonlocal count
-        count += event == "line"
-        return trace if "/partitions/" in frame.f_code.co_filename else None
-
-    sys.settrace(trace)
-    try:
-        act()
-    finally:
-        sys.settrace(None)
-    return count
+    return lines(act, "/partitions/")
 
 
 def held(num_rows: int) -> Hand:
