@@ -68,6 +68,8 @@ class DispatchLimits:
     absent_deadline_s: float = 600.0
     """And so long while none does."""
     health_interval_s: float = 2.0
+    absent_interval_s: float = 0.25
+    """An engine that is away is asked so often."""
     probe_deadline_s: float = 10.0
     failures: int = 3
     """In a row open the breaker of an engine."""
@@ -283,7 +285,7 @@ class Fleet:
             if not member.updating:
                 await self._look(member)
                 await self._repair(member)
-            pause_s = self.limits.health_interval_s
+            pause_s = self.limits.health_interval_s if member.alive else self.limits.absent_interval_s
             opens_s = member.breaker.opens_for_s(self.clock())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(pause_s, opens_s) if opens_s > 0 else pause_s):

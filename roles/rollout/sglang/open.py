@@ -52,16 +52,13 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEn
             newest=newest,
             deadline_s=settings.start_deadline_s,
             tell=ctx.report,
-            alone=len(servers) == 1,
         )
 
     return [made(index, server) for index, server in enumerate(servers)]
 
 
 def one_engine(engines: Sequence[KeptEngine], *, newest: Newest) -> Engine:
-    """All of them as one."""
-    if len(engines) == 1:
-        return engines[0]
+    """All of them, or the only one, as an engine that outlives any of them."""
 
     @asynccontextmanager
     async def reload() -> AsyncIterator[Weights]:

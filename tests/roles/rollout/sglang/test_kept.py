@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.roles.rollout.engine import Prefix, Request, SamplingParams
+from rondo.roles.rollout.engine import Engine, Prefix, Request, SamplingParams
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import SGLangEngine
 from rondo.roles.rollout.sglang.kept import KeptEngine, kept
+from rondo.roles.rollout.sglang.open import one_engine
 from rondo.roles.rollout.sglang.server import SGLangServer
 from rondo.runtime.errors import Closed, PeerGone, WorkerDied
 from rondo.runtime.waits import waiting
@@ -58,7 +59,7 @@ class Named:
 class Rig:
     """A kept engine over a pretender, and what is told of it. While `hold` is there, it makes no token; a kill takes it."""
 
-    def __init__(self, folder: Path, *, alone: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self.hold = folder / "hold"
         how = launch(folder, PRETEND_HOLD=str(self.hold))
@@ -67,9 +68,9 @@ class Rig:
         self.given: list[int] = []
         self.newest: int | None = None
         self.kills_in_update = self.deaths_at_start = 0
-        self.came = asyncio.Event()
+        self.left, self.came = asyncio.Event(), asyncio.Event()
         self.engine = KeptEngine(
-            self.server, self._connect, newest=self.newest_weights, deadline_s=DEADLINE_S, tell=self._tell, alone=alone
+            self.server, self._connect, newest=self.newest_weights, deadline_s=DEADLINE_S, tell=self._tell
         )
 
     async def _connect(self, client: SGLangClient) -> SGLangEngine:
@@ -85,6 +86,8 @@ class Rig:
 
     async def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
         self.told.append((kind, data))
+        if kind == "sglang_gone":
+            self.left.set()
         if kind == "sglang_back":
             self.came.set()
 
@@ -94,8 +97,24 @@ class Rig:
         self.hold.unlink(missing_ok=True)
 
 
+@asynccontextmanager
+async def dispatched(rig: Rig) -> AsyncIterator[Engine]:
+    """The only engine of a run, as the run has it."""
+    async with AsyncExitStack() as ends:
+        engine = one_engine([rig.engine], newest=rig.newest_weights)
+        ends.push_async_callback(engine.close)
+        await ends.enter_async_context(kept([rig.engine]))
+        yield engine
+
+
 def request(name: str, num: int = 5) -> Request:
     return Request(name, np.array([1, 2], np.int32), SamplingParams(num), seed=1)
+
+
+async def there(rig: Rig) -> None:
+    async with waiting("a server", peer="server", deadline_s=DEADLINE_S):
+        while rig.engine.engine is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 async def in_flight(rig: Rig) -> None:
@@ -108,11 +127,11 @@ async def test_a_request_that_a_server_takes_with_it_is_asked_of_the_next_one_un
     tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path)
-    async with kept([rig.engine]):
-        await rig.engine.update_weights(4, {})
+    async with dispatched(rig) as engine:
+        await engine.update_weights(4, {})
         rig.newest = 5
         rig.hold.touch()
-        asking = asyncio.create_task(rig.engine.generate(request("r")))
+        asking = asyncio.create_task(engine.generate(request("r")))
         await in_flight(rig)
         rig.kill()
         done = await asking
@@ -136,11 +155,11 @@ async def test_what_was_told_of_a_sample_is_kept_when_its_server_dies(tmp_path: 
         if len(so_far.tokens) == 2:
             two.set()
 
-    async with kept([rig.engine]):
-        await rig.engine.update_weights(4, {})
+    async with dispatched(rig) as engine:
+        await engine.update_weights(4, {})
         rig.newest = 5
         rig.hold.touch()
-        asking = asyncio.create_task(rig.engine.generate(replace(request("r"), progress=progress)))
+        asking = asyncio.create_task(engine.generate(replace(request("r"), progress=progress)))
         async with waiting("two tokens", peer="server", deadline_s=DEADLINE_S):
             await two.wait()
         rig.kill()
@@ -167,8 +186,10 @@ async def test_a_stream_is_cancelled_as_any_request_and_ends_with_what_was_told(
         assert done.finish_reason == "cancelled" and done.tokens.tolist() == [1000, 1001]
 
 
-async def test_one_of_several_raises_so_that_another_is_asked_and_comes_back_without_a_version(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, alone=False)
+async def test_a_server_that_leaves_is_told_to_who_asked_and_the_next_one_has_no_version_until_it_is_given_weights(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path)
     async with kept([rig.engine]):
         await rig.engine.update_weights(4, {})
         assert await rig.engine.proved_version() == 4
@@ -178,29 +199,35 @@ async def test_one_of_several_raises_so_that_another_is_asked_and_comes_back_wit
         rig.kill()
         with pytest.raises(PeerGone):
             await asking
-        await rig.came.wait()
+        await rig.left.wait()
+        with pytest.raises(PeerGone):
+            await rig.engine.generate(request("r"))
+        assert rig.engine.stats().num_running == 0 and not await rig.engine.ready()
+        await there(rig)
         assert rig.engine.version == -1 and await rig.engine.proved_version() is None
+        assert not rig.came.is_set()
         await rig.engine.update_weights(5, {})
+        assert rig.came.is_set()
         assert (await rig.engine.generate(request("r", 1))).policy_versions.tolist() == [5]
 
 
 async def test_an_update_that_a_server_takes_with_it_reaches_the_next_one(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    async with kept([rig.engine]):
+    async with dispatched(rig) as engine:
         rig.kills_in_update = 1
-        await rig.engine.update_weights(7, {})
+        await engine.update_weights(7, {})
         assert rig.given == [7]
-        assert (await rig.engine.generate(request("r"))).policy_versions.tolist() == [7] * 5
+        assert (await engine.generate(request("r"))).policy_versions.tolist() == [7] * 5
 
 
 async def test_a_next_server_that_dies_before_it_serves_is_followed_by_another(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    async with kept([rig.engine]):
-        await rig.engine.update_weights(4, {})
+    async with dispatched(rig) as engine:
+        await engine.update_weights(4, {})
         rig.newest, rig.deaths_at_start = 4, 2
         rig.kill()
         await rig.came.wait()
-        assert (await rig.engine.generate(request("r"))).policy_versions.tolist() == [4] * 5
+        assert (await engine.generate(request("r"))).policy_versions.tolist() == [4] * 5
     assert [data["why"] for kind, data in rig.told if kind == "sglang_gone"][1:] == ["it did not start: planted"] * 2
 
 
@@ -209,33 +236,33 @@ async def test_servers_that_leave_again_and_again_end_it(tmp_path: Path) -> None
     rig.newest = 1
     rig.kills_in_update = 100
     with pytest.raises(ExceptionGroup) as raised:
-        async with kept([rig.engine]):
-            await rig.engine.update_weights(1, {})
+        async with dispatched(rig) as engine:
+            await engine.update_weights(1, {})
     assert raised.group_contains(WorkerDied, match="must finish requests, got 4 ends in a row")
     assert rig.server.pid is None
 
 
 async def test_a_request_that_waits_for_a_server_can_be_cancelled_and_ends_with_the_engine(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    async with kept([rig.engine]):
-        await rig.engine.update_weights(4, {})
+    async with dispatched(rig) as engine:
+        await engine.update_weights(4, {})
         rig.newest = 4
         rig.kill()
         await rig.server.gone()
         while rig.engine.engine is not None:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        asking = [asyncio.create_task(rig.engine.generate(request(f"r{n}"))) for n in range(2)]
+        asking = [asyncio.create_task(engine.generate(request(f"r{n}"))) for n in range(2)]
         await asyncio.sleep(0)
-        assert rig.engine.stats().num_waiting == 2 and not await rig.engine.ready()
-        rig.engine.cancel("r0")
-        rig.engine.cancel("unknown")
+        assert engine.stats().num_waiting == 2
+        engine.cancel("r0")
+        engine.cancel("unknown")
         done = await asking[0]
         assert done.finish_reason == "cancelled" and len(done.tokens) == 0
-        await rig.engine.close()
+        await engine.close()
         with pytest.raises(Closed):
             await asking[1]
         with pytest.raises(Closed):
-            await rig.engine.generate(request("late"))
+            await engine.generate(request("late"))
 
 
 async def test_a_cancelled_request_has_what_was_made(tmp_path: Path) -> None:

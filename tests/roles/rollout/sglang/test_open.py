@@ -17,7 +17,7 @@ from tests.roles.rollout.sglang.test_kept import Rig, in_flight, request
 async def test_a_server_killed_under_two_of_them_costs_no_request_and_comes_back_with_the_newest_weights(
     tmp_path: Path,
 ) -> None:
-    rigs = [Rig(tmp_path / str(number), alone=False) for number in range(2)]
+    rigs = [Rig(tmp_path / str(number)) for number in range(2)]
     for rig in rigs:
         rig.newest = 1
     async with kept([rig.engine for rig in rigs]):
