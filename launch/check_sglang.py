@@ -18,7 +18,7 @@ from rondo.launch.check_findings import Finding
 from rondo.launch.config import RunConfig
 from rondo.launch.sglang_env import has_sglang
 from rondo.roles.config import SGLangConfig
-from rondo.roles.rollout.sglang.versions import require_version
+from rondo.roles.rollout.sglang.versions import MEDIA, parse_version, require_version
 from rondo.runtime.errors import ConfigError
 
 _ANSWER_S = 5.0
@@ -32,7 +32,14 @@ def look_at_sglang(config: RunConfig) -> Iterator[Finding]:
         return
     try:
         if settings.python is not None:
-            yield Finding("ok", f"{settings.python} has SGLang {installed(settings.python)}")
+            version = installed(settings.python)
+            yield Finding("ok", f"{settings.python} has SGLang {version}")
+            if config.media is not None and parse_version(version) < MEDIA:
+                yield Finding(
+                    "error",
+                    f"SGLang must be {'.'.join(map(str, MEDIA))} or newer for media, whose predecessors make up positions, got "
+                    f"{version} of {settings.python}. {_BUILD}",
+                )
         else:
             for url in settings.urls:
                 yield Finding("ok", f"SGLang {answered(url, settings)} answers at {url}")

@@ -569,8 +569,16 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _positions_suit_the_engine(self) -> JobConfig:
-        if self.media is not None and self.media.whole_positions is False and self.rollout.sglang is not None:
+    def _media_suit_the_engine(self) -> JobConfig:
+        sglang = self.rollout.sglang
+        if self.media is None or sglang is None:
+            return self
+        if sglang.urls:
+            raise ValueError(
+                "media must be None with rollout.sglang.urls, whose servers are sent text alone, got settings of media. Remove "
+                "them, or set rollout.sglang.python, so that servers are started which take media"
+            )
+        if self.media.whole_positions is False:
             raise ValueError(
                 "media.whole_positions must not be False with rollout.sglang, whose servers cut positions of videos to whole "
                 "numbers, got False. Remove it"

@@ -7,18 +7,21 @@ from threading import Thread
 
 import pytest
 
+from rondo.launch.check_child import Report, look_at_model
 from rondo.launch.check_sglang import look_at_sglang
 from rondo.launch.config import load
 from rondo.launch.sglang_env import VERSION, commands, has_sglang, install
+from rondo.models.media.config import MediaConfig
 from rondo.roles.config import SGLangConfig
 from rondo.runtime.errors import ConfigError, RondoError
 from tests.launch.configs import write
 
 
-def looked_at(folder: Path, **settings: object) -> list[tuple[str, str]]:
+def looked_at(folder: Path, *, media: MediaConfig | None = None, **settings: object) -> list[tuple[str, str]]:
     config = load(write(folder), [])
     rollout = config.rollout.model_copy(update={"sglang": SGLangConfig.model_validate(settings)})
-    return [(found.level, found.text) for found in look_at_sglang(config.model_copy(update={"rollout": rollout}))]
+    config = config.model_copy(update={"rollout": rollout, "media": media})
+    return [(found.level, found.text) for found in look_at_sglang(config)]
 
 
 def environment(folder: Path, version: str) -> str:
@@ -79,6 +82,24 @@ def test_an_interpreter_without_sglang_is_found_before_the_run_with_the_line_tha
 def test_an_old_sglang_is_found_before_the_run(tmp_path: Path) -> None:
     [(level, text)] = looked_at(tmp_path, python=environment(tmp_path, "0.5.9"))
     assert level == "error" and "must be 0.5.10 or newer" in text and "got 0.5.9" in text
+
+
+def test_an_sglang_that_is_too_old_for_media_is_found_before_the_run(tmp_path: Path) -> None:
+    for version, levels in (("0.5.10", ["ok", "error"]), ("0.5.16", ["ok"])):
+        found = looked_at(tmp_path, media=MediaConfig(), python=environment(tmp_path / version, version))
+        assert [level for level, _ in found] == levels
+        assert len(found) == 1 or "must be 0.5.16 or newer for media" in found[1][1]
+
+
+def test_a_model_that_sglang_cannot_serve_is_found_before_the_run(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, ("models.tiny.qwen3:build", "models.tiny.qwen3_omni:build"), ('"hidden_size": 32', '"whole": False')
+    )
+    for sglang, num_errors in (("null", 0), ("{'python': 'python'}", 1)):
+        report = Report()
+        look_at_model(load(file, [f"rollout.sglang={sglang}"]), tmp_path / "model", report, [])
+        errors = [each["text"] for each in report.findings if each["level"] == "error"]
+        assert len(errors) == num_errors and all("must be a whole Qwen3-Omni for SGLang" in text for text in errors)
 
 
 def test_servers_that_run_already_are_asked(tmp_path: Path) -> None:

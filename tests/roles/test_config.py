@@ -156,6 +156,10 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
             [("rollout.sglang", {"python": "python"}), ("media", {"whole_positions": False})],
             "media.whole_positions must not be False with rollout.sglang",
         ),
+        (
+            [("rollout.sglang", {"urls": ("http://h:1",)}), ("media", {})],
+            "media must be None with rollout.sglang.urls, whose servers are sent text alone",
+        ),
         ([("rollout.sglang", {})], "sglang.python and sglang.urls must be set one without the other, got neither"),
     ],
 )

@@ -21,7 +21,7 @@ from typing import Any
 
 from rondo.models.media.inputs import Modality
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.roles.rollout.sglang.versions import require_version
+from rondo.roles.rollout.sglang.versions import MEDIA, parse_version, require_version
 
 _ASK_S = 60.0
 _HOT = 1e6
@@ -99,7 +99,7 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
         priority=priority,
         experts=_experts(shape) if info.get("enable_return_routed_experts") else None,
         media=_media(shape, model),
-        takes_processed_media=processed_media,
+        takes_processed_media=processed_media and parse_version(version) >= MEDIA,
     )
 
 

@@ -290,8 +290,8 @@ class SGLangEngine:
             )
         if request.media is not None and not found.takes_processed_media:
             raise ConfigError(
-                f"request {request.id!r} must be text on {self.client.url}, which was not started with rondo's processor of "
-                f"media, got {', '.join(request.media.modalities)}. Let rondo start the server"
+                f"request {request.id!r} must be text on {self.client.url}, SGLang {found.version} without rondo's processor of "
+                f"media, got {', '.join(request.media.modalities)}. Let rondo start the server, with 0.5.16 or newer"
             )
         if request.media is not None and (beyond := set(request.media.modalities) - set(found.media)):
             raise ConfigError(

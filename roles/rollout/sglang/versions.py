@@ -1,4 +1,4 @@
-"""Which versions of SGLang are spoken to. Owns the oldest one, and why. Imports nothing but errors.
+"""Which versions of SGLang are spoken to, and about what. Owns the oldest ones, and why. Imports nothing but errors.
 
 parse_version("0.5.10.post1")   ->   (0, 5, 10)
 """
@@ -11,6 +11,8 @@ from rondo.runtime.errors import ConfigError
 
 OLDEST = (0, 5, 10)
 """Older servers read pickles from the network."""
+MEDIA = (0, 5, 16)
+"""Older servers make up positions of media themselves, whatever comes with them."""
 
 
 def parse_version(text: str) -> tuple[int, ...]:

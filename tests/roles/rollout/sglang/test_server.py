@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.server import AttachedServer, Launch, SGLangServer
 from rondo.roles.rollout.sglang.versions import require_version
@@ -133,6 +134,20 @@ def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     starter.kill()
     starter.communicate()
     assert all(map(gone, pids))
+
+
+@pytest.mark.parametrize(("version", "takes"), [("0.5.10", False), ("0.5.16", True), ("0.5.23", True)])
+async def test_a_server_that_is_too_old_for_positions_of_media_takes_text_alone(
+    tmp_path: Path, version: str, takes: bool
+) -> None:
+    made = server(tmp_path, PRETEND_VERSION=version)
+    client = await made.start(START_S)
+    try:
+        assert (await probe(client, processed_media=True)).takes_processed_media is takes
+        assert not (await probe(client)).takes_processed_media
+    finally:
+        await client.__aexit__()
+        await made.close()
 
 
 async def test_an_attached_server_is_neither_started_nor_ended(tmp_path: Path) -> None:
