@@ -100,20 +100,26 @@ class KeptEngine:
         await self._tell("sglang", {"server": self.server.name, **self._engine.capabilities.report()})
 
     async def keep(self) -> None:
-        """Replaces servers that leave, for ever. Raises when one cannot be started, or when they leave again and again."""
+        """Replaces servers that leave, until it is closed. Raises when one cannot be started, or they leave again and again."""
         in_a_row = 0
-        while True:
-            why = await self.server.gone()
-            done_before = self._before["num_completed"]
-            await self._lose()
-            in_a_row = 1 if self._before["num_completed"] > done_before else in_a_row + 1
-            await self._tell("sglang_gone", {"server": self.server.name, "why": why})
-            if in_a_row > _MAX_IN_A_ROW:
-                raise WorkerDied(
-                    f"the SGLang server {self.server.name} must finish requests, got {in_a_row} ends in a row without one, "
-                    f"the last: {why}. Read its log"
-                )
-            in_a_row = await self._start_again(in_a_row)
+        try:
+            while True:
+                why = await self.server.gone()
+                if self._closed is not None:  # it was ended here
+                    return
+                done_before = self._before["num_completed"]
+                await self._lose()
+                in_a_row = 1 if self._before["num_completed"] > done_before else in_a_row + 1
+                await self._tell("sglang_gone", {"server": self.server.name, "why": why})
+                if in_a_row > _MAX_IN_A_ROW:
+                    raise WorkerDied(
+                        f"the SGLang server {self.server.name} must finish requests, got {in_a_row} ends in a row without one, "
+                        f"the last: {why}. Read its log"
+                    )
+                in_a_row = await self._start_again(in_a_row)
+        except RondoError:
+            if self._closed is None:
+                raise
 
     async def _start_again(self, in_a_row: int) -> int:
         """The next server; one may die before it serves. How many have left in a row since then."""

@@ -317,3 +317,15 @@ async def test_who_asks_a_server_that_sleeps_when_no_weights_are_left_is_told(tm
         await rig.engine.sleep()
         with pytest.raises(Closed, match="weights must be there to wake a server"):
             await rig.engine.generate(request("r"))
+
+
+async def test_a_server_that_is_ended_with_its_engine_is_not_started_again(tmp_path: Path) -> None:
+    """Whoever has the engine may close it before those who keep the servers end."""
+    rig = Rig(tmp_path)
+    await rig.engine.start()
+    keeping = asyncio.create_task(rig.engine.keep())
+    await rig.engine.update_weights(1, {})
+    await rig.engine.close()
+    async with asyncio.timeout(DEADLINE_S):
+        await keeping
+    assert rig.server.pid is None and [kind for kind, _ in rig.told] == ["sglang"]
