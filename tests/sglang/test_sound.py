@@ -21,7 +21,7 @@ from rondo.models.parallel import full_tensors
 from rondo.models.tiny import qwen3_omni
 from rondo.roles.rollout.engine import Completion
 from tests.models.media.builders import video_bytes
-from tests.roles.rollout.test_media_engine import Made, image, sample, spoken
+from tests.roles.rollout.test_media_engine import Made, image, sample, spoken, trained
 from tests.sglang.servers import Served, launch, serve
 from tests.sglang.test_media import NEAR, gap
 
@@ -62,7 +62,7 @@ async def test_log_probs_of_what_is_heard_are_the_trainers(
 ) -> None:
     prompts: dict[str, list[Prepared]] = {
         "sound": [made.ask(spoken(1)), made.ask(spoken(2, 1.3), text="what?")],
-        "sounds": [made.ask(spoken(1), spoken(2, 2.2), spoken(1))],
+        "sounds": [made.ask(spoken(1), spoken(2, 2.2), spoken(1), spoken(3, 3.3))],
         "with images": [made.ask(image(1), spoken(3), image(2))],
         "with frames": [made.everything(4)],
         "of a video": [made.ask(film(made))],
@@ -74,6 +74,33 @@ async def test_log_probs_of_what_is_heard_are_the_trainers(
     found = gap(made, asked, done)
     print(f"log-prob difference to the trainer, {what}: at most {found:.1e} nats")
     assert found < NEAR
+
+
+async def test_sounds_of_any_lengths_are_heard_in_one_batch(hearing: Served, made: Made, tmp_path: Path) -> None:
+    most = hearing.capabilities.max_running
+    words, heard = made.ask(text="words"), [made.ask(spoken(10 + n, 0.3 + 0.4 * n)) for n in range(6)]
+    first = [sample(f"text {n}", words, 150, seed=n) for n in range(most)]
+    later = [sample(f"sound {n}", prompt, 8) for n, prompt in enumerate(heard)]
+    async with hearing.engine(tmp_path) as engine:
+        running = [asyncio.create_task(engine.generate(each)) for each in first]
+        # They wait until the others end together, and are begun together.
+        done = await asyncio.gather(*map(engine.generate, later))
+        await asyncio.gather(*running)
+    assert gap(made, later, done) < NEAR
+
+
+async def test_places_of_media_that_were_sampled_are_tokens_like_any_other(
+    hearing: Served, made: Made, tmp_path: Path
+) -> None:
+    config = made.model.config
+    drawn = np.array([7, config.audio_token_id, config.image_token_id, 9, config.video_token_id], np.int32)
+    asked = sample("r", made.everything(5), 20)
+    part = Completion("r", drawn, np.zeros(5, np.float32), np.zeros(5, np.int32), "interrupted")
+    async with hearing.engine(tmp_path) as engine:
+        done = await engine.generate(asked.resumed(part))
+    np.testing.assert_array_equal(done.tokens[:5], drawn)
+    expected = trained(made.model, [asked], {"r": done})["r"]
+    np.testing.assert_allclose(done.log_probs[5:], expected[5:], rtol=0, atol=NEAR)
 
 
 async def test_other_sound_under_the_same_tokens_is_another_prompt_and_the_same_is_shared(

@@ -41,7 +41,7 @@ def media_body(media: MediaInputs, sequence: np.ndarray) -> dict[str, Any]:
     for modality in media.modalities:
         arrays = {name: media.arrays[name] for name in _OF[modality]}
         described = {name: _described(array) for name, array in arrays.items()}
-        item = {"arrays": described, "positions": _described(positions)}
+        item = {"arrays": described, "positions": _described(positions), "num_prompt": media.positions.shape[1]}
         body[_FIELDS[modality]] = [SCHEME + orjson.dumps(item).decode()]
     return body
 

@@ -31,7 +31,7 @@ def test_an_image_reaches_the_server_as_its_arrays_and_positions() -> None:
     assert body.keys() == {"image_data"}
     [item] = body["image_data"]
     told = orjson.loads(item.removeprefix(SCHEME))
-    assert item.startswith(SCHEME) and told.keys() == {"arrays", "positions"}
+    assert item.startswith(SCHEME) and told.keys() == {"arrays", "positions", "num_prompt"} and told["num_prompt"] == 4
     np.testing.assert_array_equal(read(told["arrays"]["pixel_values"]), pixels)
     np.testing.assert_array_equal(read(told["arrays"]["image_grid_thw"]), grid)
     assert read(told["positions"]).tolist() == [[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 3]]

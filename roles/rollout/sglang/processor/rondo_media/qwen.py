@@ -3,20 +3,32 @@
 Runs inside the server, with SGLang and without rondo. Owns the way from the words on the wire (`media.py`) to SGLang's own
 `processor_output`, which it computes on as though its processor had made them; positions come with them. Whatever else a request
 brings goes the server's own way.
+
+Sound is cut into the windows within which the model's encoder attends, each an item of its own:
+
+    prompt    <text> a a a a a a a a a <text> a a a a        three items, all as wide as a window: SGLang encodes the sounds of
+    windows         |  first  | second|      | one  |        all requests that begin together in one call
+
+Invariants: the encoder gets what it would get of whole sounds, since it knows nothing beyond a window. A token that was sampled
+and looks like a place of media is none.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.models.qwen3_omni_moe import _get_feat_extract_output_lengths
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 _SCHEME = "rondo:"
+_NUM_PROMPT, _PLACES = "rondo_num_prompt", "rondo_places"
+"""How many tokens of a sequence are its prompt, where alone media are; where in it those of a modality are."""
 
 
 class RondoMediaProcessor(QwenVLImageProcessor):
@@ -27,17 +39,61 @@ class RondoMediaProcessor(QwenVLImageProcessor):
     async def process_mm_data_async(
         self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        image_data = _taken(image_data)
-        request_obj.video_data = _taken(request_obj.video_data)
-        request_obj.audio_data = _taken(request_obj.audio_data)
+        image_data = _taken(image_data, input_text, self.IM_TOKEN_ID)
+        request_obj.video_data = _taken(request_obj.video_data, input_text, self.VIDEO_TOKEN_ID)
+        request_obj.audio_data = _taken(request_obj.audio_data, input_text, self.audio_token_id)
         return await super().process_mm_data_async(image_data, input_text, request_obj, *args, **kwargs)
 
+    def collect_mm_items_from_processor_output(self, data_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        items = super().collect_mm_items_from_processor_output(data_dict, *args, **kwargs)
+        places = data_dict.get(_PLACES) if isinstance(data_dict, dict) else None
+        if places is None:
+            return items
+        found = []
+        for item in items:
+            if item.is_audio():
+                found += _windows(item, places, self.hf_config.audio_config.n_window_infer)
+            else:
+                item.offsets = _spans(places)
+                found.append(item)
+        return found
 
-def _taken(items: Any) -> Any:
-    """The same items, those of ours as SGLang's `processor_output`."""
+
+def _windows(item: Any, places: np.ndarray, width: int) -> list[Any]:
+    """An item for each window of `width` frames, at its own audio tokens."""
+    found, begin = [], 0
+    for sound, mask in zip(item.feature, item.feature_attention_mask, strict=True):
+        num_frames = int(mask.sum())
+        for start in range(0, num_frames, width):
+            num = min(width, num_frames - start)
+            feature, heard = sound.new_zeros(1, sound.shape[0], width), mask.new_zeros(1, width)
+            feature[0, :, :num], heard[0, :num] = sound[:, start : start + num], 1
+            end = begin + int(_get_feat_extract_output_lengths(num))
+            part = copy.copy(item)
+            part.model_specific_data = {**item.model_specific_data, "feature_attention_mask": heard}
+            part.feature, part.offsets, part.hash = feature, _spans(places[begin:end]), None
+            found.append(part)
+            begin = end
+    if begin != len(places):
+        raise ValueError(f"the prompt must have {begin} audio tokens for its sounds, got {len(places)}")
+    return found
+
+
+def _spans(places: np.ndarray) -> list[tuple[int, int]]:
+    """Ascending places as (first, last) of those that follow each other."""
+    cuts = np.flatnonzero(np.diff(places) > 1) + 1
+    return [(int(part[0]), int(part[-1])) for part in np.split(places, cuts)]
+
+
+def _taken(items: Any, sequence: Any, token: int | None) -> Any:
+    """The same items, those of ours as SGLang's `processor_output`; `token` stands for them in the prompt."""
     if not isinstance(items, list):
         return items
-    return [_output(item) if isinstance(item, str) and item.startswith(_SCHEME) else item for item in items]
+    found = [_output(item) if isinstance(item, str) and item.startswith(_SCHEME) else item for item in items]
+    for item in found:
+        if isinstance(item, dict) and _NUM_PROMPT in item:
+            item[_PLACES] = np.flatnonzero(np.asarray(sequence[: item[_NUM_PROMPT]]) == token)
+    return found
 
 
 def _output(text: str) -> dict[str, Any]:
@@ -47,6 +103,7 @@ def _output(text: str) -> dict[str, Any]:
     arrays = {name: _tensor(told) for name, told in item["arrays"].items()}
     return {
         "format": "processor_output",
+        _NUM_PROMPT: item["num_prompt"],
         **arrays,
         "mrope_positions": positions,
         "mrope_position_delta": after.reshape(1, 1),
