@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from rondo.comm.slab import WeightSlab, slab_bytes
+from rondo.comm.weights.publisher import Publisher
 from rondo.models import parallel
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import learning_rate
 from rondo.models.packing import Sequence, pack
 from rondo.models.tiny import qwen3
 from rondo.models.tiny.tokenizer import build_tokenizer
+from tests.comm.memory import MemorySegment
 
 VOCABULARY = 266
 SIZES = {
@@ -104,3 +107,16 @@ def train_step(
     optimizer.step()
     parallel.discard_gradients(model)
     return [total, norm]
+
+
+def published(model: Any) -> int:
+    """The checksum of a model's weights in a slab, bucket by bucket, as a trainer publishes them; 0 on every rank but the first,
+    which takes part in the gathering."""
+    tensors = parallel.full_tensors(model, "bfloat16")
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+        return sum(0 for _ in tensors)
+    num_bytes = sum(8 * parameter.numel() for parameter in model.parameters())
+    publisher = Publisher(WeightSlab(MemorySegment(slab_bytes(num_bytes, 1000, 1)), 1), bucket_bytes=1 << 14)
+    checksum = publisher.copy(0, attempt=0, version=1, tensors=tensors).checksum.result(120)
+    publisher.close()
+    return checksum

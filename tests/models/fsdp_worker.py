@@ -21,7 +21,7 @@ from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import pack
 from rondo.models.state import load_training_state, training_state
-from tests.models.builders import EPS, LR, RAGGED, STEPS, sequences, train_step
+from tests.models.builders import EPS, LR, RAGGED, STEPS, published, sequences, train_step
 
 OUT = Path(sys.argv[1])
 DENSE, MOE = sys.argv[2:4]
@@ -162,6 +162,7 @@ def main() -> None:
         "moe": trained("moe", MOE),
         "bfloat16": trained("bfloat16", DENSE, param_dtype="bfloat16"),
     }
+    facts["published"] = published(sharded(MOE)[0])
     half, _ = sharded(DENSE, param_dtype="bfloat16")
     facts["bfloat16_scores"] = everywhere(torch.equal(scored(half), scored(load_model(DENSE, dtype="bfloat16"))))
     facts["float32_scores"] = everywhere(torch.equal(scored(sharded(DENSE)[0]), scored(load_model(DENSE))))

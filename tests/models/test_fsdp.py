@@ -20,7 +20,7 @@ from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import pack
 from rondo.models.state import training_state
-from tests.models.builders import EPS, LR, RAGGED, default_folder, folder_of, sequences, train_step
+from tests.models.builders import EPS, LR, RAGGED, default_folder, folder_of, published, sequences, train_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +90,10 @@ def test_two_ranks_in_bfloat16_train_as_one_process_does(run: Run) -> None:
     exact, _ = run.alone(run.dense)
     assert [loss for loss, _ in told] != [loss for loss, _ in exact]
     assert difference(weights, two) < 2 * LR
+
+
+def test_the_version_that_shards_publish_has_the_checksum_of_the_whole_models(run: Run) -> None:
+    assert run.facts["published"] == published(load_model(run.moe)) > 0
 
 
 def test_a_sharded_model_scores_as_a_whole_one_in_both_precisions(run: Run) -> None:
