@@ -10,6 +10,7 @@ import pytest
 
 from rondo.launch import provider as module
 from rondo.launch.provider import RunProvider
+from rondo.runtime.admin import prometheus_lines
 from rondo.runtime.supervisor import Supervisor
 
 LEASE = {"name": "call lease", "waiter": "rollout-0.0", "peer": "coordinator", "seconds": 1.5}
@@ -35,3 +36,13 @@ async def test_waits_are_listed_one_by_one(tmp_path: Path, monkeypatch: pytest.M
     await provider._ask_all()
     assert provider.waits() == [LEASE]
     assert provider.bus() == {"version": 2, "attempt": 0}
+
+
+async def test_partitions_are_in_the_metrics_by_name_and_task(tmp_path: Path) -> None:
+    supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=[]))
+    provider = RunProvider(cast(Supervisor, supervisor), tmp_path, "t" * 32, tmp_path)
+    provider._bus = {"partitions": {"replay": {"rows": 7, "live_bytes": 640, "tasks": {"critic": {"ready": 3}}}}}
+    lines = list(prometheus_lines(provider.metrics()))
+    assert 'rondo_partition_rows{partition="replay"} 7' in lines
+    assert 'rondo_partition_live_bytes{partition="replay"} 640' in lines
+    assert 'rondo_partition_ready_rows{task="replay/critic"} 3' in lines
