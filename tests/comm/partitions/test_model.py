@@ -220,6 +220,14 @@ class PartitionMachine(RuleBasedStateMachine):
         assert self.wait(self.part(WRITERS[0]).reset(task, self.passes[task])) == self.passes[task]
         self.read[task] = []
 
+    @rule(reader=st.sampled_from(READERS), task=st.sampled_from(sorted(TASKS)))
+    def reset_while_reading(self, reader: str, task: str) -> None:
+        """What is held when a pass begins was read for the one before: this pass has it again."""
+        self.claim(reader, task)
+        self.reset(task)
+        self.acknowledge(reader, task)
+        self.claim(reader, task)
+
     @rule(reader=st.sampled_from((*WRITERS, *READERS)), keys=some_keys, copy=st.booleans())
     def get(self, reader: str, keys: list[str], copy: bool) -> None:
         part = self.part(reader)

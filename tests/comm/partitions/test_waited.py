@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from rondo.comm.partitions.stats import STATS_BYTES, StatsReader, StatsWriter
 from rondo.comm.partitions.waited import Waited
+from tests.comm.memory import MemorySegment
+from tests.comm.partitions.hand import Hand
 from tests.comm.served import served
 
 
@@ -23,6 +28,21 @@ def test_waits_shorter_and_longer_than_all_buckets_are_counted_in_the_outermost(
     assert waited.percentiles(1.0) == [1e-6]
     waited.add(1e9)
     assert waited.percentiles(0.5)[0] == 1e-6 and waited.percentiles(1.0)[0] > 3600
+
+
+def test_a_writer_of_counters_shows_its_own_and_none_of_the_one_before() -> None:
+    """A coordinator may die with counters half shown; the next one knows nothing of them."""
+    segment, hand = MemorySegment(STATS_BYTES), Hand()
+    hand.task()
+    hand.put(5)
+    before: Any = segment
+    StatsWriter(before).write(hand.table)
+    reader = StatsReader(before)
+    assert (reader.read().num_rows, reader.read().tasks["t"].num_ready) == (5, 5)
+    fresh = Hand()
+    fresh.task()
+    StatsWriter(before).write(fresh.table)
+    assert (reader.read().num_rows, reader.read().tasks["t"].num_ready) == (0, 0)
 
 
 async def test_how_long_readers_wait_is_in_the_counters_of_the_task_and_partitions_in_those_of_the_bus() -> None:
