@@ -109,8 +109,8 @@ async def test_media_of_a_replica_that_died_before_its_samples_serve_those_of_th
     async with served(max_staleness=0, media_bytes=MEDIA_BYTES) as run:
         rollout, fwd, advantages, actor = await everyone(run)
         other = await run.bus("rollout-1")
-        await prove(other)
         first, second, third = await leases(rollout)
+        await prove(other)
         put_media(rollout, first)
         put_media(rollout, second)
         put_group(rollout, second, [1])

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def modes(reference: bool, actor_fwd: bool) -> dict[str, tuple[RoleGroup, ...]]:
     return {
-        "colocate": colocate(reference=reference, actor_fwd=actor_fwd),
+        "colocate": colocate(processes=2, reference=reference, actor_fwd=actor_fwd),
         "hybrid": hybrid(rollout_replicas=2, processes=2, reference=reference, actor_fwd=actor_fwd),
         "fully_async": fully_async(
             rollout_replicas=2,
