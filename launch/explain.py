@@ -237,7 +237,8 @@ def _actor_limits(step_s: float, trainer: Mapping[str, float], waited: float, id
             change.append(advice)
     if idle >= 2 * _LITTLE:
         why.append(f"rollout waits for the trainer's next version {idle:.0%} of the time")
-        change.append("rollout needs less than it has: move its threads, cores or devices to the actor")
+        if not setup.takes_turns:  # else it has what the actor has
+            change.append("rollout needs less than it has: move its threads, cores or devices to the actor")
     return Finding("actor", "actor limits this run: the others keep up with the trainer.", tuple(why), tuple(change))
 
 

@@ -113,6 +113,7 @@ def test_a_role_in_the_trainers_process_is_told_as_such_and_nothing_is_advised_t
     assert not any("reference_replicas" in change for change in found.change)
     assert any("modes.fully_async" in change for change in found.change)
     colocated = replace(SETUP, beside_actor=frozenset({"advantages", "reference", "rollout"}))
+    assert len(first(step(train=1.0, idle=0.5), setup=colocated).change) == 1
     found = first(step(train=0.4, wait_for_rollout=0.6), setup=colocated)
     assert found.subject == "rollout" and not any("rollout_replicas" in change for change in found.change)
     for setup, change in (
