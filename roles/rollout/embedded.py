@@ -201,6 +201,11 @@ class EmbeddedEngine:
         self._paused = False
         self._keep_turning()
 
+    @property
+    def asleep(self) -> bool:
+        """Whether its memory is released, until the next weights."""
+        return self._slots.asleep
+
     def sleep(self) -> None:
         """On the compute thread: releases the engine's memory until the next weights, unless it has work."""
         if not self._inbox:

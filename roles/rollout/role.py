@@ -144,7 +144,13 @@ class RolloutRole:
         )
         engine = EmbeddedEngine(slots, self._ctx.compute, wake=self._wake.set)
         if self._job.takes_turns:
-            self._job.turns.make_room = functools.partial(self._ctx.compute, engine.sleep)
+
+            async def make_room() -> None:
+                if not (engine.asleep or self._generates()):
+                    with self._ctx.span("sleep", beside="memory"):
+                        await self._ctx.compute(engine.sleep)
+
+            self._job.turns.make_room = make_room
         return engine
 
     async def _open_servers(self, ends: AsyncExitStack) -> Engine:
@@ -212,7 +218,9 @@ class RolloutRole:
         sets = config.evaluation.named_sets().values() if evaluates and config.evaluation is not None else ()
         most = max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
         length = rollout.max_prompt_tokens + most
-        return slot_engine(model, num_slots=num_slots, max_length=length, fixed_shapes=config.deterministic, lent=lent)
+        return slot_engine(
+            model, num_slots=num_slots, max_length=length, fixed_shapes=config.deterministic, lent=lent, sleeps=sleeps
+        )
 
     @asynccontextmanager
     async def _follow(self) -> AsyncIterator[asyncio.Event]:

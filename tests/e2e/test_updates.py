@@ -8,6 +8,7 @@ from pathlib import Path
 from rondo.comm.journal import files, read
 from rondo.launch.diff import first_difference
 from rondo.launch.records import step_records
+from rondo.launch.timeline import read_run
 from tests.e2e.runs import ROOT, Ended, command, finish, left_behind, start
 
 NUM_STEPS = 4
@@ -78,4 +79,6 @@ def test_two_ranks_that_generate_too_and_two_that_are_killed_make_the_same_updat
     assert all(set(ended.summary["staleness_histogram"]) == {"0"} for ended in runs)
     leased = [event for file in files(runs[0].run_dir / "journal") for event in read(file) if event["event"] == "grant"]
     assert {event["rank"] for event in leased} == {0, 1}  # both generated
+    slept = {span.process for span in read_run(runs[0].run_dir)[0] if span.name == "sleep"}
+    assert slept == {"actor-0.0", "actor-0.1"}  # and gave their memory to the training
     assert left_behind(tmp_path) == []

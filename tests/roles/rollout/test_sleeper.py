@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,8 +17,14 @@ import torch
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.lent import Flip, Lent
+from rondo.roles.rollout.role import RolloutRole
 from rondo.roles.rollout.slots import SlotEngine
+from rondo.roles.turns import Turns
 from tests.roles.rollout.engines import llama, qwen3, qwen3_tied, request
+from tests.roles.test_trainer import job as job_of
+from tests.roles.test_trainer import model
+
+__all__ = ["model"]
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -68,6 +76,32 @@ def test_one_that_generates_with_lent_tensors_leaves_them_and_wakes_at_the_next_
     assert slots.held and held_bytes(model) == whole
     slots.load_weights(0, Flip(0))
     assert sampled(slots, "a") == before
+
+
+async def test_a_replica_in_turn_with_the_trainer_gives_its_memory_once_it_has_nothing_to_generate(model: str) -> None:
+    spans: list[str] = []
+
+    async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def noted(name: str, **_: Any) -> Any:
+        spans.append(name)
+        return contextlib.nullcontext()
+
+    role = RolloutRole(cast(Any, SimpleNamespace(compute=compute, span=noted)))
+    job = SimpleNamespace(
+        config=job_of(model), model_path=model, device="cpu", takes_turns=True, lent=None, turns=Turns()
+    )
+    role._job = cast(Any, job)
+    role._engine = engine = cast(EmbeddedEngine, await role._open_engine(contextlib.AsyncExitStack()))
+    engine._slots.add(request("a", 7, 3))
+    await job.turns.make_room()
+    assert not engine.asleep and spans == []  # it has something to generate
+    while engine._slots.has_work:
+        engine._slots.step()
+    for _ in range(2):
+        await job.turns.make_room()
+        assert engine.asleep and spans == ["sleep"]
 
 
 async def test_a_request_that_comes_while_it_sleeps_asks_for_weights_and_is_generated_under_them() -> None:
