@@ -102,7 +102,7 @@ def group_estimate(config: JobConfig, shape: Shape, group: RoleGroup) -> Estimat
     found = []
     if "actor" in group.roles:
         found.append(Estimate(training_bytes(config, shape, group.processes), _FLOAT * shape.parameters))
-    if "rollout" in group.roles and config.rollout.sglang is None:
+    if "rollout" in group.roles and (config.rollout.sglang is None or config.num_pinned):
         lent = "actor" in group.roles and group.processes == 1 and config.can_lend_weights
         loading = 0 if lent else WIDTHS[config.model.dtype] * shape.parameters
         found.append(Estimate(generating_bytes(config, shape, lent=lent), loading))
@@ -151,19 +151,22 @@ def scoring_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
 
 def generating_bytes(config: JobConfig, shape: Shape, *, lent: bool = False) -> dict[str, int]:
     """Of a process with the embedded engine, whose cache is there in full from the start. `lent`: its weights are the trainer's
-    own; only the engine of evaluations beside the training has a copy."""
+    own; only the engine of evaluations beside the training has a copy. Beside SGLang's servers there is only that one."""
     rollout, width = config.rollout, WIDTHS[config.model.dtype]
+    num_slots = rollout.num_slots if rollout.sglang is None else 0
     evaluation, most, beside = config.evaluation, rollout.max_new_tokens, 0
     if evaluation is not None:
         longest = max(each.max_new_tokens or most for each in evaluation.named_sets().values())
         beside = (rollout.max_prompt_tokens + max(most, longest)) * evaluation.num_slots if evaluation.every else 0
         most = max(most, longest) if evaluation.at_start or evaluation.at_end else most
-    cached = rollout.num_slots * (rollout.max_prompt_tokens + most) + beside
+    cached = num_slots * (rollout.max_prompt_tokens + most) + beside
+    if evaluation is not None and evaluation.every:
+        num_slots = max(num_slots, evaluation.num_slots)
     return {
-        "weights": width * shape.parameters * ((0 if lent else 1) + (1 if beside else 0)),
+        "weights": width * shape.parameters * ((0 if lent or rollout.sglang else 1) + (1 if beside else 0)),
         "key-value cache": cached * shape.num_caching * 2 * shape.decoder.keys * width,
         "activations": max(_PREFILL_TOKENS, rollout.max_prompt_tokens) * _passing(shape, width),
-        "logits": _LOGIT_COPIES * _FLOAT * rollout.num_slots * shape.vocab_size,
+        "logits": _LOGIT_COPIES * _FLOAT * num_slots * shape.vocab_size,
     }
 
 

@@ -157,7 +157,8 @@ class EvalConfig(EvalSet):
     at_end: bool = True
     every: int | None = Field(None, ge=1)
     """Measures the version that every so many steps make, beside the training and never under any other version's weights.
-    The replica that measures holds a second copy of the model, and the slab one more slot, for it."""
+    The replica that measures holds a second copy of the model, and the slab one more slot, for it. With SGLang too that is the
+    embedded engine: servers have one version for all their requests."""
     share: float = Field(0.25, gt=0, le=1)
     """Of the engine's time that this may take while there are training samples to generate."""
     num_slots: int = Field(16, ge=4)
@@ -667,12 +668,6 @@ class JobConfig(Section):
                     f"got {self.data.held_out} and {each.num_prompts}. "
                     f"Set data.held_out to {each.num_prompts}, or name a data set in {section}.data"
                 )
-        if evaluation is not None and evaluation.every is not None and rollout.sglang is not None:
-            raise ValueError(
-                "evaluation.every must be None with rollout.sglang, since an evaluation beside the training needs an engine of "
-                f"its own, got {evaluation.every}. Remove it (evaluation.at_start and at_end use the servers), or evaluate "
-                "checkpoints apart"
-            )
         if evaluation is not None and evaluation.every is not None and evaluation.every > self.num_steps:
             raise ValueError(
                 f"evaluation.every must be at most num_steps, got {evaluation.every} and {self.num_steps}. Lower it"

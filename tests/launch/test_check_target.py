@@ -13,6 +13,7 @@ from rondo.launch.check_findings import Finding
 from rondo.launch.check_target import Target, judge_devices, judge_target, place, segment_bytes
 from rondo.launch.config import RunConfig, load
 from rondo.launch.groups import RoleGroup
+from rondo.roles.config import EvalConfig, SGLangConfig
 from tests.launch import configs, full_size
 
 GIB = 1 << 30
@@ -183,6 +184,23 @@ def test_weights_moments_and_cache_are_counted_as_the_roles_hold_them(tmp_path: 
     engine = slot_engine(load_model(str(tmp_path / "text")), num_slots=config.rollout.num_slots, max_length=2 * longest)
     expected = 2 * generating_bytes(config, shape)["key-value cache"]
     assert engine._forward._cache.nbytes == expected  # type: ignore[attr-defined]
+
+
+def test_beside_servers_only_the_engine_of_evaluations_is_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    group = config.groups[0]
+    assert group.roles == ("rollout",)
+    apart = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"sglang": SGLangConfig(python="p")})}
+    )
+    assert group_estimate(apart, SHAPE, group).needed == 0
+    every = apart.model_copy(update={"evaluation": EvalConfig(every=2, num_slots=4, max_new_tokens=7)})
+    found = generating_bytes(every, SHAPE)
+    assert found["weights"] == 4 * SHAPE.parameters  # one copy in float32
+    assert found["key-value cache"] == 4 * (
+        config.rollout.max_prompt_tokens + max(7, config.rollout.max_new_tokens)
+    ) * (SHAPE.num_caching * 2 * SHAPE.decoder.keys * 4)
+    assert group_estimate(every, SHAPE, group).parts == found
 
 
 @pytest.mark.parametrize(

@@ -141,10 +141,6 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
             "rollout.max_interruptions must be None with rollout.sglang",
         ),
         (
-            [("rollout.sglang", {"python": "python"}), ("evaluation.every", 2)],
-            "evaluation.every must be None with rollout.sglang",
-        ),
-        (
             [("rollout.sglang", {"python": "python"}), ("deterministic", True)],
             "deterministic must be False with rollout.sglang",
         ),

@@ -91,14 +91,17 @@ def test_neither_a_killed_server_nor_a_killed_rollout_loses_a_sample_or_leaves_a
     assert left_behind(tmp_path) == []
 
 
-def test_a_run_uses_a_server_that_runs_already_and_leaves_it_running(served: Served, tmp_path: Path) -> None:
+def test_a_run_uses_a_server_that_runs_already_evaluates_beside_it_and_leaves_it_running(
+    served: Served, tmp_path: Path
+) -> None:
     key = tmp_path / "key"
     key.touch(mode=0o600)
     key.write_text(served.key)
     sglang = {"urls": [served.url], "api_key_file": str(key)}
     sets = (
         f"run_dir={tmp_path}", "num_steps=3", "model.build=null", "model.build_args={}", f"model.path={served.model}",
-        f"rollout.sglang={orjson.dumps(sglang).decode()}",
+        f"rollout.sglang={orjson.dumps(sglang).decode()}", "data.held_out=4",
+        'evaluation={"every": 2, "at_start": false, "at_end": false, "num_prompts": 4, "num_slots": 4}',
     )  # fmt: skip
     chosen = [part for text in sets for part in ("--set", text)]
     pid = served.server.pid
@@ -108,6 +111,7 @@ def test_a_run_uses_a_server_that_runs_already_and_leaves_it_running(served: Ser
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"], summary["restarts"]) == (0, 0, {})
     assert summary["samples_trained"] == 3 * 4 * 4 and summary["log_prob_gap"]["all"] < 1e-5
+    assert {label: list(found) for label, found in summary["evaluations"].items()} == {"2": ["mean@1", "pass@1"]}
     assert [event["server"] for event in events(ended.run_dir, "sglang")] == [served.url]
 
     async def what_it_serves() -> str:
