@@ -3,8 +3,10 @@
 Owns which thread copies what. Does not own the slot (`slab.py`) nor when the version counts (`publisher.py`).
 
     tensors    |  a   |      b            | c | d | ...
-    buckets    |   0    |    1    |    2    |  ...            a bucket is one piece of work: copy half a megabyte, sum it,
+    buckets    |   0    |    1    |    2    |  ...            a bucket is one piece of work: copy two megabytes, sum them,
     threads        x         y         x                      copy the next; the calling thread works too
+
+What lies in one tensor is summed there: the copy has just read it, and it is in the cache; what it wrote is not.
 
 Invariant: when `copy_and_sum` returns, every byte is copied and every bucket is summed; when it raises, no thread works any more.
 """
@@ -52,8 +54,9 @@ def copy_and_sum(
 
         for name, tensor in tensors:
             begins, ends = writer.place(name, tensor)
-            parts.append((end, np.zeros(begins - end, np.uint8)))
-            parts.append((begins, _bytes_of(tensor)))
+            parts += [
+                part for part in ((end, np.zeros(begins - end, np.uint8)), (begins, _bytes_of(tensor))) if part[1].size
+            ]
             end = ends
             while end - start >= bucket_bytes:
                 bucket_done(start + bucket_bytes)
@@ -83,8 +86,10 @@ def _take(parts: deque[_Part], until: int) -> list[_Part]:
 def _copy_bucket(bucket: np.ndarray, first: int, parts: list[_Part]) -> int:
     left = deque(parts)
 
-    def fill(start: int, end: int) -> None:
-        for at, data in _take(left, first + end):
+    def fill(start: int, end: int) -> np.ndarray:
+        taken = _take(left, first + end)
+        for at, data in taken:
             np.copyto(bucket[at - first : at - first + data.size], data)
+        return taken[0][1] if len(taken) == 1 else bucket[start:end]
 
     return bucket_sum(bucket, fill)

@@ -28,14 +28,17 @@ import numpy as np
 _ROW_WORDS = 1017
 _ROW_BYTES = 8 * _ROW_WORDS
 _PIECE_ROWS = 64
-"""A piece is half a megabyte: what was just copied is still in the cache when it is summed."""
+_FILLED_PIECES = 4
+"""How many pieces are copied at once: two megabytes, which a copy writes around the cache, and whose source is still in it."""
+
+Fill = Callable[[int, int], np.ndarray]
+"""(start, end) -> these bytes, warm: copies them into the bucket, and says where they can be read without waiting for memory."""
 
 
-def bucket_sum(bucket: memoryview | np.ndarray, fill: Callable[[int, int], None] | None = None) -> int:
+def bucket_sum(bucket: memoryview | np.ndarray, fill: Fill | None = None) -> int:
     """The checksum of a contiguous bucket of bytes. The interpreter lock is free while it sums.
 
-    `fill(start, end)` is called before these bytes are read, from the first to the last: it may copy them in, so that they
-    are summed while they are in the cache.
+    `fill` is called for all bytes, from the first to the last, before they are read.
     """
     data = np.frombuffer(bucket, np.uint8)
     num_rows = data.size // _ROW_BYTES
@@ -43,15 +46,19 @@ def bucket_sum(bucket: memoryview | np.ndarray, fill: Callable[[int, int], None]
     if num_rows:
         words = data[: num_rows * _ROW_BYTES].view("<u8").reshape(num_rows, _ROW_WORDS)
         columns = np.empty((-(-num_rows // _PIECE_ROWS), _ROW_WORDS), "<u8")
-        num_whole = num_rows // _PIECE_ROWS if fill is None else 0
-        # Nothing to do between pieces: one call sums all that are whole, and other threads have the interpreter lock.
-        pieces = words[: num_whole * _PIECE_ROWS].reshape(num_whole, _PIECE_ROWS, _ROW_WORDS)
-        np.add.reduce(pieces, axis=1, out=columns[:num_whole])
-        for index in range(num_whole, len(columns)):
-            start, end = index * _PIECE_ROWS, min((index + 1) * _PIECE_ROWS, num_rows)
+        # Nothing to do between pieces, or between those that are filled together: one call sums all that are whole, and other
+        # threads have the interpreter lock.
+        step = _FILLED_PIECES if fill is not None else len(columns)
+        for first in range(0, len(columns), step):
+            start, end = first * _PIECE_ROWS, min((first + step) * _PIECE_ROWS, num_rows)
+            warm = words[start:end]
             if fill is not None:
-                fill(start * _ROW_BYTES, end * _ROW_BYTES)
-            np.add.reduce(words[start:end], axis=0, out=columns[index])
+                warm = fill(start * _ROW_BYTES, end * _ROW_BYTES).view("<u8").reshape(end - start, _ROW_WORDS)
+            num_whole = (end - start) // _PIECE_ROWS
+            whole = warm[: num_whole * _PIECE_ROWS].reshape(num_whole, _PIECE_ROWS, _ROW_WORDS)
+            np.add.reduce(whole, axis=1, out=columns[first : first + num_whole])
+            if num_whole * _PIECE_ROWS < end - start:
+                np.add.reduce(warm[num_whole * _PIECE_ROWS :], axis=0, out=columns[first + num_whole])
         crc = zlib.crc32(columns.sum(axis=0).data, zlib.crc32(columns.sum(axis=1).data))
     if fill is not None:
         fill(num_rows * _ROW_BYTES, data.size)

@@ -52,13 +52,14 @@ def test_pages_words_and_pieces_that_changed_places_are_seen() -> None:
         assert bucket_sum(np.roll(data, shift)) != before
 
 
-def copy(data: np.ndarray, source: np.ndarray, seen: list[tuple[int, int]], start: int, end: int) -> None:
+def copy(data: np.ndarray, source: np.ndarray, seen: list[tuple[int, int]], start: int, end: int) -> np.ndarray:
     seen.append((start, end))
     data[start:end] = source[start:end]
+    return (source if len(seen) % 2 else data)[start:end]
 
 
 def test_bytes_are_filled_in_before_they_are_summed() -> None:
-    for num_bytes in (0, 5, ROW, 64 * ROW, 150 * ROW + 77):
+    for num_bytes in (0, 5, ROW, 64 * ROW, 150 * ROW + 77, 256 * ROW, 700 * ROW + 1):
         source, data = bytes_of(num_bytes), bytes_of(num_bytes, seed=3)
         filled: list[tuple[int, int]] = []
         assert bucket_sum(data, partial(copy, data, source, filled)) == bucket_sum(source)
