@@ -222,46 +222,56 @@ def put_group(bus: Bus, load: Load, grant: dict[str, Any], rows: Sequence[dict[s
     count = load.rows_per_put
     for first in range(0, load.samples_per_group, count):
         some = rows[first : first + count]
-        info = [[len(row["tokens"]), len(row["tokens"]) // 2, 1.0, 0, 0] for row in some]
+        info = [[n, n // 2, 1.0, 0, 0] for n in (len(row["tokens"]) for row in some)]
         samples = range(first, first + len(some))
         bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns_of(load, some), info)
 
 
 def touch(made: Round, load: Load) -> int:
     """Read both ends of every column of every row; the number of rows."""
+    names = [name for name, _ in load.columns]
     for row in made.rows:
-        for name, _ in load.columns:
+        for name in names:
             array = row.array(name)
             assert array.item(0) == array.item(-1) == 1
     return len(made.rows)
 
 
 async def produce(bus: Bus, load: Load) -> None:
+    """Asks for the next leases while it works on those that it has, as a replica does."""
     await bus.call("proved", ROLLOUT_READER, 0)
     per_group, pool = load.samples_per_group, load.samples(load.pool)
     at = 0
-    while "grants" in (answer := await bus.call("lease", 4, [], deadline_s=600)):
+    answer = await bus.call("lease", 4, [], deadline_s=600)
+    while "grants" in answer:
+        held = [[grant["group"], grant["epoch"]] for grant in answer["grants"]]
+        asking = asyncio.create_task(bus.call("lease", 4, held, deadline_s=600))
+        await asyncio.sleep(0)
         for grant in answer["grants"]:
             if at + per_group > len(pool):
                 at = 0
             put_group(bus, load, grant, pool[at : at + per_group])
             at += per_group
-            await asyncio.sleep(0)
+        answer = await asking
 
 
 async def consume(bus: Bus, load: Load, segments: SegmentClient) -> None:
     rows = 0
+    settling: asyncio.Task[Any] | None = None
     read = Words(segments.segment("read", 4096).view(), 0, load.consumers)
     for step in range(load.num_steps):
         if step == load.warm_steps:
             tell("warm", rows)
         ids: list[list[int]] = []
-        async for made in bus.stream("actor", tokens=1 << 18, step=step):
+        then = step + 1 if step + 1 < load.num_steps else None
+        async for made in bus.stream("actor", tokens=1 << 18, step=step, then=then):
             rows += touch(made, load)
             bus.check(made)
             ids += made.spans
-        if load.consumers == 1:
-            await bus.call("commit", 0, step + 1, 7, ids)
+        if load.consumers == 1:  # a step is committed beside the rounds of the next one, as in `roles/actor.py`
+            if settling is not None:
+                await settling
+            settling = asyncio.create_task(bus.call("commit", 0, step + 1, 7, ids))
         else:  # the ranks of a real trainer gather what they read; here the step is known to be whole
             first = step * load.groups_per_step
             whole = [[g, 0, load.samples_per_group] for g in range(first, first + load.groups_per_step)]
@@ -271,6 +281,8 @@ async def consume(bus: Bus, load: Load, segments: SegmentClient) -> None:
                     await asyncio.sleep(0.0002)
                 await bus.call("commit", 0, step + 1, 7, whole)
             await bus.call("await_version", step + 1)
+    if settling is not None:
+        await settling
     tell("end", rows)
 
 
