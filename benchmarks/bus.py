@@ -188,13 +188,13 @@ async def put_while_waiting() -> float:
             (grant,) = (await rollout.call("lease", 1, []))["grants"]
             asking = None
             if waiting:
-                asking = asyncio.create_task(actor.call("next_round", "actor", 0, index, 0, deadline_s=60))
+                asking = asyncio.create_task(actor.call("next_rounds", "actor", 0, index, 0, deadline_s=60))
             await asyncio.sleep(0.002)  # it has arrived at the coordinator; where there is none, caches are as cold
             started = time.perf_counter()
             put_group(rollout, load, grant, rows)
             found[waiting].append(time.perf_counter() - started)
             if asking is None:
-                asking = asyncio.create_task(actor.call("next_round", "actor", 0, index, 0, deadline_s=60))
+                asking = asyncio.create_task(actor.call("next_rounds", "actor", 0, index, 0, deadline_s=60))
             await asking
             index, waiting = index + 1, not waiting
         return statistics.median(found[True]) / statistics.median(found[False])

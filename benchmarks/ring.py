@@ -42,8 +42,12 @@ class Batch:
     columns: list[Column]
 
     @property
-    def rows(self) -> list[tuple[int, int]]:
-        return [(0, sample) for sample in range(len(self.columns[0].arrays))]
+    def num_rows(self) -> int:
+        return len(self.columns[0].arrays)
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        return [(0, 0, self.num_rows)]
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +87,7 @@ def memory(num_bytes: int) -> Segment:
 def memcpy(batch: Batch, segment: Segment) -> Callable[[], None]:
     source = np.concatenate([array.reshape(-1).view(np.uint8) for column in batch.columns for array in column.arrays])
     target = np.frombuffer(segment.view(), np.uint8)[CONTROL_BYTES:]
-    step = plan(batch.rows, batch.columns).num_bytes
+    step = plan(batch.spans, batch.columns).num_bytes
     at = 0
 
     def once() -> None:
@@ -100,15 +104,15 @@ def put(batch: Batch, segment: Segment, *, read: bool) -> Callable[[], None]:
     writer = RingWriter(segment, new_doorbell(), NAME)
     tail, view = RingTail(segment, NAME), RingView(segment, NAME)
     names = [column.name for column in batch.columns]
-    rows = batch.rows
+    spans = batch.spans
 
     def put_once() -> None:
-        ref = writer.put(rows, batch.columns, epoch=0, attempt=0)
+        ref = writer.put(spans, batch.columns, epoch=0, attempt=0)
         tail.cursor = ref.pos + ref.num_bytes
         tail.release(tail.cursor)
 
     def put_and_read() -> None:
-        writer.put(rows, batch.columns, epoch=0, attempt=0)
+        writer.put(spans, batch.columns, epoch=0, attempt=0)
         _consume(tail, view, names)
 
     return put_and_read if read else put_once
@@ -122,7 +126,7 @@ def _consume(tail: RingTail, view: RingView, names: list[str]) -> int:
         for name in names:
             record.arrays(name)
         assert record.valid()
-        num_rows += len(descriptor.rows)
+        num_rows += descriptor.spans[0][2]
         tail.release(ref.pos + ref.num_bytes)
     return num_rows
 
@@ -159,11 +163,11 @@ class Consumer:
         os.close(self.back)
 
     def send(self, batch: Batch) -> Callable[[], None]:
-        rows, limit = batch.rows, self.writer.capacity - 2 * plan(batch.rows, batch.columns).num_bytes
+        spans, limit = batch.spans, self.writer.capacity - 2 * plan(batch.spans, batch.columns).num_bytes
 
         def once() -> None:
             self.wait(lambda: self.writer.head - self.writer.tail <= limit)
-            self.writer.put(rows, batch.columns, epoch=0, attempt=0)
+            self.writer.put(spans, batch.columns, epoch=0, attempt=0)
 
         return once
 
@@ -176,7 +180,7 @@ class Consumer:
         for _ in range(count):
             self.drained()
             started = time.monotonic_ns()
-            self.writer.put([(0, 0)], [column], epoch=0, attempt=0)
+            self.writer.put([(0, 0, 1)], [column], epoch=0, attempt=0)
             self.drained()
             yield (self.stamp.load(0) - started) / 1e3
 
@@ -241,7 +245,7 @@ def measure(
 
 def run(batch: Batch, repetitions: int, seconds: float, ring_size: int) -> dict[str, list[Sample]]:
     me = os.getpid()
-    num_rows = len(batch.rows)
+    num_rows = batch.num_rows
     one = {
         "memcpy": memcpy(batch, memory(ring_size)),
         "put": put(batch, memory(ring_size), read=False),
@@ -288,7 +292,7 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "ring", "python": platform.python_version(), "machine": platform.machine()}
     for batch in (text(1), text(), multimodal()):
         samples = run(batch, arguments.repetitions, arguments.seconds, ring_bytes(arguments.ring_mib << 20))
-        num_rows = len(batch.rows)
+        num_rows = batch.num_rows
         row_bytes = batch.num_bytes / num_rows
         print(f"\n{batch.name} a put, {row_bytes / 1e3:,.1f} kB a row")
         print(f"{'':14} {'rows/s':>34} {'GB/s':>7} {'CPU us/row':>28} {'of memcpy':>10}")

@@ -4,7 +4,7 @@ Owns the one request of a train stream that is on its way, and what becomes of i
 view (`bus.py`).
 
     ask(3, 1)      while round 0 of step 3 is trained: waits at the coordinator for a full micro-batch, or for all that is left
-    take(3, 1)     now it is needed: what has come, or whatever is ready; the coordinator gives both askers the same round
+    take(3, 1)     now it is needed: what has come, or, once the coordinator is told so, whatever is ready
 
 Invariant: asking ahead never makes a round smaller than it would be, and never another one: rounds are journalled by their key.
 """
@@ -21,10 +21,14 @@ Place = tuple[int, int]
 
 
 class Ahead(Generic[T]):
-    """`request(step, index, early)` gets a round, or None where no more come; `early`: nobody waits for it yet."""
+    """`request(step, index, early)` gets a round, or None where no more come; `early`: nobody waits for it yet, until
+    `hurry(step, index)` says so, which returns when the round is there."""
 
-    def __init__(self, request: Callable[[int, int, bool], Awaitable[T]]) -> None:
+    def __init__(
+        self, request: Callable[[int, int, bool], Awaitable[T]], hurry: Callable[[int, int], Awaitable[object]]
+    ) -> None:
         self._request = request
+        self._hurry = hurry
         self._place: Place | None = None
         self._asked: asyncio.Task[T] | None = None
 
@@ -32,7 +36,7 @@ class Ahead(Generic[T]):
         """Ask for a round that comes to be needed. Another one that was asked for is forgotten."""
         self.drop()
         self._place = step, index
-        self._asked = asyncio.create_task(self._of(step, index, early=True), name="round ahead")
+        self._asked = asyncio.create_task(self._of(step, index), name="round ahead")
 
     async def take(self, step: int, index: int) -> T:
         """The round, needed now. Raises what asking for it raised."""
@@ -42,13 +46,14 @@ class Ahead(Generic[T]):
             return await self._request(step, index, False)
         try:
             if not asked.done():
-                now = asyncio.create_task(self._of(step, index, early=False), name="round")
+                hurrying = asyncio.create_task(self._told(step, index), name="round")
                 try:
-                    await asyncio.wait({asked, now}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({asked, hurrying}, return_when=asyncio.FIRST_COMPLETED)
                     if not asked.done():
-                        return now.result()
+                        hurrying.result()
+                        await asyncio.wait({asked})
                 finally:
-                    _forget(now)
+                    _forget(hurrying)
             return asked.result()
         finally:
             self.drop()
@@ -59,8 +64,11 @@ class Ahead(Generic[T]):
             _forget(self._asked)
         self._asked = self._place = None
 
-    async def _of(self, step: int, index: int, *, early: bool) -> T:
-        return await self._request(step, index, early)
+    async def _of(self, step: int, index: int) -> T:
+        return await self._request(step, index, True)
+
+    async def _told(self, step: int, index: int) -> None:
+        await self._hurry(step, index)
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

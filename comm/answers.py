@@ -6,7 +6,7 @@ Owns the form of these answers, read off the index; changes nothing. Who gets wh
     lease   {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0",
              "has_media": False, "have": [[sample, reward, response], ...]}     what earlier holders have put
     round   {"key", "index", "step", "last", "update", "closes", "ring",
-             "spans": [[7, 0, 2], ...], "info": [[length, response, reward], ...],
+             "spans": [[7, 0, 2], ...], "info": [lengths, responses, rewards],
              "groups": [{"group": 7, "step": 1, "parts": [[columns, first sample, count, place], ...],
                          "media": {column: place}}, ...]}
 
@@ -15,9 +15,10 @@ Invariant: places are named by the record, not by the row, and the media of a gr
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
-from rondo.comm.group import Group
+from rondo.comm.group import LENGTH, RESPONSE, REWARD, Group
 from rondo.comm.index import Index
 from rondo.comm.rounds import Round, Stream
 
@@ -28,7 +29,7 @@ def lease_of(index: Index, group: Group) -> dict[str, Any]:
         "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
         "ring": index.space.ring_of(group.reservation()),
         "has_media": bool(group.media),
-        "have": [[sample, row.reward, row.response] for sample, row in sorted(group.rows.items())],
+        "have": [[sample, group.info[REWARD][sample], group.info[RESPONSE][sample]] for sample in group.numbers()],
     }  # fmt: skip
 
 
@@ -43,7 +44,8 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
         "update": made.update, "closes": made.closes,
         "spans": spans,
         "info": [
-            groups[group].rows[sample][:3] for group, first, count in spans for sample in range(first, first + count)
+            list(chain.from_iterable([groups[group].info[part][first : first + count] for group, first, count in spans]))
+            for part in (LENGTH, RESPONSE, REWARD)
         ],
         "groups": [_group(group, spec) for group in groups.values()],
         "ring": reserve[0] if reserve else None,

@@ -94,7 +94,7 @@ class _Ledger:
         if "info" not in event:
             return
         rows = _rows(event)
-        for (group, sample), info in zip(rows, event["info"], strict=True):
+        for (group, sample), *info in zip(rows, *event["info"], strict=True):
             if group in self.holder and self.holder[group][1] == event["epoch"] and sample >= 0:
                 self.put.setdefault(group, set()).add(sample)
                 self.oldest.setdefault((group, sample), info[3])

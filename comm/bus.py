@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from rondo.comm.ahead import Ahead
+from rondo.comm.group import INFO
 from rondo.comm.partitions.client import Partition
 from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
-from rondo.comm.spans import Span, rows_of
+from rondo.comm.spans import Span, spans_in
 from rondo.runtime.errors import CorruptData
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Segment, SegmentClient
@@ -49,17 +50,26 @@ class Row:
     """One sample of a round. `array` gives a read-only view into the ring, valid until the round is acknowledged. So are the
     arrays of `media`: one mapping for all samples of a prompt group; None for text, and in streams that read no media."""
 
-    __slots__ = ("_held", "group", "length", "media", "response", "reward", "sample", "step")
+    __slots__ = ("_held", "length", "response", "reward", "sample")
 
     def __init__(self, held: _Held, sample: int, length: int, response: int, reward: float) -> None:
-        self.group: int = held.group
         self.sample = sample
-        self.step: int = held.step
         self.length = length  # tokens, prompt and response
         self.response = response  # tokens of the response
         self.reward = reward
-        self.media: Mapping[str, np.ndarray] | None = held.media
         self._held = held
+
+    @property
+    def group(self) -> int:
+        return self._held.group
+
+    @property
+    def step(self) -> int:
+        return self._held.step
+
+    @property
+    def media(self) -> Mapping[str, np.ndarray] | None:
+        return self._held.media
 
     @property
     def media_key(self) -> str:
@@ -72,32 +82,32 @@ class Row:
         return self._held.columns
 
     def array(self, column: str) -> np.ndarray:
-        return self._held.arrays(column)[self.sample]
+        return self._held[column][self.sample]
 
 
-class _Held:
-    """What a round has of one prompt group: its records, by column and sample."""
+class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
+    """What a round has of one prompt group: column -> sample -> its array. A column is made when it is first asked for."""
 
-    __slots__ = ("_arrays", "_parts", "_records", "columns", "group", "media", "step")
+    __slots__ = ("_parts", "_records", "columns", "group", "media", "step")
 
     def __init__(self, fields: Mapping[str, Any], records: Mapping[tuple[str, int, int], Record]) -> None:
-        self.group, self.step, self._parts, self._records = fields["group"], fields["step"], fields["parts"], records
+        self.group: int = fields["group"]
+        self.step: int = fields["step"]
+        self._parts, self._records = fields["parts"], records
         self.columns = {name for names, _, _, _ in self._parts for name in names}
         self.media = {
             name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in fields["media"].items()
         } or None
-        self._arrays: dict[str, dict[int, np.ndarray]] = {}
 
-    def arrays(self, column: str) -> dict[int, np.ndarray]:
-        """Sample -> its array. Made when it is first asked for."""
-        found = self._arrays.get(column)
-        if found is None:
-            found = self._arrays[column] = {}
-            for names, first, count, (ring, pos, seq, i) in self._parts:
-                if column in names:
-                    arrays = self._records[ring, pos, seq].arrays(column)
-                    found.update(zip(range(first, first + count), arrays[i : i + count], strict=True))
-        return found
+    def __missing__(self, column: str) -> Mapping[int, np.ndarray] | Sequence[np.ndarray]:
+        found: dict[int, np.ndarray] = {}
+        for names, first, count, (ring, pos, seq, i) in self._parts:
+            if column in names:
+                arrays = self._records[ring, pos, seq].arrays(column)
+                if first == i == 0 and len(self._parts) == 1:
+                    return self.setdefault(column, arrays)  # put whole: they stand in the order of their samples
+                found.update(zip(range(first, first + count), arrays[i : i + count], strict=True))
+        return self.setdefault(column, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +134,13 @@ class Bus:
         self._segments = segments
         self._open = ExitStack()
         self._views: dict[str, tuple[RingView, Segment]] = {}
-        # stream -> the rings that its newest two rounds view: the one that is worked on, and one that was asked for ahead
+        # stream -> the rings that the rounds of its newest two answers view: those worked on, and those asked for ahead
         self._named: dict[str, deque[set[str]]] = {}
         self._joined: dict[str, int] = {}  # stream -> tokens a micro-batch
         self._ahead: dict[str, Ahead[Round | None]] = {}  # train stream -> its next round
+        self._here: dict[
+            str, dict[tuple[int, int], Round]
+        ] = {}  # train stream -> rounds (step, index) that came with another
         self._partitions: dict[str, Partition] = {}
 
     async def open(self) -> None:
@@ -173,9 +186,10 @@ class Bus:
         info: Sequence[Sequence[float]],
     ) -> RecordRef:
         """Samples of a leased group. info: [length, response tokens, reward, oldest version, newest version] each."""
-        meta = {"reservation": f"group.{group}.{epoch}", "info": [list(values) for values in info]}
-        rows = [[group, sample] for sample in samples]
-        return self._put(ring, rows, columns, epoch, meta)
+        if len(info) != len(samples) or set(map(len, info)) != {len(INFO)}:
+            raise ValueError(f"info must have {', '.join(INFO)} of {len(samples)} samples, got {list(info)!r:.200}.")
+        meta = {"reservation": f"group.{group}.{epoch}", "info": list(zip(*info, strict=True))}
+        return self._put(ring, spans_in(group, samples), columns, epoch, meta)
 
     def put_media(
         self, ring: str, group: int, epoch: int, columns: Sequence[Column], encoder_positions: int
@@ -184,7 +198,7 @@ class Bus:
         lease says `has_media`: those of an earlier holder stay, and there is no room for others. `encoder_positions`: what
         the towers work on, which rounds are balanced by."""
         meta = {"reservation": f"group.{group}.{epoch}", "info": [[encoder_positions]]}
-        return self._put(ring, [[group, GROUP_BLOB]], columns, epoch, meta)
+        return self._put(ring, [(group, GROUP_BLOB, 1)], columns, epoch, meta)
 
     def put_columns(self, made: Round, columns: Mapping[str, Sequence[np.ndarray]]) -> RecordRef | None:
         """Derived columns for the rows of a round, one array a row, in the round's order."""
@@ -192,17 +206,17 @@ class Bus:
             return None
         meta = {"reservation": f"{made.key}.{self.member.rank}"}
         fields = [Column(name, arrays[0].dtype.name, list(arrays)) for name, arrays in columns.items()]
-        return self._put(made.ring, rows_of(made.spans), fields, 0, meta)
+        return self._put(made.ring, made.spans, fields, 0, meta)
 
     def _put(
-        self, ring: str, rows: list[list[int]], columns: Sequence[Column], epoch: int, meta: dict[str, Any]
+        self, ring: str, spans: Sequence[Sequence[int]], columns: Sequence[Column], epoch: int, meta: dict[str, Any]
     ) -> RecordRef:
         if ring == self._own_name:
-            return self._own.put(rows, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
+            return self._own.put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
         with self._writer(
             ring
         ) as writer:  # an overflow ring serves one grant: the coordinator takes it away when empty
-            return writer.put(rows, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
+            return writer.put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
 
     @contextmanager
     def _writer(self, ring: str) -> Iterator[RingWriter]:
@@ -234,8 +248,8 @@ class Bus:
     ) -> AsyncGenerator[Round, None]:
         """Rounds of a stream in order, until the run ends; of one step, until its last, when `step` is given.
 
-        The next round of a step is asked for when one is handed out. `then`: the step whose first round is asked for with the
-        last of this one. `prepare` is awaited with every round that came before it was needed.
+        The next round of a step is asked for when the last one that is here is handed out. `then`: the step whose first round is
+        asked for with the last of this one. `prepare` is awaited with every round that came before it was needed.
         """
         await self.join(stream, tokens)
         if step is not None:
@@ -243,62 +257,69 @@ class Bus:
                 yield made
             return
         index = 0
-        while (found := await self._next(stream, index, None)) is not None:
-            yield found
-            index += 1
+        while rounds := await self._ask(stream, index, None):
+            for made in rounds:
+                yield made
+            index += len(rounds)
 
     async def _rounds_of_step(
         self, stream: str, step: int, then: int | None, prepare: Prepare | None
     ) -> AsyncGenerator[Round, None]:
+        here = self._here.setdefault(stream, {})
+
         async def request(step: int, index: int, early: bool) -> Round | None:
-            made = await self._next(stream, index, step, early=early)
+            made = here.pop((step, index), None)
+            if made is None:
+                rounds = await self._ask(stream, index, step, early=early)
+                made = rounds[0] if rounds else None
+                here.update(((step, other.index), other) for other in rounds[1:])
             if early and made is not None and prepare is not None:
                 await prepare(made)
             return made
 
+        async def hurry(step: int, index: int) -> None:
+            await self.call("round_needed", stream, self.member.rank, index, step, deadline_s=POLL_S)
+
         if stream not in self._ahead:
-            self._ahead[stream] = Ahead(request)
+            self._ahead[stream] = Ahead(request, hurry)
         ahead, index = self._ahead[stream], 0
         whole = False
         try:
             while not whole and (made := await ahead.take(step, index)) is not None:
                 index, whole = index + 1, made.last
-                if not whole:
+                if not whole and (prepare is not None or (step, index) not in here):
                     ahead.ask(step, index)
-                elif then is not None:
+                elif whole and then is not None:
                     ahead.ask(then, 0)
                 yield made
         finally:
             if not whole:
                 ahead.drop()
+                here.clear()
 
-    async def _next(self, stream: str, index: int, step: int | None, *, early: bool = False) -> Round | None:
-        """Round `index`, or None where no more come. early: once it is full, since nobody waits for it yet."""
-        method = "round_ahead" if early else "next_round"
+    async def _ask(self, stream: str, index: int, step: int | None, *, early: bool = False) -> list[Round]:
+        """Round `index` and those behind it that are there, or none where no more come. early: once it is full, since nobody
+        waits for it yet."""
+        method = "rounds_ahead" if early else "next_rounds"
         answer = await self.call(method, stream, self.member.rank, index, step, deadline_s=POLL_S)
-        return self._round(answer["round"]) if "round" in answer else None
+        return self._rounds(stream, answer.get("rounds", ()))
 
-    def _round(self, fields: dict[str, Any]) -> Round:
-        named = set()
-        for group in fields["groups"]:
-            named |= {(ring, pos, seq) for *_, (ring, pos, seq, _) in group["parts"]}
-            named |= {(ring, pos, seq) for ring, pos, seq, _ in group["media"].values()}
-        stream = fields["key"].partition("/")[0]
-        self._named.setdefault(stream, deque(maxlen=2)).append({ring for ring, _, _ in named})
+    def _rounds(self, stream: str, answer: Sequence[Mapping[str, Any]]) -> list[Round]:
+        named = [_named(fields) for fields in answer]
+        rings = {ring for records in named for ring, _, _ in records}
+        self._named.setdefault(stream, deque(maxlen=2)).append(rings)
         viewed = set().union(*(rings for newest in self._named.values() for rings in newest))
         for ring in [name for name in self._views if name.startswith("overflow/") and name not in viewed]:
             self._forget(ring)
+        return [self._round(fields, records) for fields, records in zip(answer, named, strict=True)]
+
+    def _round(self, fields: Mapping[str, Any], named: set[tuple[str, int, int]]) -> Round:
         records = {(ring, pos, seq): self.view(ring).read(pos, seq) for ring, pos, seq in named}
         held = {group["group"]: _Held(group, records) for group in fields["groups"]}
-        infos = iter(fields["info"])
         spans = fields["spans"]
-        rows = tuple(
-            [
-                Row(held[group], sample, *next(infos))
-                for group, first, count in spans
-                for sample in range(first, first + count)
-            ]
-        )
+        of = [held[group] for group, _, count in spans for _ in range(count)]
+        samples = [sample for _, first, count in spans for sample in range(first, first + count)]
+        rows = tuple(map(Row, of, samples, *fields["info"]))
         plain = {name: fields[name] for name in ("key", "index", "step", "last", "update", "closes", "ring")}
         return Round(**plain, rows=rows, spans=spans, records=records)
 
@@ -325,3 +346,9 @@ class Bus:
     async def ack(self, made: Round) -> None:
         self.check(made)
         await self.call("ack", made.key, self.member.rank)
+
+
+def _named(fields: Mapping[str, Any]) -> set[tuple[str, int, int]]:
+    """The records that the answer about a round names: (ring, position, generation)."""
+    parts = {(ring, pos, seq) for group in fields["groups"] for *_, (ring, pos, seq, _) in group["parts"]}
+    return parts | {(ring, pos, seq) for group in fields["groups"] for ring, pos, seq, _ in group["media"].values()}

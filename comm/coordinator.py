@@ -1,10 +1,11 @@
 """The coordinator: the one process that decides what happens to prompt groups.
 
 Owns the journal (its only writer), the rings (`rings.py`: their only releaser) and everything that waits for work. It is the
-shell around `index.py`: it reads doorbells and calls, turns them into events, appends the events to the journal, applies them,
-and only then lets their effects leave the process (answers, tails). It computes nothing on tensors and imports no torch.
+shell around `index.py`: it reads doorbells and calls, turns them into events, applies them, appends them to the journal, and
+only then lets their effects leave the process (answers, tails). It computes nothing on tensors and imports no torch.
 
-    doorbell or call -> events -> journal.append -> index.apply -> tails move, waiters wake, answer
+    doorbell or call -> events -> index.apply -> journal.append -> tails move, answer
+                                      `-> waiters wake: what a put gives them is journalled together with it
 
 Everything that changes state is idempotent by its own key (group and epoch, round key and rank, version, label), so a caller
 that lost the connection asks again and gets the same answer. After a restart the journal is replayed, each ring is read on
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import orjson
 
 from rondo.comm import wakes
 from rondo.comm.answers import lease_of, round_of
+from rondo.comm.group import RESPONSE
 from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event, Journal
 from rondo.comm.meeting import Meeting
@@ -31,7 +33,7 @@ from rondo.comm.partitions.endpoints import PartitionEndpoints
 from rondo.comm.partitions.service import PartitionService
 from rondo.comm.records import worst_case_bytes
 from rondo.comm.rings import Rings
-from rondo.comm.rounds import Stream
+from rondo.comm.rounds import Round, Stream
 from rondo.comm.spans import Span, by_group, num_rows, samples
 from rondo.comm.versions import engine_reader
 from rondo.comm.wakes import Wakes
@@ -91,7 +93,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self.config = config
         self.index = index
         self._journal = journal
-        self._rings = Rings(segments, lambda events: self._emit(*events))
+        self._rings = Rings(segments, self._seen)
         self.partitions = PartitionService(
             lambda: self.index.partitions, self._journal_and_apply, self._lives, lambda: self.index.step, segments
         )
@@ -99,6 +101,8 @@ class Coordinator(PartitionEndpoints, Actor):
         self._supervisor = supervisor
         self._clock = clock
         self._wakes = Wakes()
+        self._unwritten: list[Event] = []  # applied, and not in the journal yet
+        self._freed: dict[str, int] = {}  # ring -> its tail, once what freed it is in the journal
         self._renewed: dict[int, float] = {}  # running group -> when progress was last seen
         self._granted: dict[int, float] = {}
         self._put_at: dict[int, float] = {}  # group -> when its newest sample was seen
@@ -132,6 +136,7 @@ class Coordinator(PartitionEndpoints, Actor):
     def close(self) -> None:
         """Stop listening to doorbells; memory stays where it is."""
         self._rings.close()
+        self._write()
         self.partitions.close()
 
     def tick(self) -> None:
@@ -210,6 +215,7 @@ class Coordinator(PartitionEndpoints, Actor):
         """Calls of an incarnation that is not the living one are refused; its puts before this call are seen first."""
         self._check_alive(member, incarnation)
         self._poll(member)
+        self._write()
 
     def _check_alive(self, member: str, incarnation: int) -> None:
         if self.index.members.get(member, [None, 0, 0])[::2] != [incarnation, 1]:
@@ -362,9 +368,7 @@ class Coordinator(PartitionEndpoints, Actor):
     def _grants(self, member: str, incarnation: int, rank: int, version: int, max_groups: int) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []
         for step in self.index.open_steps(version):
-            admissions = self.index.plan_admissions(step)
-            if admissions:
-                self._journal_and_apply(admissions)
+            self._apply(self.index.plan_admissions(step))
             for group in self.index.waiting(step):
                 if len(grants) >= max_groups:
                     return grants
@@ -376,7 +380,7 @@ class Coordinator(PartitionEndpoints, Actor):
                     "event": "grant", "group": group.id, "epoch": group.epoch, "member": member, "rank": rank,
                     "incarnation": incarnation, "version": version, "ring": ring, "entries": entries,
                 }  # fmt: skip
-                self._journal_and_apply([event])
+                self._apply([event])
                 self._renewed[group.id] = self._granted[group.id] = self._clock()
                 grants.append(lease_of(self.index, group))
         return grants
@@ -439,52 +443,59 @@ class Coordinator(PartitionEndpoints, Actor):
             self._emit({"event": "join", "stream": stream, "member": member, "ranks": num_ranks, "tokens": tokens})
 
     @endpoint
-    async def next_round(
+    async def next_rounds(
         self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int | None = None
     ) -> dict[str, Any]:
-        """Round `index` for one rank: {"round": {...}} or {"end": True}. Train streams name the step; waits."""
+        """Round `index` for one rank, and those behind it that are there: {"rounds": [{...}, ...]} or {"end": True}. Train
+        streams name the step; waits."""
 
         def made() -> dict[str, Any] | None:
-            return self._round(stream, member, incarnation, rank, index, step)
+            return self._rounds(stream, member, incarnation, rank, index, step)
 
         return await self._until(member, incarnation, made, wakes.ROUNDS)
 
     @endpoint
-    async def round_ahead(
+    async def rounds_ahead(
         self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int
     ) -> dict[str, Any]:
-        """`next_round` of a rank that still works on another one: waits until nothing could be added to the round any more, so
-        that asking early cuts a step no finer. Once any rank waits for it, it is made of what is ready."""
+        """`next_rounds` of a rank that still works on another one: waits until nothing could be added to the round any more, so
+        that asking early cuts a step no finer. Once any rank waits for it (`round_needed`), it is made of what is ready."""
 
         def made() -> dict[str, Any] | None:
-            return self._round(stream, member, incarnation, rank, index, step, full=True)
+            return self._rounds(stream, member, incarnation, rank, index, step, full=True)
 
         return await self._until(member, incarnation, made, wakes.ROUNDS)
 
-    def _round(
-        self,
-        stream: str,
-        member: str,
-        incarnation: int,
-        rank: int,
-        index: int,
-        step: int | None,
-        *,
-        full: bool = False,
+    @endpoint
+    async def round_needed(self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int) -> None:
+        """A rank that asked for this round ahead waits for it by now; returns when it is there, or none comes any more."""
+
+        def planned() -> dict[str, Any] | None:
+            return {} if self._planned(stream, member, incarnation, index, step, full=False) is not None else None
+
+        await self._until(member, incarnation, planned, wakes.ROUNDS)
+
+    def _rounds(
+        self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None, *, full: bool = False
     ) -> dict[str, Any] | None:
+        found = self._planned(stream, member, incarnation, index, step, full=full)
+        if not found:
+            return None if found is None else {"end": True}  # the same for every rank: one plan is for all of them
+        return {"rounds": [round_of(self.index, made, rank) for made in found]}
+
+    def _planned(
+        self, stream: str, member: str, incarnation: int, index: int, step: int | None, *, full: bool
+    ) -> list[Round] | None:
+        """Round `index` and those behind it, planned now if need be; none where no more come, None while there are none."""
         rounds = self.index.rounds
         scope = f"{member}.{incarnation}" if step is None else rounds.train_scope(stream, step)
         found = rounds.find(stream, scope, index)
-        if found is None and (self.index.done or self._draining):
-            return {"end": True}  # the same for every rank: rounds that one of them has are planned for all
-        if found is None:
-            planned = self._plan(stream, member, incarnation, step, full=full)
-            if planned:
-                self._emit({"event": "rounds", "rounds": planned})
-            found = rounds.find(stream, scope, index)
-        if found is None:
-            return None
-        return {"round": round_of(self.index, found, rank)}
+        if found or self.index.done or self._draining:
+            return found
+        planned = self._plan(stream, member, incarnation, step, full=full)
+        if planned:
+            self._emit({"event": "rounds", "rounds": planned})
+        return rounds.find(stream, scope, index) or None
 
     def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Event]:
         planned = self.index.plan_rounds(stream, member, incarnation, step, full=full)
@@ -508,9 +519,8 @@ class Coordinator(PartitionEndpoints, Actor):
     def _output_bytes(self, spans: list[Span], spec: Stream) -> int:
         if not spans:
             return 0
-        rows = [self.index.groups[g].rows[s] for g, first, count in spans for s in range(first, first + count)]
-        tokens = max([row.response for row in rows])
-        return worst_case_bytes(len(rows), [(name, spec.output_bytes_per_token, tokens) for name in spec.outputs])
+        tokens = max([max(self.index.groups[g].info[RESPONSE][first : first + n]) for g, first, n in spans])
+        return worst_case_bytes(num_rows(spans), [(name, spec.output_bytes_per_token, tokens) for name in spec.outputs])
 
     @endpoint
     async def ack(self, member: str, incarnation: int, key: str, rank: int) -> None:
@@ -674,26 +684,49 @@ class Coordinator(PartitionEndpoints, Actor):
 
     # ---- events and waiting -----------------------------------------------------------------------------------------
 
-    def _journal_and_apply(self, events: list[Event]) -> set[str]:
-        """The topics of `wakes` that these events can help."""
-        self._journal.append(events)
-        for event in events:
-            self.index.apply(event)
-            if event["event"] == "put" and "info" in event:
-                self._put_at |= dict.fromkeys((span[0] for span in event["spans"]), self._clock())
+    def _apply(self, events: Iterable[Event]) -> set[str]:
+        """The topics of `wakes` that these events can help. Nothing of them leaves the process before `_write`."""
         topics: set[str] = set()
         for event in events:
-            owner = self.index.space.owner(event["ring"]) if event["event"] == "put" else None
+            self.index.apply(event)
+            owner = None
+            if event["event"] == "put":
+                owner = self.index.space.owner(event["ring"])
+                if "info" in event:
+                    self._put_at |= dict.fromkeys((span[0] for span in event["spans"]), self._clock())
             topics.update(wakes.helped(event, owner))
+            self._unwritten.append(event)
         for name, tail in self.index.freed():
-            self._rings.release(name, tail)
+            self._freed[name] = tail
             topics |= {wakes.ROUNDS, wakes.lease(self.index.space.rings[name].owner)}
+        return topics
+
+    def _write(self) -> None:
+        """Journal what was applied, and let its effects go."""
+        if self._unwritten:
+            self._journal.append(self._unwritten)
+            self._unwritten = []
+            for name, tail in self._freed.items():
+                self._rings.release(name, tail)
+            self._freed.clear()
+
+    def _journal_and_apply(self, events: list[Event]) -> set[str]:
+        topics = self._apply(events)
+        self._write()
         return topics
 
     def _emit(self, *events: Event) -> None:
         topics = self._journal_and_apply(list(events))
         self._drop_idle_overflow()
         self._wakes.wake(topics)
+
+    def _seen(self, puts: list[Event]) -> None:
+        """Records became visible. Whoever waits for them is asked first, so that one write journals them and what they led to;
+        a coordinator that dies before it finds them in their ring again."""
+        self._wakes.wake(self._apply(puts))
+        self._wakes.ask()
+        self._write()
+        self._drop_idle_overflow()
 
     def _report(self, kind: str, data: dict[str, Any]) -> None:
         self._reports.put_nowait((kind, data))
@@ -703,8 +736,14 @@ class Coordinator(PartitionEndpoints, Actor):
     ) -> dict[str, Any]:
         """Ask again after every event that helps one of the topics (any event without topics) until there is an answer; the
         caller's deadline cancels this."""
-        self._fence(member, incarnation)
-        while (result := answer()) is None:
-            await self._wakes.wait(*topics)
+
+        def asked() -> dict[str, Any] | None:
             self._check_alive(member, incarnation)
+            return answer()
+
+        self._fence(member, incarnation)
+        result = answer()
+        if result is None:
+            result = await self._wakes.wait(asked, *topics)
+        self._write()
         return result

@@ -4,7 +4,8 @@ Owns the record that the index keeps of a group, and which puts it takes: the fi
 and for each column of a sample. Does not own when a group changes its state (`index.py`) or where memory is (`space.py`).
 
     group 7, epoch 1, running      media   {"pixel_values": place, ...}         one record for all samples
-                                   rows    0: lengths, reward, versions  1: ...
+                                   known   0b011: samples 0 and 1
+                                   info   [[length of 0, of 1, ...], [response of 0, ...], rewards, oldest, newest versions]
                                    parts   [columns, first sample, count, place], ...     one a record and run of samples
     place = [ring, position, sequence, row in the record]
 
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from rondo.comm.spans import runs, samples
+from rondo.comm.spans import members, runs, samples
 
 LIVE = ("waiting", "running", "ready")
 SETTLED = ("trained", "filtered", "surplus", "failed", "quarantined")
@@ -26,14 +27,9 @@ Place = list[Any]  # [ring, position, sequence, row in the record]
 Part = list[Any]  # [columns, first sample, how many samples, place of the first one]
 
 
-class Row(NamedTuple):
-    """One sample: lengths in tokens, reward, and the policy versions of its tokens."""
-
-    length: int
-    response: int
-    reward: float
-    oldest: int
-    newest: int
+INFO = ("length", "response", "reward", "oldest", "newest")
+"""What is said of a sample: tokens, tokens of the response, reward, and the oldest and newest policy version of its tokens."""
+LENGTH, RESPONSE, REWARD, OLDEST, NEWEST = range(len(INFO))
 
 
 @dataclass(slots=True)
@@ -43,12 +39,14 @@ class Group:
     id: int
     step: int
     position: int
+    num_samples: int
     state: str = "waiting"
     epoch: int = 0
     holder: str | None = None
     rank: int = 0  # of the holder's, which generates it
-    rows: dict[int, Row] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)  # where the columns of the rows lie
+    known: int = 0  # the set of samples that were put
+    info: list[list[Any]] = field(default_factory=list)  # INFO by its parts, a value a sample; none before the first put
+    parts: list[Part] = field(default_factory=list)  # where the columns of the samples lie
     have: dict[str, int] = field(default_factory=dict)  # column -> the set of samples that have it
     media: dict[str, Place] = field(default_factory=dict)
     encoder: int = 0  # positions that encoders take for the media
@@ -60,10 +58,18 @@ class Group:
     def reservation(self) -> str:
         return f"group.{self.id}.{self.epoch}"
 
-    def costs(self) -> list[int]:
-        """What each sample costs a micro-batch: its tokens, and its share of the encoders' positions."""
-        share = -(-self.encoder // len(self.rows)) if self.encoder else 0
-        return [row.length + share for _, row in sorted(self.rows.items())]
+    @property
+    def whole(self) -> bool:
+        """Whether every sample was put."""
+        return self.known == samples(0, self.num_samples)
+
+    def costs(self) -> Sequence[int]:
+        """What each sample of a whole group costs a micro-batch: its tokens, and its share of the encoders' positions."""
+        lengths = self.info[LENGTH]
+        if not self.encoder:
+            return lengths
+        share = -(-self.encoder // self.num_samples)
+        return [length + share for length in lengths]
 
     # ---- puts -------------------------------------------------------------------------------------------------------
 
@@ -75,32 +81,46 @@ class Group:
         return True
 
     def take_samples(
-        self, first: int, columns: Sequence[str], epoch: int, info: Sequence[Sequence[Any]], place: Place
+        self, first: int, count: int, columns: Sequence[str], epoch: int, info: Sequence[Sequence[Any]], place: Place
     ) -> int:
         """Finished samples from the holder of the lease, `first` and those after it, the first of them at `place`; how many
-        were taken. Those that come too late, or for the second time, are not."""
+        were taken. Those that come too late, or for the second time, are not. `info` are of the rows of the whole record."""
         if not self._held(epoch):
             return 0
-        fresh = [first + i for i in range(len(info)) if first + i not in self.rows]
-        self.rows.update([(sample, Row._make(info[sample - first])) for sample in fresh])
-        whole = len(fresh) == len(info)
-        self._place(columns, first, samples(first, len(info)) if whole else _set_of(fresh), place)
-        return len(fresh)
+        if not self.info:
+            self.info = [[0] * self.num_samples for _ in INFO]
+        fresh = samples(first, count) & ~self.known
+        row = place[-1] - first
+        for at, num in runs(fresh):
+            for i, values in enumerate(info):
+                self.info[i][at : at + num] = values[row + at : row + at + num]
+        self.known |= fresh
+        self._place(columns, first, fresh, place)
+        return fresh.bit_count()
 
     def take_columns(self, first: int, count: int, columns: Sequence[str], place: Place) -> int:
         """Columns that another role made of samples; for how many of these at least one was new. None in a settled group."""
-        known = samples(first, count) & _set_of(self.rows)
-        if self.state not in LIVE or not known:
+        wanted = samples(first, count) & self.known
+        if self.state not in LIVE or not wanted:
             return 0
-        return self._place(columns, first, known, place).bit_count()
+        return self._place(columns, first, wanted, place).bit_count()
 
     def forget_puts(self) -> None:
         """The memory of everything that was put is gone."""
-        self.rows, self.parts, self.have, self.media, self.encoder, self.records = {}, [], {}, {}, 0, []
+        self.known, self.info, self.parts, self.have = 0, [], [], {}
+        self.media, self.encoder, self.records = {}, 0, []
 
-    def complete(self, columns: Iterable[str], num_samples: int) -> bool:
+    def info_of(self, sample: int) -> tuple[Any, ...]:
+        """`INFO` of one sample that was put."""
+        return tuple(values[sample] for values in self.info)
+
+    def numbers(self) -> list[int]:
+        """The samples that were put, in order."""
+        return members(self.known)
+
+    def complete(self, columns: Iterable[str]) -> bool:
         """Whether every sample of the group has these columns."""
-        whole = samples(0, num_samples)
+        whole = samples(0, self.num_samples)
         return all(self.have.get(name, 0) == whole for name in columns)
 
     def place(self, sample: int, column: str) -> Place | None:
@@ -133,16 +153,12 @@ class Group:
     def dump(self) -> dict[str, Any]:
         """Plain JSON; `Group.load(dump())` is an equal group."""
         fields = {name: getattr(self, name) for name in Group.__slots__}
-        rows = [[sample, *row] for sample, row in self.rows.items()]
         have = {name: f"{chosen:x}" for name, chosen in self.have.items()}  # JSON knows no integers of many bits
-        return {**fields, "rows": rows, "have": have, "parts": list(self.parts), "records": list(self.records)}
+        info = [list(values) for values in self.info]
+        changed = {"known": f"{self.known:x}", "have": have, "info": info}
+        return {**fields, **changed, "parts": list(self.parts), "records": list(self.records)}
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Group:
-        rows = {sample: Row._make(values) for sample, *values in fields["rows"]}
         have = {name: int(chosen, 16) for name, chosen in fields["have"].items()}
-        return cls(**{**fields, "rows": rows, "have": have})
-
-
-def _set_of(numbers: Iterable[int]) -> int:
-    return sum([1 << sample for sample in numbers])
+        return cls(**{**fields, "known": int(fields["known"], 16), "have": have})

@@ -18,21 +18,18 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.comm.group import LIVE, SETTLED, Group
+from rondo.comm.group import LIVE, OLDEST, SETTLED, Group
 from rondo.comm.journal import Event
 from rondo.comm.partitions.fold import Partitions
 from rondo.comm.records import GROUP_BLOB
 from rondo.comm.rounds import Rounds, Stream, mini_batch_of
 from rondo.comm.space import Space
 from rondo.comm.versions import Versions
-
-_OLDEST = operator.attrgetter("oldest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class Index:
         self.evaluations: dict[str, Event] = {}
         self.space = Space()
         self.versions = Versions(rules.num_slots)
-        self.rounds = Rounds(rules.streams, rules.samples_per_group)
+        self.rounds = Rounds(rules.streams)
         self.partitions = Partitions()
         self._freed: list[tuple[str, int]] = []
         # Found again from the groups: what is asked for often, without a scan.
@@ -105,7 +102,7 @@ class Index:
         self.attempt = event["attempt"]
         self.members.clear()
         self.space, self.versions = Space(), Versions(self.rules.num_slots)
-        self.rounds = Rounds(self.rules.streams, self.rules.samples_per_group)
+        self.rounds = Rounds(self.rules.streams)
         self.partitions.forget_all()
         for group in self._outstanding():
             self._hold(group, None)
@@ -154,7 +151,7 @@ class Index:
         self.rounds.join(event["stream"], event["member"], event["ranks"], event["tokens"])
 
     def _on_admit(self, event: Event) -> None:
-        group = Group(event["group"], event["step"], event["position"])
+        group = Group(event["group"], event["step"], event["position"], self.rules.samples_per_group)
         self.groups[group.id] = group
         self.steps.setdefault(group.step, []).append(group.id)
         self.next_group, self.next_position = group.id + 1, event["position"] + 1
@@ -190,7 +187,7 @@ class Index:
         self.space.record(ring, pos, event["bytes"], len(touched), event["reservation"], event["entries"])
         for group in touched.values():
             group.records.append([ring, pos])
-            if group.state == "running" and len(group.rows) == self.rules.samples_per_group:
+            if group.state == "running" and group.whole:
                 self.space.release(group.reservation())
                 self._hold(group, None)
                 self.consecutive_filtered = 0
@@ -213,13 +210,14 @@ class Index:
         """The rows of a record from `row` on, as many of them as are the first of their kind: media, samples, or derived
         columns (they have no info)."""
         columns, place = event["columns"], [event["ring"], event["pos"], event["seq"], row]
-        if first < 0 and not (first == GROUP_BLOB and count == 1 and "info" in event):
+        media = first == GROUP_BLOB and count == 1 and "info" in event
+        if not media and not 0 <= first <= first + count <= group.num_samples:
             return 0  # no sample has such a number; a fold takes any record, since it has been journalled
         if "info" not in event:
             return group.take_columns(first, count, columns, place)
-        if first == GROUP_BLOB:
-            return int(group.take_media(columns, event["epoch"], event["info"][row][0], place))
-        return group.take_samples(first, columns, event["epoch"], event["info"][row : row + count], place)
+        if media:
+            return int(group.take_media(columns, event["epoch"], event["info"][0][row], place))
+        return group.take_samples(first, count, columns, event["epoch"], event["info"], place)
 
     def _on_lose(self, event: Event) -> None:
         """A lease ended without progress. The memory stays reserved until its holder abandons it or is proved dead."""
@@ -275,7 +273,7 @@ class Index:
             if group is None or group.state not in LIVE:
                 continue
             if group_id in trained:
-                for oldest, count in Counter(map(_OLDEST, group.rows.values())).items():
+                for oldest, count in Counter(group.info[OLDEST]).items():
                     self.staleness[step - oldest] = self.staleness.get(step - oldest, 0) + count
                 self._end(group, "trained")
             else:  # what its holder has reserved stays so until it is abandoned
@@ -481,7 +479,7 @@ class Index:
         Where a prompt has no media, its first sample uses up their room.
         """
         media = [self.rules.media_bytes] if self.rules.media_bytes and not group.media else []
-        return media + [self.rules.row_bytes] * (self.rules.samples_per_group - len(group.rows))
+        return media + [self.rules.row_bytes] * (group.num_samples - group.known.bit_count())
 
     def starving(self) -> str:
         """Why the oldest step can never fill, or empty while it can."""
@@ -535,6 +533,6 @@ class Index:
             index._list(group)
         index.space = Space.load(state["space"])
         index.versions = Versions.load(state["versions"])
-        index.rounds = Rounds.load(rules.streams, rules.samples_per_group, state["rounds"])
+        index.rounds = Rounds.load(rules.streams, state["rounds"])
         index.partitions = Partitions.load(state["partitions"])
         return index

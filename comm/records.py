@@ -6,15 +6,16 @@ Owns the layout, its sizes and its checks; not where records go (`ring.py`) and 
                                                ^ payload, 64-byte aligned; the rows of a column lie end to end
 
 Rows are jagged: a column has one array a row, of any shape; empty and 0-d arrays are fine. The descriptor names the
-rows, and for every column its dtype, its offset from the payload and the shape of each row. Sizes come from the shapes
-alone, and `num_bytes` counts the whole record as it lies in the ring, a multiple of 64.
+rows as spans (`spans.py`), and for every column its dtype, its offset from the payload and the shape of each row (lengths are
+written once for all columns that have the same). Sizes come from the shapes alone, and `num_bytes` counts the whole record as
+it lies in the ring, a multiple of 64.
 
 Invariant: nothing is read out of a record before its magic, its position and the CRC-32 over header and descriptor
 agree. Payload bytes carry no checksum here: shared memory does not lose bits, and generations catch what is
 overwritten.
 
     columns = [Column("tokens", "int32", [np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)])]
-    record_bytes([(7, 0), (7, 1)], columns)  # two rows: samples 0 and 1 of group 7
+    record_bytes([(7, 0, 2)], columns)  # two rows: samples 0 and 1 of group 7
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import orjson
 
+from rondo.comm.spans import num_rows
 from rondo.runtime.errors import CorruptData
 
 ALIGN_BYTES = 64
@@ -50,9 +54,9 @@ _SHORT_ROW_BYTES = 64 * 1024
 _JOINED_BYTES = 64 * 1024
 _GATHER_BYTES = 8 * 1024 * 1024
 
-# Upper bounds of JSON text, in bytes. A shape of 4 dimensions below 10**10 has at most 46 with its comma.
+# Upper bounds of JSON text, in bytes. A shape of 4 dimensions below 10**10 has at most 46 with its comma; a length is shorter.
 _SHAPE_BYTES = 48
-_ROW_ID_BYTES = 44
+_SPAN_BYTES = 46  # of one row; a span of several has fewer than as many of one
 _NUMBER_BYTES = 20
 _DTYPE_BYTES = 16
 
@@ -73,18 +77,24 @@ class Column:
 
 
 class ColumnLayout(NamedTuple):
-    """Where a column lies: `offset` bytes from the payload, rows end to end in the order of `shapes`."""
+    """Where a column lies: `offset` bytes from the payload, rows end to end in the order of `lengths`, or of `shapes` where
+    some row has not exactly one dimension."""
 
     name: str
     dtype: str
     offset: int
-    shapes: list[list[int]]
+    lengths: list[int] | None
+    shapes: list[list[int]] | None = None
+
+    def sizes(self) -> list[int]:
+        """Elements of every row."""
+        return self.lengths if self.lengths is not None else [prod(shape) for shape in self.shapes or ()]
 
 
 class Descriptor(NamedTuple):
-    """What a record says about itself. `rows` are [group, sample]; `payload` is its offset in the record, in bytes."""
+    """What a record says about itself. `spans` name its rows; `payload` is its offset in the record, in bytes."""
 
-    rows: list[list[int]]
+    spans: list[list[int]]
     epoch: int
     attempt: int
     seq: int
@@ -118,28 +128,34 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def plan(rows: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None) -> Plan:
+def plan(spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None) -> Plan:
     """Lay out a record. Raises ValueError for what no record can hold."""
-    num_rows = len(rows)
-    if not num_rows:
+    n = num_rows(spans)
+    if n < 1:
         raise ValueError("a record must have at least one row, got none.")
-    layouts: list[tuple[str, str, int, list[tuple[int, ...]]]] = []
+    layouts: list[tuple[Any, ...]] = []
     extents: list[tuple[int, int]] = []
     offset = 0
     for column in columns:
         arrays, dtype = column.arrays, STORAGE.get(column.dtype)
         # Most arrays have the very dtype object; comparing others costs more.
-        if len(arrays) != num_rows or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype] or dtype is None:
-            raise ValueError(_column_fault(column, num_rows))
-        layouts.append((column.name, column.dtype, offset, [array.shape for array in arrays]))
-        num_bytes = sum([array.nbytes for array in arrays])
+        if len(arrays) != n or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype] or dtype is None:
+            raise ValueError(_column_fault(column, n))
+        if [array.ndim for array in arrays].count(1) == n:
+            lengths = [len(array) for array in arrays]
+            same = next((i for i, layout in enumerate(layouts) if layout[3] == lengths), lengths)
+            layouts.append((column.name, column.dtype, offset, same))
+            num_bytes = sum(lengths) * dtype.itemsize
+        else:
+            layouts.append((column.name, column.dtype, offset, None, [array.shape for array in arrays]))
+            num_bytes = sum([array.nbytes for array in arrays])
         extents.append((offset, num_bytes))
         offset = align(offset + num_bytes)
-    descriptor = orjson.dumps({"rows": rows, "columns": layouts, "meta": meta or {}}, option=_JSON)
+    descriptor = orjson.dumps({"spans": spans, "columns": layouts, "meta": meta or {}}, option=_JSON)
     names = {layout[0] for layout in layouts}
     if len(names) != len(layouts) or (
-        len(descriptor) > _descriptor_limit(num_rows, names, 0)
-        and len(descriptor) > _descriptor_limit(num_rows, names, len(orjson.dumps(meta or {}, option=_JSON)))
+        len(descriptor) > _descriptor_limit(n, names, 0)
+        and len(descriptor) > _descriptor_limit(n, names, len(orjson.dumps(meta or {}, option=_JSON)))
     ):
         raise ValueError(_record_fault(columns, len(descriptor)))
     payload = align(HEADER_BYTES + len(descriptor))
@@ -147,13 +163,13 @@ def plan(rows: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping
 
 
 def record_bytes(
-    rows: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None
+    spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None
 ) -> int:
     """Exactly what a put of these takes in a ring, in bytes, without the pad that may stand before it."""
-    return plan(rows, columns, meta).num_bytes
+    return plan(spans, columns, meta).num_bytes
 
 
-def worst_case_bytes(num_rows: int, columns: Iterable[tuple[str, int, int]], meta_bytes: int = 1024) -> int:
+def worst_case_bytes(n: int, columns: Iterable[tuple[str, int, int]], meta_bytes: int = 1024) -> int:
     """An upper bound of `record_bytes` for records not made yet.
 
     `columns` are (name, itemsize in bytes, most elements a row); a record may leave columns out. `meta_bytes` bounds
@@ -161,8 +177,8 @@ def worst_case_bytes(num_rows: int, columns: Iterable[tuple[str, int, int]], met
     one row.
     """
     columns = list(columns)
-    extents = sum(align(num_rows * itemsize * max_elements) for _, itemsize, max_elements in columns)
-    descriptor = _descriptor_limit(num_rows, [name for name, _, _ in columns], meta_bytes)
+    extents = sum(align(n * itemsize * max_elements) for _, itemsize, max_elements in columns)
+    descriptor = _descriptor_limit(n, [name for name, _, _ in columns], meta_bytes)
     return align(HEADER_BYTES + descriptor) + extents
 
 
@@ -250,28 +266,42 @@ def read_generation(view: memoryview, at: int) -> tuple[int, int]:
 def read_descriptor(header: Header, descriptor: memoryview) -> Descriptor:
     """Decode what `read_header` checked. Nothing in it points into the ring any more."""
     fields = orjson.loads(descriptor)
-    columns = [ColumnLayout._make(layout) for layout in fields["columns"]]
+    columns: list[ColumnLayout] = []
+    for name, dtype, offset, lengths, *shapes in fields["columns"]:
+        same = columns[lengths].lengths if type(lengths) is int else lengths
+        columns.append(ColumnLayout(name, dtype, offset, same, *shapes))
     payload = align(HEADER_BYTES + header.descriptor_bytes)
-    return Descriptor(fields["rows"], header.epoch, header.attempt, header.seq, columns, fields["meta"], payload)
+    return Descriptor(fields["spans"], header.epoch, header.attempt, header.seq, columns, fields["meta"], payload)
 
 
-def _descriptor_limit(num_rows: int, names: Iterable[str], meta_bytes: int) -> int:
-    limit = len(b'{"rows":[],"columns":[],"meta":}') + meta_bytes + num_rows * _ROW_ID_BYTES
+def column_arrays(payload: np.ndarray, layout: ColumnLayout) -> list[np.ndarray]:
+    """Views of a column, one a row in its shape, of the payload (uint8) that it lies in."""
+    dtype = STORAGE[layout.dtype]
+    whole = payload.view(dtype)  # its length, like every offset, is a multiple of 64 bytes
+    ends = accumulate(layout.sizes(), initial=layout.offset // dtype.itemsize)
+    arrays = [whole[start:end] for start, end in pairwise(ends)]
+    if layout.shapes is not None:
+        arrays = [array.reshape(shape) for array, shape in zip(arrays, layout.shapes, strict=True)]
+    return arrays
+
+
+def _descriptor_limit(n: int, names: Iterable[str], meta_bytes: int) -> int:
+    limit = len(b'{"spans":[],"columns":[],"meta":}') + meta_bytes + n * _SPAN_BYTES
     for name in names:
-        limit += _column_bytes(name) + num_rows * _SHAPE_BYTES
+        limit += _column_bytes(name) + n * _SHAPE_BYTES
     return limit
 
 
 @cache
 def _column_bytes(name: str) -> int:
-    return len(b'[,"",,[]],') + len(orjson.dumps(name)) + _DTYPE_BYTES + _NUMBER_BYTES
+    return len(b'[,"",,null,[]],') + len(orjson.dumps(name)) + _DTYPE_BYTES + _NUMBER_BYTES
 
 
-def _column_fault(column: Column, num_rows: int) -> str:
+def _column_fault(column: Column, n: int) -> str:
     if column.dtype not in STORAGE:
         return f"the dtype of column {column.name} must be one of {', '.join(STORAGE)}, got {column.dtype}."
-    if len(column.arrays) != num_rows:
-        return f"column {column.name} must have one array a row, got {len(column.arrays)} for {num_rows} rows."
+    if len(column.arrays) != n:
+        return f"column {column.name} must have one array a row, got {len(column.arrays)} for {n} rows."
     wanted = STORAGE[column.dtype]
     row, found = next((row, array.dtype) for row, array in enumerate(column.arrays) if array.dtype != wanted)
     return f"arrays of column {column.name} ({column.dtype}) must have dtype {wanted}, got {found} in row {row}."

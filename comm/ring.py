@@ -29,7 +29,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,11 +38,11 @@ from rondo.comm.records import (
     HEADER_BYTES,
     PAD,
     RECORD,
-    STORAGE,
     Column,
     ColumnLayout,
     Descriptor,
     Header,
+    column_arrays,
     plan,
     read_descriptor,
     read_generation,
@@ -51,6 +50,7 @@ from rondo.comm.records import (
     write_header,
     write_payload,
 )
+from rondo.comm.spans import num_rows
 from rondo.comm.words import Words, ring_doorbell
 from rondo.runtime.errors import CorruptData, OutOfSpace
 
@@ -181,7 +181,7 @@ class RingWriter(RingLog):
 
     def put(
         self,
-        rows: Sequence[Sequence[int]],
+        spans: Sequence[Sequence[int]],
         columns: Sequence[Column],
         *,
         epoch: int,
@@ -190,10 +190,10 @@ class RingWriter(RingLog):
     ) -> RecordRef:
         """Copy one record in, show it and ring the doorbell. Never waits.
 
-        `rows` are (group, sample), `columns` have one array a row (`records.py`). Raises ValueError for columns that
+        `spans` name its rows (`spans.py`), `columns` have one array a row (`records.py`). Raises ValueError for columns that
         contradict rows or dtypes, OutOfSpace when the record does not fit: a put without a reservation.
         """
-        record = plan(rows, columns, meta)
+        record = plan(spans, columns, meta)
         head = self.head
         pos = place(self.capacity, head, record.num_bytes)
         if pos + record.num_bytes > self.tail + self.capacity:
@@ -213,7 +213,7 @@ class RingWriter(RingLog):
         if self._doorbell_fd is not None:
             ring_doorbell(self._doorbell_fd)
         self._num_records += 1
-        self._num_rows += len(rows)
+        self._num_rows += num_rows(spans)
         self._num_bytes += record.num_bytes
         return RecordRef(self.name, pos, seq, record.num_bytes)
 
@@ -287,11 +287,11 @@ class Record:
         self._rows_of: dict[str, list[np.ndarray]] = {}
 
     def arrays(self, name: str) -> list[np.ndarray]:
-        """The column `name`, one array a row in the order of `descriptor.rows`. Raises KeyError for an unknown
+        """The column `name`, one array a row in the order of `descriptor.spans`. Raises KeyError for an unknown
         column."""
         arrays = self._rows_of.get(name)
         if arrays is None:
-            arrays = self._rows_of[name] = self._views(self._layout(name))
+            arrays = self._rows_of[name] = column_arrays(self._payload, self._layout(name))
         return arrays
 
     def column(self, name: str, row: int) -> np.ndarray:
@@ -311,17 +311,6 @@ class Record:
                 return layout
         held = ", ".join(layout.name for layout in self.descriptor.columns)
         raise KeyError(f"column {name} must be in the record, which has {held or 'none'}.")
-
-    def _views(self, layout: ColumnLayout) -> list[np.ndarray]:
-        dtype, shapes = STORAGE[layout.dtype], layout.shapes
-        sizes = [shape[0] if len(shape) == 1 else prod(shape) for shape in shapes]
-        whole = self._payload[layout.offset : layout.offset + sum(sizes) * dtype.itemsize].view(dtype)
-        arrays, start = [], 0
-        for shape, size in zip(shapes, sizes, strict=True):
-            array = whole[start : start + size]
-            arrays.append(array if len(shape) == 1 else array.reshape(shape))
-            start += size
-        return arrays
 
 
 class RingView(RingLog):

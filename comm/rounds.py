@@ -34,6 +34,9 @@ from rondo.comm.group import Group
 from rondo.comm.journal import Event
 from rondo.comm.spans import Span
 
+MOST_ROUNDS = 8
+"""How many rounds are planned at once, where so many are full, and handed out with one answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -109,8 +112,7 @@ class _Lane:
 
 
 class Rounds:
-    def __init__(self, streams: Sequence[Stream], samples_per_group: int) -> None:
-        self.samples_per_group = samples_per_group
+    def __init__(self, streams: Sequence[Stream]) -> None:
         self.lanes = {spec.name: _Lane(spec) for spec in streams}
         self._by_key: dict[str, Round] = {}
         self._pins: dict[int, set[str]] = {}
@@ -120,10 +122,10 @@ class Rounds:
     def offer(self, group: Group) -> None:
         """Tell every stream what is visible of a group; those whose inputs are complete list it as ready. Idempotent."""
         for lane in self.lanes.values():
-            if group.id in lane.taken or not group.complete(lane.spec.inputs, self.samples_per_group):
+            if group.id in lane.taken or not group.complete(lane.spec.inputs):
                 continue
             lane.taken.add(group.id)
-            if not lane.spec.outputs or not group.complete(lane.spec.outputs, self.samples_per_group):
+            if not lane.spec.outputs or not group.complete(lane.spec.outputs):
                 lane.list_ready(group.step, group.id)
 
     def withdraw(self, group: int, step: int) -> None:
@@ -141,7 +143,7 @@ class Rounds:
             return []
         # A group alone: who shares a micro-batch with whom depends on when they were ready.
         ready = itertools.islice(lane.in_order(), 1) if lane.spec.fixed else lane.in_order()
-        batches = self._batches(lane, ready, groups, member)
+        batches, _ = self._batches(lane, ready, groups, member)
         step = min(lane.ready)  # the oldest ready group is always among the chosen
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
         return [_event(lane.spec, scope, first + i, step, member, spans) for i, spans in enumerate(batches)]
@@ -157,17 +159,19 @@ class Rounds:
         *,
         full: bool = False,
     ) -> list[Event]:
-        """The next rounds of a step for the training group, all of one update, or [] when no further group is ready and certain.
+        """The next rounds of a step for the training group, all of one update, or [] when no further group is ready and certain:
+        those to which nothing could be added, at most about `MOST_ROUNDS`; where there is none, the one that is begun.
 
         certain: for each mini-batch, the ready groups that certainly belong to it, in admission order, of a `fixed` stream only
         those that no other survivor stands before; needed: groups of a whole step; groups: all living ones.
-        full: [] too while another group may still fit, as always in a `fixed` stream.
+        full: not one that is only begun, as always in a `fixed` stream.
         """
         lane = self.lanes[stream]
         scope = self.train_scope(stream, step)
         sizes = mini_batch_sizes(needed, lane.spec.mini_batches)
         num_updates = lane.spec.passes * len(sizes)
         covered = lane.covered.get(scope, {})
+        full = full or lane.spec.fixed
         update = next((u for u in range(num_updates) if len(covered.get(u, ())) < sizes[u % len(sizes)]), num_updates)
         if update == num_updates:
             return []
@@ -179,20 +183,29 @@ class Rounds:
                 fresh = list(itertools.takewhile(ready.__contains__, left))
             if not fresh or (lane.spec.whole_step and not self._is_whole(ready, covered, certain, needed)):
                 return []
-            batches = self._batches(lane, fresh, groups, member)
+            missing = sizes[update] - len(covered.get(update, ()))
+            batches, missing = self._train_batches(lane, fresh, missing, groups, member, full=full)
         else:
-            fresh = []
-            batches = self._batches_again(lane, scope, update % len(sizes), groups, member)
-        chosen = {group for batch in batches for rank in batch for group, _, _ in rank}
-        whole = len(covered.get(update, set()) | chosen) == sizes[update % len(sizes)]
-        if (lane.spec.fixed or full) and not whole and len(chosen) == len(fresh):
-            return []  # the next group may still fit
+            batches, missing = self._batches_again(lane, scope, update % len(sizes), groups, member), 0
         first, final = lane.planned.get(scope, 0), update == num_updates - 1
-        ends = [whole and i == len(batches) - 1 for i in range(len(batches))]
+        ends = [not missing and i == len(batches) - 1 for i in range(len(batches))]
         return [
             _event(lane.spec, scope, first + i, step, member, spans, update=update, closes=end, last=end and final)
             for i, (spans, end) in enumerate(zip(batches, ends, strict=True))
         ]
+
+    def _train_batches(
+        self, lane: _Lane, fresh: list[int], missing: int, groups: Mapping[int, Group], member: str, *, full: bool
+    ) -> tuple[list[list[list[Span]]], int]:
+        """Micro-batches of the `fresh` groups, of an update that `missing` groups are left of; and how many are left then."""
+        batches: list[list[list[Span]]] = []
+        while fresh and len(batches) < MOST_ROUNDS:
+            made, num = self._batches(lane, fresh, groups, member)
+            if num == len(fresh) < missing and (full or batches):
+                break  # the next group may still fit
+            batches += made
+            fresh, missing = fresh[num:], missing - num
+        return batches, missing
 
     def _is_whole(
         self, ready: set[int], covered: Mapping[int, set[int]], certain: Sequence[Sequence[int]], needed: int
@@ -213,13 +226,13 @@ class Rounds:
 
     def _batches(
         self, lane: _Lane, ready: Iterable[int], groups: Mapping[int, Group], member: str
-    ) -> list[list[list[Span]]]:
-        """Micro-batches of the first ready groups that fill one for every rank; samples that share media stay together in a
-        stream that reads media."""
+    ) -> tuple[list[list[list[Span]]], int]:
+        """Micro-batches of the first ready groups that fill one for every rank, and how many groups these are; samples that
+        share media stay together in a stream that reads media."""
         ranks, tokens = lane.layouts[member]
         costs = fill(((id, groups[id].costs()) for id in ready), ranks * tokens)
         together = {id for id in costs if lane.spec.media and groups[id].media}
-        return micro_batches(costs, ranks, tokens, whole=lane.spec.whole_groups, together=together)
+        return micro_batches(costs, ranks, tokens, whole=lane.spec.whole_groups, together=together), len(costs)
 
     def may_train(self, stream: str, step: int) -> bool:
         """False where `plan_train` has nothing to look at."""
@@ -229,8 +242,11 @@ class Rounds:
     def train_scope(self, stream: str, step: int) -> str:
         return f"step{step}"
 
-    def find(self, stream: str, scope: str, index: int) -> Round | None:
-        return self.lanes[stream].rounds.get(scope, {}).get(index)
+    def find(self, stream: str, scope: str, index: int) -> list[Round]:
+        """Round `index` of a scope and those behind it, at most `MOST_ROUNDS`; none while it is not planned."""
+        rounds = self.lanes[stream].rounds.get(scope, {})
+        behind = itertools.takewhile(rounds.__contains__, range(index, index + MOST_ROUNDS))
+        return [rounds[i] for i in behind]
 
     def get(self, key: str) -> Round | None:
         return self._by_key.get(key)
@@ -330,8 +346,8 @@ class Rounds:
         }
 
     @classmethod
-    def load(cls, streams: Sequence[Stream], samples_per_group: int, state: dict[str, Any]) -> Rounds:
-        rounds = cls(streams, samples_per_group)
+    def load(cls, streams: Sequence[Stream], state: dict[str, Any]) -> Rounds:
+        rounds = cls(streams)
         for name, fields in state["lanes"].items():
             lane = rounds.lanes[name]
             lane.layouts, lane.planned = dict(fields["layouts"]), dict(fields["planned"])

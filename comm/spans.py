@@ -31,6 +31,13 @@ def spans_of(rows: Iterable[Sequence[int]]) -> list[Span]:
     return spans
 
 
+def spans_in(group: int, numbers: Sequence[int]) -> list[Span]:
+    """Samples of one group in their order."""
+    if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+        return [[group, numbers[0], len(numbers)]]
+    return spans_of([(group, number) for number in numbers])
+
+
 def rows_of(spans: Iterable[Sequence[int]]) -> list[RowId]:
     """Every row by itself, in order."""
     return [[group, sample] for group, first, count in spans for sample in range(first, first + count)]
@@ -66,3 +73,8 @@ def runs(chosen: int) -> Iterator[tuple[int, int]]:
         yield at + skipped, count
         at += skipped + count
         chosen >>= count
+
+
+def members(chosen: int) -> list[int]:
+    """The samples of a set, in order."""
+    return [sample for first, count in runs(chosen) for sample in range(first, first + count)]

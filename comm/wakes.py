@@ -1,19 +1,24 @@
 """Who waits at the coordinator for what, and which events can give it to them.
 
-Owns the waiting and the rule of who is asked again; not the answers. A waiter names the topics that its answer depends on, an
-event the topics that it can help; an event that is not listed here helps everybody, so that forgetting one costs time and not a
-lost wake-up.
+Owns the waiting and the rule whose question is asked again; not the answers. A question names the topics that its answer depends
+on, an event the topics that it can help; an event that is not listed here helps everybody, so that forgetting one costs time
+and not a lost wake-up.
 
     put in a replica's ring   -> rounds (a group may be ready), lease/rollout-0 (its reservation came back)
     commit                    -> everybody
 
-Invariant: a waiter registers in the same turn of the loop in which it found no answer, so no event falls in between.
+Questions are asked again on the loop's stack and not by the tasks that wait: a vain one costs a call, and what a put gives to
+whoever waits for it is known before the loop turns.
+
+Invariant: a question is listed in the same turn of the loop in which it found no answer, so no event falls in between; it is
+asked once more after every event that can help it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from rondo.comm.journal import Event
 
@@ -43,30 +48,35 @@ def helped(event: Event, owner: str | None) -> tuple[str, ...]:
 
 
 class Wakes:
-    """The waiters, on the loop that they wait on."""
+    """The questions that have no answer yet, on the loop that they wait on."""
 
     def __init__(self) -> None:
-        self._by_topic: dict[str, set[asyncio.Future[None]]] = {_ANYTHING: set()}
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._by_topic: dict[str, dict[_Question, None]] = {_ANYTHING: {}}
+        self._waiting: dict[_Question, None] = {}
+        self._woken: dict[_Question, None] = {}  # to be asked again, in order
+        self._asking = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def wait(self, *topics: str) -> None:
-        """Until something helps one of the topics; without any, until anything happens."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def wait(self, ask: Callable[[], Any], *topics: str) -> Any:
+        """What `ask` gives, or raises, when it is not None; asked again after what helps one of the topics, without any, after
+        anything."""
+        question = _Question(ask)
         topics = topics or (_ANYTHING,)
-        self._waiting.add(waiter)
+        self._waiting[question] = None
         for topic in topics:
-            self._by_topic.setdefault(topic, set()).add(waiter)
+            self._by_topic.setdefault(topic, {})[question] = None
         try:
-            await waiter
+            return await question.answer
         finally:
-            self._waiting.discard(waiter)
+            del self._waiting[question]
+            self._woken.pop(question, None)
             for topic in topics:
-                self._by_topic[topic].discard(waiter)
+                del self._by_topic[topic][question]
 
     def wake(self, topics: Iterable[str]) -> None:
+        """Have those asked again that these topics help: by `ask`, which the loop calls too."""
         named = set(topics)
         if not named:
             return
@@ -74,11 +84,42 @@ class Wakes:
             self.wake_all()
             return
         for topic in (*named, _ANYTHING):
-            for waiter in self._by_topic.get(topic, ()):
-                if not waiter.done():
-                    waiter.set_result(None)
+            self._wake(self._by_topic.get(topic, {}))
 
     def wake_all(self) -> None:
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._wake(self._waiting)
+
+    def _wake(self, questions: dict[_Question, None]) -> None:
+        if questions and not self._woken and not self._asking:
+            asyncio.get_running_loop().call_soon(self.ask)
+        self._woken.update(questions)
+
+    def ask(self) -> None:
+        """Ask everybody again who was woken, and who is by the answers of those."""
+        self._asking = True
+        try:
+            while self._woken:
+                question = next(iter(self._woken))
+                del self._woken[question]
+                question.ask_again()
+        finally:
+            self._asking = False
+
+
+class _Question:
+    __slots__ = ("_ask", "answer")
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask = ask
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def ask_again(self) -> None:
+        if self.answer.done():
+            return
+        try:
+            found = self._ask()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to whoever asked
+            self.answer.set_exception(error)
+            return
+        if found is not None:
+            self.answer.set_result(found)

@@ -50,7 +50,7 @@ def copy_samples(bus: Bus, state: Mapping[str, Any]) -> list[KeptSample]:
     kept: list[KeptSample] = []
     for fields in state["groups"]:
         group = Group.load(fields)
-        if group.state not in LIVE or not group.rows:
+        if group.state not in LIVE or not group.known:
             continue
         try:
             kept += _copies(bus, group)
@@ -60,7 +60,7 @@ def copy_samples(bus: Bus, state: Mapping[str, Any]) -> list[KeptSample]:
 
 
 def _copies(bus: Bus, group: Group) -> list[KeptSample]:
-    found: dict[int, dict[str, np.ndarray]] = {sample: {} for sample in group.rows}
+    found: dict[int, dict[str, np.ndarray]] = {sample: {} for sample in group.numbers()}
     for names, first, count, (ring, pos, seq, row) in group.parts:
         base = [name for name in names if name in BASE_COLUMNS]
         if not base:
@@ -72,7 +72,7 @@ def _copies(bus: Bus, group: Group) -> list[KeptSample]:
         if not record.valid():
             raise CorruptData(f"record {seq} at {pos} of {ring} must stay while it is copied, got another one there.")
     return [
-        KeptSample(group.id, group.position, sample, tuple(group.rows[sample]), columns)
+        KeptSample(group.id, group.position, sample, group.info_of(sample), columns)
         for sample, columns in found.items()
     ]
 

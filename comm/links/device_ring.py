@@ -76,7 +76,7 @@ class DeviceRecord:
         else:
             raise KeyError(f"column {name} must be in the record, which has no such column.")
         tensors, start = [], layout.offset
-        for shape in layout.shapes:
+        for shape in layout.shapes or [[length] for length in layout.lengths or ()]:
             end = start + prod(shape) * STORAGE[layout.dtype].itemsize
             tensors.append(self._payload[start:end].view(getattr(torch, layout.dtype)).view(shape))
             start = end

@@ -32,16 +32,17 @@ from rondo.comm.partitions.spec import load_sampler
 from rondo.comm.records import (
     HEADER_BYTES,
     RECORD,
-    STORAGE,
     Column,
     Descriptor,
     Header,
+    column_arrays,
     plan,
     read_descriptor,
     read_header,
     write_header,
     write_payload,
 )
+from rondo.comm.spans import num_rows as count_rows
 from rondo.runtime.errors import CorruptData
 
 ROWS, MANIFEST = "rows.bin", "manifest.json"
@@ -102,8 +103,9 @@ async def restore(part: Partition, folder: Path, *, rank: int = 0, ranks: int = 
             if _sum(columns) != descriptor.meta["sum"]:
                 raise CorruptData(f"record {number} of {folder / ROWS} must match its checksum, got another one.")
             meta = {name: value for name, value in descriptor.meta.items() if name != "sum"}
-            await part.put_record(columns, len(descriptor.rows), meta, deadline_s=deadline_s)
-            num_rows += len(descriptor.rows)
+            n = count_rows(descriptor.spans)
+            await part.put_record(columns, n, meta, deadline_s=deadline_s)
+            num_rows += n
     return num_rows
 
 
@@ -128,7 +130,7 @@ def _write(file: BinaryIO, batch: Batch, done: dict[str, Any], seq: int) -> None
     said = {name: getattr(batch, name) for name in _SAID if getattr(batch, name) is not None}
     meta = {**said, "json": [name for name in batch if batch.is_json(name)], "done": done, "sum": _sum(columns)}
     n = len(batch)
-    record = plan([(0, 0)] * n, columns, meta)
+    record = plan([(0, 0, n)], columns, meta)
     buffer = np.zeros(record.num_bytes, np.uint8)
     write_payload(record, columns, buffer[record.payload :], io.BytesIO())
     header = Header(RECORD, file.tell(), seq, record.num_bytes, len(record.descriptor), 0, 0)
@@ -152,16 +154,7 @@ def _records(file: BinaryIO, num_bytes: int) -> Iterator[tuple[Descriptor, np.nd
 
 
 def _columns(descriptor: Descriptor, payload: np.ndarray) -> list[Column]:
-    columns = []
-    for layout in descriptor.columns:
-        dtype = STORAGE[layout.dtype]
-        arrays, start = [], layout.offset
-        for shape in layout.shapes:
-            end = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            arrays.append(payload[start:end].view(dtype).reshape(shape))
-            start = end
-        columns.append(Column(layout.name, layout.dtype, arrays))
-    return columns
+    return [Column(layout.name, layout.dtype, column_arrays(payload, layout)) for layout in descriptor.columns]
 
 
 def _sum(columns: Sequence[Column]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rondo.comm.group import Group
@@ -17,6 +18,11 @@ STREAMS = (
     Stream("actor", ("tokens", "advantages", "log_probs"), kind="train", media=True),
 )
 BASE = ("tokens", "loss_mask")
+
+
+def by_part(info: Sequence[Sequence[float]]) -> list[list[float]]:
+    """What is said of samples, as a put's event has it: one list for each of `INFO`."""
+    return [list(values) for values in zip(*info, strict=True)]
 
 
 def rules(**changes: Any) -> Rules:
@@ -89,7 +95,7 @@ class Driver:
         at = found.epoch if epoch is None and found is not None else epoch
         self._put(
             f"ring/{member}/0", [[group, s] for s in samples], list(BASE), epoch=at, reservation=f"group.{group}.{at}",
-            info=[[10, 4, reward, 0, 0] for _ in samples],
+            info=by_part([[10, 4, reward, 0, 0] for _ in samples]),
         )  # fmt: skip
 
     def put_columns(self, key: str, rows: list[list[int]], columns: list[str], member: str) -> None:

@@ -54,7 +54,7 @@ async def scored(run: Served, groups: list[int]) -> None:
 
 
 def planned(run: Served, step: int, index: int) -> bool:
-    return run.coordinator.index.rounds.find("actor", f"step{step}", index) is not None
+    return bool(run.coordinator.index.rounds.find("actor", f"step{step}", index))
 
 
 def test_a_round_is_planned_early_only_when_nothing_could_be_added_to_it() -> None:
@@ -104,14 +104,14 @@ async def test_a_rank_that_is_idle_gets_what_is_ready_and_the_one_that_asked_ear
         put_group(rollout, first, [0, 1])
         async with aclosing(actor.stream("actor", tokens=2 * GROUP, step=0)) as rounds:
             assert [row.group for row in (await anext(rounds)).rows] == [first["group"]] * 2
-            early = asyncio.create_task(actor.call("round_ahead", "actor", 0, 1, 0))
+            early = asyncio.create_task(actor.call("rounds_ahead", "actor", 0, 1, 0))
             await until(lambda: waiters(run) == 2)
             put_group(rollout, second, [0, 1])
             await scored(run, [second["group"]])
             assert not planned(run, 0, 1)  # the third group fits beside it
             made = await anext(rounds)
             assert [row.group for row in made.rows] == [second["group"]] * 2
-            assert (await early)["round"]["spans"] == made.spans
+            assert (await early)["rounds"][0]["spans"] == made.spans
             put_group(rollout, third, [0, 1])
             assert (await anext(rounds)).last
 
@@ -135,21 +135,50 @@ async def test_an_end_that_is_told_early_is_the_end_of_the_rounds() -> None:
             assert await anext(rounds, None) is None
 
 
+async def for_ever(*_: int) -> None:
+    await asyncio.Event().wait()
+
+
 async def test_an_error_of_an_early_request_is_raised_to_whoever_takes_its_answer() -> None:
-    asked = []
-
     async def request(step: int, index: int, early: bool) -> int:
-        asked.append((step, index, early))
-        if early:
-            raise ConnectionError("gone")
-        await asyncio.Event().wait()
-        return 1
+        assert (step, index, early) == (0, 1, True)
+        raise ConnectionError("gone")
 
-    ahead = Ahead(request)
+    ahead = Ahead(request, for_ever)
     ahead.ask(0, 1)
     with pytest.raises(ConnectionError, match="gone"):
         await ahead.take(0, 1)
-    assert asked[0] == (0, 1, True)
+
+
+async def test_an_early_request_is_hurried_once_it_is_needed_and_not_before() -> None:
+    hurried = asyncio.Event()
+
+    async def request(step: int, index: int, early: bool) -> int:
+        await hurried.wait()
+        return 10 * step + index
+
+    async def hurry(step: int, index: int) -> None:
+        assert (step, index) == (0, 1)
+        hurried.set()
+
+    ahead = Ahead(request, hurry)
+    ahead.ask(0, 1)
+    await asyncio.sleep(0)
+    assert not hurried.is_set()
+    assert await ahead.take(0, 1) == 1
+
+
+async def test_whoever_cannot_say_that_it_waits_is_told_so() -> None:
+    async def request(step: int, index: int, early: bool) -> None:
+        await for_ever()
+
+    async def hurry(step: int, index: int) -> None:
+        raise ConnectionError("gone")
+
+    ahead = Ahead(request, hurry)
+    ahead.ask(0, 1)
+    with pytest.raises(ConnectionError, match="gone"):
+        await ahead.take(0, 1)
 
 
 async def test_an_early_request_for_another_place_is_forgotten() -> None:
@@ -158,12 +187,12 @@ async def test_an_early_request_for_another_place_is_forgotten() -> None:
     async def request(step: int, index: int, early: bool) -> int:
         try:
             if early:
-                await asyncio.Event().wait()
+                await for_ever()
             return 10 * step + index
         finally:
             ended.append((step, index, early))
 
-    ahead = Ahead(request)
+    ahead = Ahead(request, for_ever)
     ahead.ask(0, 1)
     await asyncio.sleep(0)
     assert await ahead.take(1, 0) == 10

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 from rondo.comm.balance import fill, micro_batches, recut
-from rondo.comm.group import Group, Row
+from rondo.comm.group import Group
 from rondo.comm.spans import rows_of
 
 
@@ -44,9 +44,9 @@ def test_whole_groups_stay_in_one_micro_batch_even_beyond_the_budget() -> None:
 
 
 def test_a_sample_costs_its_tokens_and_its_share_of_the_encoders_work_rounded_up() -> None:
-    rows = {1: Row(10, 4, 1.0, 0, 0), 0: Row(20, 4, 1.0, 0, 0), 2: Row(30, 4, 1.0, 0, 0)}
-    assert Group(0, 0, 0, rows=rows).costs() == [20, 10, 30]
-    assert Group(0, 0, 0, rows=rows, encoder=100).costs() == [54, 44, 64]
+    info = [[20, 10, 30], [4, 4, 4], [1.0, 1.0, 1.0], [0, 0, 0], [0, 0, 0]]
+    assert Group(0, 0, 0, 3, known=0b111, info=info).costs() == [20, 10, 30]
+    assert Group(0, 0, 0, 3, known=0b111, info=info, encoder=100).costs() == [54, 44, 64]
 
 
 def test_every_row_is_planned_once_within_the_budget_and_equal_input_gives_equal_batches() -> None:

@@ -323,7 +323,7 @@ async def test_evaluations_come_before_the_first_lease_and_after_the_last_commit
         assert (await asking)["evaluate"] == {"label": "end", "version": 1}
         await rollout.call("evaluated", "end", {"version": 1, "reward": 0.5, "num_prompts": 4})
         assert await rollout.call("lease", 8, []) == {"end": True}
-        assert await actor.call("next_round", "actor", 0, 0, 1) == {"end": True}
+        assert await actor.call("next_rounds", "actor", 0, 0, 1) == {"end": True}
 
 
 async def test_readers_see_views_of_the_ring_and_stale_ones_are_found_out():
@@ -343,7 +343,7 @@ async def test_a_drained_bus_ends_streams_at_the_same_round_for_every_rank() -> 
     async with served(max_staleness=0) as run:
         rollout, fwd, *_ = await everyone(run)
         await fwd.join("actor_fwd", 1 << 20)
-        asking = asyncio.create_task(fwd.call("next_round", "actor_fwd", 0, 0))
+        asking = asyncio.create_task(fwd.call("next_rounds", "actor_fwd", 0, 0))
         await rollout.call("renew", [])
         assert not asking.done()
         await run.ref("coordinator").call("drain")

@@ -27,8 +27,8 @@ from rondo.comm.ring import ring_bytes
 from rondo.comm.words import Words
 from tests.comm.inprocess import MEMBERS, InProcess, Store, ask, payload, put, put_scores
 
-STEPS, P, N = 2, 2, 2
-RING_BYTES = ring_bytes(1 << 13)
+STEPS, P, N = 3, 2, 2
+RING_BYTES = ring_bytes(1 << 14)
 
 
 class Log:
@@ -94,11 +94,11 @@ async def work(run: InProcess, incarnations: dict[str, int], log: Log) -> None:
                     log.count()
         for bus, stream in ((fwd, "actor_fwd"), (advantages, "advantages")):
             await bus.join(stream, 1 << 20)
-            while answer := await ask(bus.call("next_round", stream, 0, indices[stream])):
-                made = bus._round(answer["round"])
-                put_scores(bus, stream, made)
-                await bus.ack(made)
-                indices[stream] += 1
+            while answer := await ask(bus.call("next_rounds", stream, 0, indices[stream])):
+                for made in bus._rounds(stream, answer["rounds"]):
+                    put_scores(bus, stream, made)
+                    await bus.ack(made)
+                    indices[stream] += 1
         spans: list[list[int]] = []
         async for made in actor.stream("actor", tokens=1 << 20, step=step):
             for row in made.rows:

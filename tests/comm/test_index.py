@@ -72,7 +72,7 @@ def test_the_death_of_a_replica_gives_its_groups_back_with_a_higher_epoch_and_ke
     bus.grant(other, "rollout-1")
     bus.die("rollout-0", 1)
     lost = bus.index.groups[group]
-    assert (lost.state, lost.epoch, sorted(lost.rows)) == ("waiting", 1, [1])
+    assert (lost.state, lost.epoch, lost.numbers()) == ("waiting", 1, [1])
     assert bus.index.groups[other].state == "running"
     assert bus.index.entries(lost) == [256]  # one sample is missing
     bus.start("rollout-0", 2)
@@ -88,7 +88,7 @@ def test_a_late_result_of_an_old_epoch_is_refused_and_its_memory_returned():
     bus.emit(event="lose", group=group, epoch=0, why="no progress")
     bus.grant(group, "rollout-1")
     bus.put(group, [0, 1], epoch=0)
-    assert bus.index.refused_rows == 2 and bus.index.groups[group].rows == {}
+    assert bus.index.refused_rows == 2 and bus.index.groups[group].numbers() == []
     bus.put(group, [0, 1], member="rollout-1")
     assert bus.index.groups[group].state == "ready"
     assert bus.index.space.rings["ring/rollout-0/0"].records == {}
@@ -129,9 +129,9 @@ def test_a_returning_trainer_gets_the_same_rounds_and_another_layout_new_ones():
     bus.die("actor-0", 1)
     bus.start("actor-0", 2)
     bus.join()
-    assert bus.index.rounds.find("actor", "step0", 0).spans == planned[0]["spans"]
+    assert bus.index.rounds.find("actor", "step0", 0)[0].spans == planned[0]["spans"]
     bus.emit(event="join", stream="actor", member="actor-0", ranks=2, tokens=1 << 20)
-    assert bus.index.rounds.find("actor", "step0", 0) is None
+    assert bus.index.rounds.find("actor", "step0", 0) == []
     (anew,) = bus.train_rounds(0)
     assert len(anew["spans"]) == 2
     assert sorted(rows_of(anew["spans"][0] + anew["spans"][1])) == sorted(rows_of(planned[0]["spans"][0]))
@@ -200,7 +200,7 @@ def test_a_new_attempt_admits_nothing_twice_and_forgets_leases_and_rows():
     bus.emit(event="snapshot", state=orjson.loads(orjson.dumps(state)))
     bus.emit(event="attempt", attempt=1)
     again = bus.index.groups[group]
-    assert (again.state, again.rows, again.epoch, bus.index.version) == ("waiting", {}, 1, 1)
+    assert (again.state, again.numbers(), again.epoch, bus.index.version) == ("waiting", [], 1, 1)
     assert bus.index.next_position == 6 and bus.index.imbalance() == ""
 
 
@@ -276,7 +276,7 @@ def test_a_new_attempt_forgets_media_with_everything_else_that_was_put():
     bus.put(group, [0])
     bus.emit(event="attempt", attempt=1)
     again = bus.index.groups[group]
-    assert (again.media, again.encoder, again.rows, again.records) == ({}, 0, {}, [])
+    assert (again.media, again.encoder, again.numbers(), again.records) == ({}, 0, [], [])
 
 
 def test_the_audit_counts_media_as_nobody_s_sample():
@@ -379,7 +379,7 @@ def random_run(seed: int) -> Driver:
             bus.put_media(group.id, member=group.holder, encoder=7)
             assert first.setdefault(group.id, group.media["pixel_values"]) == group.media["pixel_values"]
         elif act < 0.7:
-            missing = [s for s in range(3) if s not in group.rows]
+            missing = [s for s in range(3) if s not in group.numbers()]
             bus.put(group.id, missing[: draw.randint(1, 3)], member=group.holder)
         elif act < 0.75 and group.infra_failures < 5:
             bus.emit(event="lose", group=group.id, epoch=group.epoch, why="no progress")

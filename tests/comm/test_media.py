@@ -95,10 +95,10 @@ async def test_a_round_names_the_media_of_a_group_once_and_only_where_they_are_r
             put_group(rollout, grant, [0, 1])
         await fwd.join("actor_fwd", 1 << 20)
         await advantages.join("advantages", 1 << 20)
-        named = (await fwd.call("next_round", "actor_fwd", 0, 0))["round"]["groups"]
+        named = (await fwd.call("next_rounds", "actor_fwd", 0, 0))["rounds"][0]["groups"]
         assert [group["group"] for group in named if group["media"]] == [first["group"], third["group"]]
         assert all(group["media"].keys() <= {"pixel_values", "image_grid_thw"} for group in named)
-        unread = (await advantages.call("next_round", "advantages", 0, 0))["round"]["groups"]
+        unread = (await advantages.call("next_rounds", "advantages", 0, 0))["rounds"][0]["groups"]
         assert [group["media"] for group in unread] == [{}, {}, {}]
         made = await one_round(fwd, "actor_fwd")
         assert [row.media is None for row in made.rows] == [False, False, True, True, False, False]

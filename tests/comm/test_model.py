@@ -397,14 +397,14 @@ class BusMachine(RuleBasedStateMachine):
         bus = self.buses[member]
         index = getattr(bus, "at", 0)
         self.call(member, "join", stream, 1, tokens)
-        answer = self.asked(member, "next_round", stream, 0, index, None)
+        answer = self.asked(member, "next_rounds", stream, 0, index, None)
         if answer is None:  # nothing is left that could be scored
             ready = {(g, s) for g, state in self.state.items() if state == "ready" for s in range(N)}
             assert ready <= self.scored[stream], "a group that is ready is scored in the end, whoever died meanwhile"
             return
         if "end" in answer:
             return
-        made = bus._round(answer["round"])
+        made = bus._rounds(stream, answer["rounds"])[0]
         held = self.compare(stream, made)
         bus.at = index + 1  # type: ignore[attr-defined]
         self.reading.append((member, made, held))
@@ -474,10 +474,10 @@ class BusMachine(RuleBasedStateMachine):
         self.call(member, "join", "actor", 1, tokens)
         held = []
         while not last:
-            answer = self.asked(member, "next_round", "actor", 0, index, step)
+            answer = self.asked(member, "next_rounds", "actor", 0, index, step)
             if answer is None:
                 break
-            made = self.buses[member]._round(answer["round"])
+            made = self.buses[member]._rounds("actor", answer["rounds"])[0]
             held += self.compare("actor", made)
             assert made.update == len(closed), "updates come one behind the other"
             updates[made.update] += [(group, sample) for group, sample in rows_of(made.spans)]

@@ -23,9 +23,9 @@ NUM_SCHEDULES = int(os.environ.get("RONDO_SCHEDULES", "1000"))
 class LateWakes(Wakes):
     """The planted bug: a waiter registers one turn of the loop after it found no answer."""
 
-    async def wait(self, *topics: str) -> None:
+    async def wait(self, ask: Callable[[], Any], *topics: str) -> Any:
         await asyncio.sleep(0)
-        await super().wait(*topics)
+        return await super().wait(ask, *topics)
 
 
 def step_of_a_run(folder: Path, wakes: type[Wakes]) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -116,7 +116,7 @@ def test_drain_ends_rounds_and_leaves_leases_to_their_callers_deadline(tmp_path:
             fwd, rollout = await run.bus("actor_fwd-0"), await run.bus("rollout-0")
             await fwd.join("actor_fwd", 64)
             lease = asyncio.create_task(rollout.call("lease", 1, []), name="lease")
-            rounds = [asyncio.create_task(fwd.call("next_round", "actor_fwd", 0, 0), name=f"round{i}") for i in (0, 1)]
+            rounds = [asyncio.create_task(fwd.call("next_rounds", "actor_fwd", 0, 0), name=f"round{i}") for i in (0, 1)]
             draining = asyncio.create_task(run.coordinator.drain(), name="drain")
             for asked in rounds:
                 assert await asked == {"end": True}

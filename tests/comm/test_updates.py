@@ -13,7 +13,7 @@ from rondo.comm.index import Index
 from rondo.comm.journal import Event
 from rondo.comm.rounds import mini_batch_sizes
 from rondo.comm.spans import num_rows, rows_of, spans_of
-from tests.comm.driver import BASE, STREAMS, Driver
+from tests.comm.driver import BASE, STREAMS, Driver, by_part
 
 
 def driver(mini_batches: int = 2, passes: int = 1, *, whole_step: bool = False, **changes: Any) -> Driver:
@@ -31,7 +31,7 @@ def put_lengths(bus: Driver, group: int, lengths: list[int]) -> None:
     found = bus.grant(group)
     bus._put(
         "ring/rollout-0/0", [[group, s] for s in range(len(lengths))], list(BASE), epoch=found.epoch,
-        reservation=found.reservation(), info=[[n, 4, 1.0, 0, 0] for n in lengths],
+        reservation=found.reservation(), info=by_part([[n, 4, 1.0, 0, 0] for n in lengths]),
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_whoever_asks_again_after_a_death_or_a_restart_of_the_coordinator_gets_t
     bus.start("actor-0", 2)
     bus.join()
     for index in (bus.index, copy):
-        assert [index.rounds.find("actor", "step0", i).spans for i in range(3)] == [event["spans"] for event in made]
+        assert [made.spans for made in index.rounds.find("actor", "step0", 0)[:3]] == [event["spans"] for event in made]
     assert copy.plan_rounds("actor", "actor-0", 2, 0) == bus.index.plan_rounds("actor", "actor-0", 2, 0) != []
 
 
@@ -198,7 +198,7 @@ def test_ranks_have_about_equal_tokens_media_included_in_every_pass() -> None:
             bus.put_media(group, encoder=draw.randint(50, 400))
         bus._put(
             "ring/rollout-0/0", [[group, 0], [group, 1]], list(BASE), epoch=0, reservation=found.reservation(),
-            info=[[draw.randint(20, 300), 4, 1.0, 0, 0] for _ in range(2)],
+            info=by_part([[draw.randint(20, 300), 4, 1.0, 0, 0] for _ in range(2)]),
         )  # fmt: skip
     bus.score()
     made = all_rounds(bus, 0)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from rondo.comm.bus import Bus
+from rondo.comm.group import REWARD
 from rondo.comm.records import Column
 from rondo.roles.datasets import Row
 from rondo.roles.kept import FILE, KeptSample, KeptSamples, copy_samples, write_samples
@@ -153,4 +154,4 @@ async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_t
         index = run.coordinator.index
         assert index.counts["ready"] == 3
         equal(copy_samples(bus, index.dump())[:2], [(0, 0), (0, 1)])
-        assert [row.reward for row in index.groups[1].rows.values()] == [0.25, 1.0]
+        assert index.groups[1].info[REWARD] == [1.0, 0.25]
