@@ -45,7 +45,9 @@ class Group:
     holder: str | None = None
     rank: int = 0  # of the holder's, which generates it
     known: int = 0  # the set of samples that were put
-    info: list[list[Any]] = field(default_factory=list)  # INFO by its parts, a value a sample; none before the first put
+    info: list[list[Any]] = field(
+        default_factory=list
+    )  # INFO by its parts, a value a sample; none before the first put
     parts: list[Part] = field(default_factory=list)  # where the columns of the samples lie
     have: dict[str, int] = field(default_factory=dict)  # column -> the set of samples that have it
     media: dict[str, Place] = field(default_factory=dict)
