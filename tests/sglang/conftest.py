@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rondo.launch.sglang_env import has_sglang
+from rondo.roles.rollout.sglang.owned import FOLDER
 from tests.sglang.servers import Served, launch, moe, python, serve
 
 _HERE = Path(__file__).parent
@@ -55,3 +56,5 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ) as made,
     ):
         yield made
+    left = [path.name for path in FOLDER.glob(f"*rondo_server_{os.getpid()}_*")]
+    assert not left, "what servers name in shared memory goes with them"
