@@ -238,6 +238,26 @@ async def test_a_wrong_token_an_older_sender_another_attempt_and_another_size_ar
     await receiver.close()
 
 
+async def test_a_newer_sender_hangs_up_the_older_one_which_is_refused_from_then_on() -> None:
+    ends = Ends()
+    ends.put(3)
+    receiver = ends.receiver()
+    await receiver.start()
+    older, newer = ends.sender(receiver.address), ends.sender(receiver.address, incarnation=1)
+    async with asyncio.timeout(PATIENCE_S), running(older) as task:
+        await older.mirrored_upto(ends.end, deadline_s=PATIENCE_S)
+        async with running(newer):
+            with pytest.raises(Refused, match="incarnation 1 or later, got 0"):
+                await task
+            ends.put(3)
+            newer.wake()
+            await newer.mirrored_upto(ends.end, deadline_s=PATIENCE_S)
+            reader = Reader(ends)
+            reader.check()
+            assert reader.seen == 6
+    await receiver.close()
+
+
 async def test_a_node_that_is_not_there_ends_the_link_within_its_deadline() -> None:
     ends = Ends()
     receiver = ends.receiver()
