@@ -166,8 +166,9 @@ def there(pipe: Any) -> None:
 async def here() -> int:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    other = context.Process(target=there, args=(theirs,))
+    other = context.Process(target=there, args=(theirs,), daemon=True)
     other.start()
+    theirs.close()  # its end is the other's alone: when that dies, this one hears of it
     await put_and_mirror(await asyncio.to_thread(pipe.recv))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in a run: a child of the supervisor
     async with await serve(
