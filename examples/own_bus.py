@@ -24,6 +24,7 @@ import numpy as np
 from rondo.comm.host import Host
 from rondo.comm.joining import SyncBus, join
 from rondo.comm.partitions import Balanced
+from rondo.runtime.guard import die_with_parent
 
 ROWS, WRITERS, RANKS, PASSES = 256, 2, 2, 2
 SETTINGS = {"capacity_bytes": 64 << 20, "num_producers": WRITERS}
@@ -74,6 +75,12 @@ def train(folder: str, rank: int) -> None:
         print(f"rank {rank}: {rows} rows, {tokens} tokens in {PASSES} passes", flush=True)
 
 
+def child(what: Any, *arguments: Any) -> None:
+    """A process of this program ends with it, however that ends."""
+    die_with_parent()
+    what(*arguments)
+
+
 async def ended(process: Any) -> None:
     await asyncio.to_thread(process.join)
     if process.exitcode:
@@ -84,7 +91,7 @@ async def main() -> None:
     context = multiprocessing.get_context("spawn")
 
     def start(what: Any, *arguments: Any) -> Any:
-        process = context.Process(target=what, args=(at, *arguments), daemon=True)
+        process = context.Process(target=child, args=(what, at, *arguments), daemon=True)
         process.start()
         return process
 

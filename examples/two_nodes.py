@@ -33,6 +33,7 @@ from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.weights import Held, Publisher, receive_version, send_version
 from rondo.comm.words import drain, new_doorbell
 from rondo.runtime.actor import serve
+from rondo.runtime.guard import die_with_parent
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Segment
 
@@ -159,6 +160,7 @@ def there(pipe: Any) -> None:
         with ActorRef(address, token=TOKEN, peer="meeting") as meeting:
             await serve_weights(("127.0.0.1", port), meeting)
 
+    die_with_parent()
     torch.set_num_threads(1)
     asyncio.run(run())
 
