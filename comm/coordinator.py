@@ -37,7 +37,7 @@ from rondo.comm.rounds import Round, Stream
 from rondo.comm.spans import Span, by_group, num_rows, samples
 from rondo.comm.versions import engine_reader
 from rondo.comm.wakes import Wakes
-from rondo.runtime.actor import Actor, endpoint
+from rondo.runtime.actor import Actor, answering, endpoint
 from rondo.runtime.errors import Refused
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
@@ -467,13 +467,15 @@ class Coordinator(PartitionEndpoints, Actor):
         return await self._until(member, incarnation, made, wakes.ROUNDS)
 
     @endpoint
-    async def round_needed(self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int) -> None:
-        """A rank that asked for this round ahead waits for it by now; returns when it is there, or none comes any more."""
+    async def round_needed(
+        self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int
+    ) -> dict[str, Any]:
+        """A rank that asked for this round ahead waits for it by now; returns {} when it is there, or none comes any more."""
 
         def planned() -> dict[str, Any] | None:
             return {} if self._planned(stream, member, incarnation, index, step, full=False) is not None else None
 
-        await self._until(member, incarnation, planned, wakes.ROUNDS)
+        return await self._until(member, incarnation, planned, wakes.ROUNDS)
 
     def _rounds(
         self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None, *, full: bool = False
@@ -734,12 +736,17 @@ class Coordinator(PartitionEndpoints, Actor):
     async def _until(
         self, member: str, incarnation: int, answer: Callable[[], dict[str, Any] | None], *topics: str
     ) -> dict[str, Any]:
-        """Ask again after every event that helps one of the topics (any event without topics) until there is an answer; the
-        caller's deadline cancels this."""
+        """Ask again after every event that helps one of the topics (any event without topics) until there is an answer, which
+        goes out at once and is the endpoint's result; the caller's deadline cancels this."""
+        send = answering()
 
         def asked() -> dict[str, Any] | None:
             self._check_alive(member, incarnation)
-            return answer()
+            found = answer()
+            if found is not None:
+                self._write()
+                send(found)
+            return found
 
         self._fence(member, incarnation)
         result = answer()

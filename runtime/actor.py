@@ -23,6 +23,7 @@ import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -182,16 +183,20 @@ class Server:
         caller.calls[call_id] = self._loop.create_task(self._run(caller, call_id, method, arguments))
 
     async def _run(self, caller: _Caller, call_id: int, method: Endpoint, arguments: Arguments) -> None:
+        call = _Call(caller, call_id)
+        _ANSWERING.set(call.answer)
         try:
-            caller.reply(call_id, *pack(await method(*arguments[0], **arguments[1])))
+            call.answer(await method(*arguments[0], **arguments[1]))
         except asyncio.CancelledError as error:
-            caller.fail(call_id, error)
+            call.fail(error)
             raise
-        except Exception as error:  # noqa: BLE001  # whatever an endpoint raises belongs to its caller
+        except Exception as error:  # whatever an endpoint raises belongs to its caller
             self._num_errors += 1
-            caller.fail(call_id, error)
+            if call.answered:
+                raise
+            call.fail(error)
         finally:
-            del caller.calls[call_id]
+            caller.ended(call_id)
             self._num_running -= 1
             while self._queue and self._num_running < self.mailbox:
                 (next_caller, next_id), (next_method, next_arguments) = self._queue.popitem(last=False)
@@ -220,6 +225,38 @@ class Server:
             caller.fail(call_id, ValueError(f"endpoint of {self.name} must be one of {known}, got {name!r}"))
 
 
+def _unheard(_: Any) -> None:
+    """The answer of an endpoint that nobody called from outside."""
+
+
+_ANSWERING: ContextVar[Callable[[Any], None]] = ContextVar("answering", default=_unheard)
+
+
+def answering() -> Callable[[Any], None]:
+    """For an endpoint that waits: sends its result from whatever callback finds it, turns of the loop before the endpoint itself
+    goes on. The endpoint then returns the same, which is not sent again."""
+    return _ANSWERING.get()
+
+
+class _Call:
+    """A call that runs. Its first answer counts, and ends it for its caller."""
+
+    __slots__ = ("_caller", "_id", "answered")
+
+    def __init__(self, caller: _Caller, call_id: int) -> None:
+        self._caller, self._id, self.answered = caller, call_id, False
+
+    def answer(self, value: Any) -> None:
+        if not self.answered:
+            self._caller.reply(self._id, *pack(value))
+            self.answered = True
+            self._caller.answered(self._id)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.answered:
+            self._caller.fail(self._id, error)
+
+
 class _Caller(FrameProtocol):
     """The server's end of one connection. `calls` holds the task of every call begun and None for every queued one."""
 
@@ -227,6 +264,7 @@ class _Caller(FrameProtocol):
         super().__init__("an unknown caller", server.max_frame_bytes)
         self._server = server
         self.calls: dict[int, asyncio.Task[None] | None] = {}
+        self._answered: dict[int, asyncio.Task[None] | None] = {}  # they have their answer, and end in a moment
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -259,6 +297,14 @@ class _Caller(FrameProtocol):
         if self.open:
             self.send(ERROR, call_id, orjson.dumps(describe(error)))
 
+    def answered(self, call_id: int) -> None:
+        """The caller may send another one in its place."""
+        self._answered[call_id] = self.calls.pop(call_id)
+
+    def ended(self, call_id: int) -> None:
+        self.calls.pop(call_id, None)
+        self._answered.pop(call_id, None)
+
     def hang_up(self) -> None:
         self.open = False
         self.transport.close()
@@ -271,6 +317,9 @@ class _Caller(FrameProtocol):
     def _cancel_all(self) -> None:
         for call_id in list(self.calls):
             self._cancel(call_id)
+        for task in self._answered.values():
+            if task is not None:
+                task.cancel()
 
     def _cancel(self, call_id: int) -> None:
         task = self.calls[call_id]

@@ -21,7 +21,7 @@ import uvloop
 
 from rondo.runtime import ref as ref_module
 from rondo.runtime import transport as wire
-from rondo.runtime.actor import Actor, Server, endpoint, serve
+from rondo.runtime.actor import Actor, Server, answering, endpoint, serve
 from rondo.runtime.errors import (
     Closed,
     DeadlineExceeded,
@@ -78,6 +78,12 @@ class Probe(Actor):
             raise
         finally:
             self._open -= 1
+
+    @endpoint
+    async def hold_answered(self, key: Any) -> Any:
+        """As `hold`, and answers as soon as it has begun."""
+        asyncio.get_running_loop().call_soon(answering(), key)
+        return await self.hold(key)
 
     @endpoint
     async def hold_once(self, key: str, marker: str) -> int:
@@ -169,6 +175,31 @@ async def test_a_call_gives_the_endpoints_result(tmp_path: Path) -> None:
 
 
 @on_both_loops
+async def test_an_endpoint_may_answer_before_it_ends_and_then_has_its_place_free_again(tmp_path: Path) -> None:
+    async with served(tmp_path, mailbox=2) as (probe, ref, server):
+        assert [await ref.call("hold_answered", key) for key in (1, 2)] == [1, 2]
+        assert server.stats().num_running == 2
+        third = asyncio.create_task(ref.call("echo", 3))
+        await probe.begun_count(2)
+        await probe.release(1)
+        assert await third == 3 and ref.stats().num_on_the_way == 0
+
+
+@on_both_loops
+async def test_a_server_that_closes_ends_calls_that_are_answered_already(tmp_path: Path) -> None:
+    async with served(tmp_path) as (probe, ref, _):
+        assert await ref.call("hold_answered", 1) == 1
+    assert probe.cancelled == [1]
+
+
+@on_both_loops
+async def test_an_answering_endpoint_outside_a_server_just_returns(tmp_path: Path) -> None:
+    probe = Probe()
+    await probe.release(1)
+    assert await probe.hold_answered(1) == 1
+
+
+@on_both_loops
 async def test_calls_work_over_tcp_on_a_port_of_the_systems_choice(tmp_path: Path) -> None:
     async with await serve(Probe(), "tcp:127.0.0.1:0", token=TOKEN, name="probe-0") as server:
         assert server.address.startswith("tcp:127.0.0.1:") and not server.address.endswith(":0")
@@ -217,8 +248,8 @@ async def test_an_unknown_endpoint_is_told_and_other_methods_are_out_of_reach(tm
             with pytest.raises(ValueError) as caught:
                 await ref.call(name)
             assert str(caught.value) == (
-                "endpoint of probe-0 must be one of echo, fail, hold, hold_once, log, pid, unsendable, until_begun, "
-                f"got {name!r}"
+                "endpoint of probe-0 must be one of echo, fail, hold, hold_answered, hold_once, log, pid, unsendable, "
+                f"until_begun, got {name!r}"
             )
 
 
