@@ -1,6 +1,6 @@
 """The part of the check that looks for SGLang: an interpreter that has it, or servers that answer.
 
-Owns no rule between settings (`roles/config.py`). Starts no server and imports nothing of SGLang: the interpreter tells the
+Owns no rule between settings (`roles/config/`). Starts no server and imports nothing of SGLang: the interpreter tells the
 version of the package that it would start.
 """
 

@@ -1,7 +1,7 @@
 """Settings of the model: where its Hugging Face folder comes from, and in which precision it is served.
 
 Owns the choice between an existing folder and one that is built. Does not own the model's shape (its config.json does) nor
-how it is trained (`roles/config.py`). Imports no torch.
+how it is trained (`roles/config/`). Imports no torch.
 
     ModelConfig(path="Qwen/Qwen3-0.6B")
     ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"num_layers": 2})

@@ -1,0 +1,214 @@
+"""Settings of what the roles do: data, rewards, algorithm, rollout, training, warm-up, evaluation; together a job.
+
+Owns the fields, their bounds, and which of them contradict each other. Does not own where roles run
+(`launch/config.py`) or the shape of the model (`models/config.py`). Imports no torch.
+
+    JobConfig(name="gsm8k", num_steps=150, model=..., data=DataConfig(path="train.jsonl", prompt="question"),
+              reward=RewardConfig(function="rewards.py:exact"), rollout=RolloutConfig(prompts_per_step=32, ...))
+
+Invariant: settings that contradict each other, or that could have no effect, are refused with both names and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from rondo.comm.config import BusConfig
+from rondo.models.config import ModelConfig
+from rondo.models.media.config import MediaConfig
+from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
+from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
+from rondo.roles.config.training import AlgorithmConfig, SftConfig, TrainConfig
+from rondo.runtime.section import Section
+
+__all__ = [
+    "MIN_FIXED_SLOTS",
+    "AlgorithmConfig",
+    "DataConfig",
+    "EndpointConfig",
+    "EvalConfig",
+    "EvalSet",
+    "JobConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SGLangConfig",
+    "SftConfig",
+    "TrainConfig",
+]
+
+
+class JobConfig(Section):
+    """Everything that a role needs to do its work, wherever it runs."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    """Names the run's directory."""
+    seed: int = Field(0, ge=0, lt=1 << 63)
+    num_steps: int = Field(ge=1)
+    max_staleness: int = Field(1, ge=0)
+    """In policy versions: how much older than the trained version a sample's oldest token may be. 0 is on-policy."""
+    deterministic: bool = False
+    """Equal settings train equal samples in equal rounds: at max_staleness 0 to the same bits, in every mode and through
+    every death; above it the same prompts in the same order. Costs speed: shapes are fixed, and each process has one thread."""
+    model: ModelConfig
+    data: DataConfig
+    media: MediaConfig | None = None
+    """Limits of image, audio and video. None: the rows are text; where `media_columns` are named, the defaults."""
+    evaluation: EvalConfig | None = None
+    reward: RewardConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig
+    train: TrainConfig = TrainConfig()
+    sft: SftConfig | None = None
+    bus: BusConfig = BusConfig()
+
+    @model_validator(mode="after")
+    def _media_follow_the_data(self) -> JobConfig:
+        # The field stays "not set", so that `override` derives it anew when the columns change.
+        if self.media is None and any(data.media_columns for data in self._data_sections()):
+            self.__dict__["media"] = MediaConfig()
+        if self.media is not None and self.media.whole_positions is None and self.rollout.sglang is not None:
+            # Another object, in which the field stays "not set", so that `override` derives it anew.
+            media = self.media.model_copy()
+            media.__dict__["whole_positions"] = True
+            self.__dict__["media"] = media
+        return self
+
+    @model_validator(mode="after")
+    def _media_suit_the_engine(self) -> JobConfig:
+        sglang = self.rollout.sglang
+        if self.media is None or sglang is None:
+            return self
+        if sglang.urls:
+            raise ValueError(
+                "media must be None with rollout.sglang.urls, whose servers are sent text alone, got settings of media. Remove "
+                "them, or set rollout.sglang.python, so that servers are started which take media"
+            )
+        if self.media.whole_positions is False:
+            raise ValueError(
+                "media.whole_positions must not be False with rollout.sglang, whose servers cut positions of videos to whole "
+                "numbers, got False. Remove it"
+            )
+        return self
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps that make one policy version of the one before."""
+        return self.train.optimizer_steps_per_batch * self.train.epochs
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every row is first trained on under the version that it was sampled from."""
+        return self.max_staleness == 0 and self.train.optimizer_steps_per_batch == 1
+
+    @property
+    def can_lend_weights(self) -> bool:
+        """Whether an embedded engine in the trainer's own process may generate with the trainer's tensors: they have one dtype,
+        and move only when the step has all its samples."""
+        embedded, same = self.rollout.sglang is None, self.model.dtype == "float32"
+        return embedded and same and self.train.optimizer_steps_per_batch == 1
+
+    def demonstrated(self) -> DataConfig:
+        """How the prompts of the warm-up's demonstrations are written."""
+        assert self.sft is not None
+        return self.data if self.sft.demonstrate is not None else self.sft.source()
+
+    def _data_sections(self) -> list[DataConfig]:
+        evaluated = [each.data for each in self.evaluation.named_sets().values()] if self.evaluation is not None else []
+        shown = self.sft.data if self.sft is not None else None
+        return [data for data in (self.data, *evaluated, shown) if data is not None]
+
+    @property
+    def num_pinned(self) -> int:
+        """Slots of the weight slab for versions that are being evaluated."""
+        return int(self.evaluation is not None and self.evaluation.every is not None)
+
+    @property
+    def num_weight_slots(self) -> int:
+        """Slots of the weight slab."""
+        return self.bus.weight_slots + self.num_pinned
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> JobConfig:
+        algorithm, rollout, train = self.algorithm.resolved(), self.rollout, self.train
+        if rollout.samples_per_prompt < algorithm.min_group_size:
+            raise ValueError(
+                f"rollout.samples_per_prompt must be at least {algorithm.min_group_size} with algorithm.name "
+                f"{algorithm.name!r}, which compares the samples of a prompt, got {rollout.samples_per_prompt}. "
+                "Raise it"
+            )
+        if algorithm.needs_dynamic_sampling and rollout.filter != "zero_std":
+            raise ValueError(
+                f"rollout.filter must be 'zero_std' with algorithm.name {algorithm.name!r}, which replaces prompt "
+                f"groups of equal rewards, got {rollout.filter!r}. Set it, or set algorithm.name to 'grpo'"
+            )
+        if train.optimizer_steps_per_batch > rollout.prompts_per_step:
+            raise ValueError(
+                "train.optimizer_steps_per_batch must be at most rollout.prompts_per_step, since each trains on prompt groups "
+                f"of its own, got {train.optimizer_steps_per_batch} and {rollout.prompts_per_step}. Lower it"
+            )
+        if self.num_updates > 1 and not train.hot_snapshot:
+            raise ValueError(
+                "train.hot_snapshot must be True with several optimizer steps a step (train.optimizer_steps_per_batch x "
+                f"train.epochs = {self.num_updates}), since a step that is stopped between them is undone from it, got False. "
+                "Remove it, or make one optimizer step"
+            )
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        if train.micro_batch_tokens < longest:
+            raise ValueError(
+                "train.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
+                f"rollout.max_new_tokens = {longest}, got {train.micro_batch_tokens}. Raise it to {longest}"
+            )
+        if train.warmup_steps >= self.num_steps:
+            raise ValueError(
+                "train.warmup_steps must be less than num_steps, "
+                f"got {train.warmup_steps} and {self.num_steps}. Lower it"
+            )
+        evaluation = self.evaluation
+        for name, each in evaluation.named_sets().items() if evaluation is not None else ():
+            if each.data is None and self.data.held_out < each.num_prompts:
+                section = f"evaluation.sets.{name}" if evaluation is not None and evaluation.sets else "evaluation"
+                raise ValueError(
+                    f"data.held_out must be at least {section}.num_prompts without {section}.data, "
+                    f"got {self.data.held_out} and {each.num_prompts}. "
+                    f"Set data.held_out to {each.num_prompts}, or name a data set in {section}.data"
+                )
+        if evaluation is not None and evaluation.every is not None and evaluation.every > self.num_steps:
+            raise ValueError(
+                f"evaluation.every must be at most num_steps, got {evaluation.every} and {self.num_steps}. Lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_depends_on_time(self) -> JobConfig:
+        if not self.deterministic:
+            return self
+        rollout = self.rollout
+        if rollout.sglang is not None:
+            raise ValueError(
+                "deterministic must be False with rollout.sglang, whose batches depend on time, got True. "
+                "Remove rollout.sglang, or set deterministic=False"
+            )
+        if rollout.num_slots < MIN_FIXED_SLOTS:
+            raise ValueError(
+                f"rollout.num_slots must be at least {MIN_FIXED_SLOTS} with deterministic=True, since fewer rows are multiplied "
+                f"in another order, got {rollout.num_slots}. Raise it"
+            )
+        if rollout.spare_groups:
+            raise ValueError(
+                "rollout.spare_groups must be 0 with deterministic=True, where no prompt group may win by being quick, "
+                f"got {rollout.spare_groups}. Remove it, or set deterministic=False"
+            )
+        if rollout.straggler_deadline_s is not None:
+            raise ValueError(
+                "rollout.straggler_deadline_s must be None with deterministic=True, where no prompt group may fail by being "
+                f"slow, got {rollout.straggler_deadline_s:g}. Remove it, or set deterministic=False"
+            )
+        return self
+
+    @classmethod
+    def from_resolved(cls, resolved: Mapping[str, Any]) -> JobConfig:
+        """The job's part of a run's resolved settings (`config.resolved.json`), which hold placement and more."""
+        return cls.model_validate({name: resolved[name] for name in cls.model_fields if name in resolved})

@@ -1,0 +1,174 @@
+"""Settings of prompts, held-out prompts and rewards.
+
+Owns where rows come from and how they are judged. Does not own what is generated for them (`rollout.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from rondo.models.media.refs import Kind
+from rondo.runtime.section import FunctionRef, Section
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class DataConfig(Section):
+    """Where prompts come from, and in which order they are taken."""
+
+    path: str | None = None
+    """A .jsonl or .parquet file, a folder or glob of them, or a data set of the hub: 'hub:name/split'."""
+    rows: FunctionRef | None = None
+    """Or a function without arguments that returns the rows: a list or any iterable of dicts."""
+    transform: FunctionRef | None = None
+    """A function from all rows as they lie (an iterable of dicts) to the rows to use; its result is kept in memory."""
+    prompt: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages (with `apply_chat_template`)."""
+    label: str | None = "label"
+    """Column that the reward function gets as `label`; None for data without one."""
+    metadata: str | None = None
+    """Column with a dict that the reward function gets as `metadata`."""
+    media_columns: dict[Kind, str] = Field(default_factory=dict)
+    """Image, audio or video -> column with one or a list of them: path, URL, data URI, bytes, or Hugging Face's Image and
+    Audio. They take the places of <image>, <audio> and <video> in the prompt; of text without these, the beginning."""
+    use_audio_in_video: str | None = None
+    """Column that says of each row whether its videos bring their sound along; without it `media.use_audio_in_video` does."""
+    apply_chat_template: bool = False
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the tokenizer's chat template, such as {"enable_thinking": False}."""
+    shuffle: bool = True
+    num_passes: int | None = Field(None, ge=1)
+    """The run ends after so many passes over the rows, or after num_steps, whichever comes first."""
+    limit: int | None = Field(None, ge=1)
+    """Only the first rows, before anything is held out."""
+    held_out: int = Field(0, ge=0)
+    """So many rows, drawn with the run's seed, are never trained on; evaluation takes them."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if (self.path is None) == (self.rows is None):
+            both = self.path is not None
+            raise ValueError(
+                f"data.path and data.rows must be set one without the other, got {'both' if both else 'neither'}. "
+                + ("Remove one" if both else "Set data.path to a file, or data.rows to a function")
+            )
+        if self.chat_template_args and not self.apply_chat_template:
+            raise ValueError(
+                "data.chat_template_args must be empty without data.apply_chat_template, "
+                f"got {self.chat_template_args!r}. Set data.apply_chat_template to True, or remove them"
+            )
+        if self.media_columns and not self.apply_chat_template:
+            raise ValueError(
+                "data.apply_chat_template must be True with data.media_columns, whose places in the prompt the template of the "
+                f"model makes, got False with {', '.join(self.media_columns)}. Set it to True"
+            )
+        if self.limit is not None and self.held_out >= self.limit:
+            raise ValueError(
+                f"data.held_out must leave rows to train on, got {self.held_out} of data.limit {self.limit}. "
+                "Lower data.held_out or raise data.limit"
+            )
+        return self
+
+
+class EvalSet(Section):
+    """Prompts to measure the policy on, and how they are sampled. What is None is taken from the rollout section."""
+
+    num_prompts: int = Field(256, ge=1)
+    data: DataConfig | None = None
+    """Prompts of their own; without it the rows that `data.held_out` keeps back."""
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    """0 takes the most probable token."""
+    top_p: Fraction | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
+    solved_from: float = 1.0
+    """A sample with at least this reward solves its prompt; pass@k counts these."""
+    pass_at: tuple[int, ...] | None = None
+    """The k of pass@k: how probable it is that one of k samples solves the prompt. None: 1, 2, 4, ... samples_per_prompt."""
+
+    @model_validator(mode="after")
+    def _samples_suffice(self) -> EvalSet:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                "evaluation.samples_per_prompt must be 1 with evaluation.temperature 0, where all samples are equal, "
+                f"got {self.samples_per_prompt}. Raise the temperature or take one sample"
+            )
+        if self.top_k is not None and (self.top_k == 0 or self.top_k < -1):
+            raise ValueError(f"evaluation.top_k must be at least 1, or -1 for all tokens, got {self.top_k}. Change it")
+        beyond = [k for k in self.pass_at or () if not 1 <= k <= self.samples_per_prompt]
+        if beyond:
+            raise ValueError(
+                f"evaluation.pass_at must hold numbers from 1 to evaluation.samples_per_prompt, {self.samples_per_prompt}, "
+                f"got {beyond[0]}. Take more samples, or remove it"
+            )
+        if self.data is not None and self.data.held_out:
+            raise ValueError(
+                "evaluation.data.held_out must be 0, since all of these rows are for evaluation, "
+                f"got {self.data.held_out}. Remove it"
+            )
+        return self
+
+
+class EvalConfig(EvalSet):
+    """When and how the policy is measured, by the reward function, on prompts that it is not trained on: one set of them, or
+    several with names."""
+
+    at_start: bool = True
+    at_end: bool = True
+    every: int | None = Field(None, ge=1)
+    """Measures the version that every so many steps make, beside the training and never under any other version's weights.
+    The replica that measures holds a second copy of the model, and the slab one more slot, for it. With SGLang too that is the
+    embedded engine: servers have one version for all their requests."""
+    share: float = Field(0.25, gt=0, le=1)
+    """Of the engine's time that this may take while there are training samples to generate."""
+    num_slots: int = Field(16, ge=4)
+    """Sequences that are decoded at once beside the training."""
+    sets: dict[str, EvalSet] = Field(default_factory=dict)
+    """Name -> prompts and sampling of their own, in the place of the fields above."""
+
+    @model_validator(mode="after")
+    def _evaluates_at_all(self) -> EvalConfig:
+        if not (self.at_start or self.at_end or self.every):
+            raise ValueError(
+                "evaluation.at_start or evaluation.at_end must be True, or evaluation.every be set, got none of them. "
+                "Set one, or remove the evaluation section"
+            )
+        for name in EvalSet.model_fields if self.sets else ():
+            if getattr(self, name) != EvalSet.model_fields[name].default:
+                raise ValueError(
+                    f"evaluation.{name} must not be set beside evaluation.sets, which have their own, "
+                    f"got {getattr(self, name)!r}. Set evaluation.sets.NAME.{name}"
+                )
+        for name in self.sets:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                raise ValueError(
+                    f"evaluation.sets must have names of letters, digits, _ and -, got {name!r}. Rename the set"
+                )
+        for name in ("share", "num_slots") if self.every is None else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"evaluation.{name} must not be set without evaluation.every, for which it counts, "
+                    f"got {getattr(self, name)}. Set evaluation.every, or remove it"
+                )
+        return self
+
+    def named_sets(self) -> dict[str, EvalSet]:
+        """Name -> set; the only one is called "held_out" where it has no name."""
+        return self.sets or {"held_out": self}
+
+
+class RewardConfig(Section):
+    """The reward function and the processes that run it."""
+
+    function: FunctionRef
+    """`def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log."""
+    num_workers: int = Field(1, ge=1)
+    """Processes for each rollout replica."""
+    deadline_s: float = Field(10.0, gt=0)
+    """What one call may take; then its process is killed and its sample counts as failed."""
+    max_failures: int = Field(2, ge=1)
+    """Failed scorings that one prompt group may have; one more puts it into quarantine."""

@@ -1,0 +1,181 @@
+"""Settings of generation: how samples are made, on which engine, and the endpoint for agents.
+
+Owns what an engine, or a server of SGLang, is asked for. Does not own what samples are judged by (`data.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rondo.roles.config.data import Fraction
+from rondo.runtime.config import is_loopback
+from rondo.runtime.section import Section
+
+MIN_FIXED_SLOTS = 4
+"""Rows of a float32 product from which a row's bits do not depend on how many there are."""
+
+PAUSES: Mapping[str, str] = {"continue": "in_place", "recompute": "retract", "interrupt": "abort"}
+"""`rollout.on_new_weights` in the words of SGLang's pause modes."""
+
+
+class SGLangConfig(Section):
+    """SGLang as the rollout engine: servers that each rollout replica starts, or ones that run already."""
+
+    python: str | None = None
+    """The interpreter of the server's own environment. The servers are started with it."""
+    urls: tuple[str, ...] = ()
+    """Or servers that run already ("http://127.0.0.1:30000"); rondo neither starts nor ends these."""
+    router: str | None = None
+    """A public router (sglang-router, smg) in front of all `urls`, through which requests go; without, rondo spreads them."""
+    num_servers: int = Field(1, ge=1)
+    """Servers that each rollout replica starts."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Devices of one server."""
+    arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further arguments of the server by their names, such as {"mem-fraction-static": 0.8}; True stands for a flag."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the servers."""
+    api_key_file: str | None = None
+    """A file with the bearer key of `urls`; servers that rondo starts get a key of their own."""
+    weights: Literal["disk", "tensor", "distributed"] = "disk"
+    """How new weights reach a server: files, shared memory or CUDA IPC on this node, or a process group."""
+    pause: Literal["in_place", "retract", "abort"] = "in_place"
+    """What a weight update does to requests in flight: 'in_place' freezes them and goes on with the cache that the old weights
+    filled, 'retract' takes them back and computes their cache anew, 'abort' ends them, to be continued as new requests."""
+    bucket_bytes: int = Field(256 << 20, ge=1 << 16)
+    """Weights of one update call."""
+    checksums: bool = True
+    """Compares the server's checksums of its weights with ours after every update, while it pauses; without, an update is proved
+    by its version alone."""
+    release_memory: bool | None = None
+    """Servers give their memory back while the trainer of the same process trains, and take it for the next weights; None: where
+    they share its device, and the two take turns."""
+    start_deadline_s: float = Field(600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SGLangConfig:
+        if (self.python is None) == (not self.urls):
+            raise ValueError(
+                "sglang.python and sglang.urls must be set one without the other, "
+                f"got {'neither' if self.python is None else 'both'}. Set sglang.python to start servers, or sglang.urls"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_own_servers_release_memory(self) -> SGLangConfig:
+        if self.release_memory and self.urls:
+            raise ValueError(
+                "sglang.release_memory must not be True with sglang.urls, whose servers have devices of their own and may answer "
+                "others, got True. Remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_router_has_servers_that_are_updated_together(self) -> SGLangConfig:
+        if self.router is None:
+            return self
+        if not self.urls:
+            raise ValueError(
+                "sglang.router must come with sglang.urls, the servers behind it, which get their weights past it, got none. "
+                "Name them, or remove sglang.router: rondo spreads requests over the servers that it starts"
+            )
+        if self.weights != "disk" or self.checksums:
+            raise ValueError(
+                "sglang.router must come with sglang.weights 'disk' and sglang.checksums False, since its servers are updated "
+                f"with the same calls, got {self.weights!r} and {self.checksums}. Change them, or remove sglang.router"
+            )
+        return self
+
+
+class EndpointConfig(Section):
+    """An HTTP server on each rollout replica's engine for agents, in OpenAI's and SGLang's words."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """Replica 0 listens here, replica 1 one port further, and so on; 0 takes free ones. `rondo status` says where."""
+    token_file: Path | None = None
+    """A file (mode 0600) with the token that callers show. Without it they show the run's own, which can also stop the run."""
+    max_body_bytes: int = Field(64 << 20, ge=1 << 10)
+    max_sessions: int = Field(1024, ge=1)
+    """Sessions whose trajectories are kept."""
+    max_tokens: int = Field(1 << 24, ge=1)
+    """Tokens of all trajectories together, prompts included; the session not used for longest goes first."""
+    max_age_s: float = Field(3600.0, gt=0)
+    """A session's trajectory goes so long after its last call."""
+
+    @model_validator(mode="after")
+    def _other_addresses_need_a_token(self) -> EndpointConfig:
+        if not is_loopback(self.host) and self.token_file is None:
+            raise ValueError(
+                f"rollout.endpoint.token_file must be set when rollout.endpoint.host is not loopback, got host {self.host!r} "
+                "without a token. Set it to a file with mode 0600, or the host to '127.0.0.1'"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """What is sampled for a step, and under which limits. Lengths are in tokens."""
+
+    prompts_per_step: int = Field(ge=1)
+    samples_per_prompt: int = Field(ge=1)
+    max_prompt_tokens: int = Field(ge=1)
+    max_new_tokens: int = Field(ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: Fraction = 1.0
+    top_k: int = -1
+    """-1 samples from all tokens."""
+    stop: tuple[str, ...] = ()
+    """Tokens (their text) that end a response, besides the tokenizer's end of sequence."""
+    num_slots: int = Field(64, ge=1)
+    """Sequences that one engine decodes at once."""
+    sglang: SGLangConfig | None = None
+    """Generate with SGLang servers; without it the engine inside the rollout process does."""
+    endpoint: EndpointConfig | None = None
+    """Answers agents over HTTP beside the run's own samples, with its newest weights."""
+    filter: Literal["zero_std"] | None = None
+    """'zero_std' replaces prompt groups whose rewards are all equal."""
+    spare_groups: int = Field(0, ge=0)
+    """Prompt groups sampled beyond a step's need; the last to finish are dropped."""
+    max_consecutive_filtered: int = Field(1000, ge=1)
+    """So many filtered prompt groups in a row end the run."""
+    on_new_weights: Literal["continue", "recompute", "interrupt"] = "continue"
+    """What becomes of samples in flight when new weights come: 'continue' goes on with the cache that the old ones filled,
+    'recompute' fills it anew at once, 'interrupt' hands them back, to be taken up again from where they were."""
+    max_interruptions: int | None = Field(None, ge=1)
+    """A sample that was recomputed or interrupted so often goes on in place; None: as often as new weights come."""
+    mask_old_tokens: bool = False
+    """Leaves tokens out of the loss that are older than the newest version among their sample's tokens."""
+    lease_deadline_s: float = Field(120.0, gt=0)
+    """A prompt group without progress for so long is given to another replica."""
+    straggler_deadline_s: float | None = Field(None, gt=0)
+    """A prompt group that a step waits for longer than this counts as failed; None waits."""
+
+    @model_validator(mode="after")
+    def _limits_make_sense(self) -> RolloutConfig:
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"rollout.top_k must be at least 1, or -1 for all tokens, got {self.top_k}. Change it")
+        if self.max_interruptions is not None and self.on_new_weights == "continue":
+            raise ValueError(
+                "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue', which interrupts nothing, "
+                f"got {self.max_interruptions}. Set rollout.on_new_weights to 'recompute' or 'interrupt', or remove it"
+            )
+        if self.sglang is not None and (paused := PAUSES[self.on_new_weights]) != self.sglang.pause:
+            raise ValueError(
+                f"rollout.sglang.pause must be {paused!r} with rollout.on_new_weights {self.on_new_weights!r}, since a server "
+                f"does the same to all its requests, got {self.sglang.pause!r}. Change one of them"
+            )
+        if self.sglang is not None and self.max_interruptions is not None:
+            raise ValueError(
+                "rollout.max_interruptions must be None with rollout.sglang, whose servers do not count them, "
+                f"got {self.max_interruptions}. Remove it"
+            )
+        if self.straggler_deadline_s is not None and self.straggler_deadline_s < self.lease_deadline_s:
+            raise ValueError(
+                "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s, "
+                f"got {self.straggler_deadline_s} and {self.lease_deadline_s}. A lost lease needs time to be noticed"
+            )
+        return self

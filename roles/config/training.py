@@ -1,0 +1,195 @@
+"""Settings of training: algorithm, optimizer and micro-batches, and the warm-up on demonstrations.
+
+Owns their bounds. Does not own what an algorithm computes (`roles/algorithms.py`, `roles/losses.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from rondo.roles.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    BatchNormalization,
+    KlEstimator,
+    Normalizer,
+    TisLevel,
+    TisMode,
+    resolve,
+)
+from rondo.roles.config.data import DataConfig
+from rondo.runtime.section import FunctionRef, Section, nearest
+
+
+def _regular(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"must be a regular expression, got {pattern!r} ({error}). Correct it") from error
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_regular)]
+
+
+class AlgorithmConfig(Section):
+    """The algorithm and its options. An option that is None keeps what the algorithm stands for."""
+
+    name: str = "grpo"
+    clip_low: float | None = Field(None, gt=0, lt=1)
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: float | None = Field(None, gt=0)
+    """The ratio is clipped at 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bounds the loss of tokens with negative advantage at -dual_clip x advantage."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference model in the loss; 0 needs no reference."""
+    kl: KlEstimator = "k3"
+    normalize_std: bool | None = None
+    """Whether advantages are divided by the standard deviation of their prompt group."""
+    normalizer: Normalizer | None = None
+    """Mean over samples of token means, mean over tokens, or sum / (samples x max_new_tokens)."""
+    normalize_batch: BatchNormalization | None = None
+    """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples."""
+    old_log_probs: Literal["auto", "self", "actor_fwd", "rollout"] = "auto"
+    """pi_old of the ratio: `algorithms.old_log_probs_source` has the rule for auto."""
+    tis_low: float | None = Field(None, ge=0)
+    tis_high: float | None = Field(None, gt=0)
+    """Importance correction, engine against trainer: the loss is weighted with pi_old / pi_rollout within these bounds."""
+    tis_mode: TisMode | None = None
+    """Beyond the bounds a weight is truncated to them (the default), or masked: 0."""
+    tis_level: TisLevel | None = None
+    """Whether weights are those of tokens (the default), or of samples: product or geometric mean over their tokens."""
+
+    @model_validator(mode="after")
+    def _options_fit_the_algorithm(self) -> AlgorithmConfig:
+        if self.name not in ALGORITHMS:
+            raise ValueError(
+                f"algorithm.name must name an algorithm, got {self.name!r}. {nearest(self.name, list(ALGORITHMS))}"
+            )
+        for option in ("tis_low", "tis_mode", "tis_level"):
+            if getattr(self, option) is not None and self.tis_high is None:
+                raise ValueError(
+                    f"algorithm.tis_high must be set with algorithm.{option}, got only {option} {getattr(self, option)}. "
+                    "Set both"
+                )
+        if self.tis_high is not None and self.tis_high <= (self.tis_low or 0.0):
+            raise ValueError(
+                f"algorithm.tis_high must be greater than algorithm.tis_low, got {self.tis_high} and {self.tis_low}. "
+                "Exchange them"
+            )
+        if self.tis_high is not None and self.old_log_probs == "rollout":
+            raise ValueError(
+                "algorithm.old_log_probs must not be 'rollout' with algorithm.tis_high, whose weights would all be 1, "
+                "got both. Remove tis_high, or set old_log_probs to 'self' or 'actor_fwd'"
+            )
+        resolve(self)
+        return self
+
+    def resolved(self) -> Algorithm:
+        """The algorithm's record with these options."""
+        return resolve(self)
+
+
+class TrainConfig(Section):
+    """The optimizer (AdamW), its schedule, and how a step is cut into micro-batches."""
+
+    lr: float = Field(1e-6, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_fraction: float = Field(0.0, ge=0, le=1)
+    """Where linear and cosine schedules end, as a part of lr."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad_norm: float = Field(1.0, gt=0)
+    micro_batch_tokens: int = Field(4096, ge=1)
+    """Prompt and response tokens that one process takes through the model at once; patches and frames of sound that an
+    encoder takes count as tokens too."""
+    log_prob_chunk_tokens: int = Field(2048, ge=1)
+    """Tokens whose logits exist at the same time."""
+    activation_checkpointing: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of forward and backward; weights and optimizer keep float32."""
+    save_every: int | None = Field(None, ge=1)
+    """A checkpoint after every so many steps; the last step always makes one."""
+    keep_checkpoints: int = Field(2, ge=1)
+    optimizer_steps_per_batch: int = Field(1, ge=1)
+    """Optimizer steps in one pass over the prompt groups of a step, which are divided among them in admission order. They all
+    belong to one policy version."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the prompt groups of a step."""
+    hot_snapshot: bool = True
+    """Keeps the newest version in host memory, so that a restart of the actor loses no committed step."""
+    encoders: Literal["replicate", "shard"] = "replicate"
+    """Whether each process holds the image, audio and video encoders whole, or a shard of them, apart from the decoder's."""
+    freeze: tuple[Literal["language", "vision", "audio", "projector"], ...] = ()
+    """Parts of the model that stay as they are."""
+    freeze_parameters: tuple[Pattern, ...] = ()
+    """Regular expressions; parameters whose name in the model matches one stay as they are."""
+    train_parameters: tuple[Pattern, ...] = ()
+    """Regular expressions; when given, only parameters that match one, and are not frozen, are trained."""
+    max_log_prob_gap: float | None = Field(None, gt=0)
+    """The run stops when the mean absolute gap between the log-probs of engine and trainer under the same weights is
+    greater in a step, in nats; None only measures it."""
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> TrainConfig:
+        if self.schedule == "constant" and self.min_lr_fraction:
+            raise ValueError(
+                "train.min_lr_fraction must be 0 with train.schedule 'constant', which never falls, "
+                f"got {self.min_lr_fraction}. Set train.schedule to 'linear' or 'cosine', or remove it"
+            )
+        return self
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning on demonstrations, before the first step of a run or as a job of its own."""
+
+    rows: FunctionRef | None = None
+    """A function that returns the demonstrations: dicts with `prompt` and `answer`."""
+    data: DataConfig | None = None
+    """Or a data set, whose `label` column is the answer."""
+    demonstrate: FunctionRef | None = None
+    """Or a function `(prompt, label, draw) -> answer` for training rows of the run, called anew each time a row comes;
+    `draw` is a seeded random.Random."""
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    """Demonstrations of one optimizer step."""
+    lr: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    weight_decay: float = Field(0.01, ge=0)
+    clip_grad_norm: float = Field(1.0, gt=0)
+    micro_batch_tokens: int = Field(4096, ge=1)
+    """Also the longest demonstration, in tokens."""
+    log_prob_chunk_tokens: int = Field(2048, ge=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SftConfig:
+        given = [name for name in ("rows", "data", "demonstrate") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "exactly one of sft.rows, sft.data and sft.demonstrate must be set, "
+                f"got {' and '.join(given) or 'none'}. Name one source of demonstrations"
+            )
+        if self.data is not None and (self.data.label is None or self.data.held_out):
+            raise ValueError(
+                "sft.data must name the answer as its label and hold nothing out, "
+                f"got label {self.data.label!r} and held_out {self.data.held_out}. Change sft.data"
+            )
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"sft.warmup_steps must be less than sft.steps, got {self.warmup_steps} and {self.steps}. Lower it"
+            )
+        return self
+
+    def source(self) -> DataConfig:
+        """The demonstrations as a data set of their own, with the answer as its label. Not of `demonstrate`, whose rows are the
+        run's."""
+        return self.data or DataConfig(rows=self.rows, prompt="prompt", label="answer")
