@@ -129,7 +129,7 @@ class KeptEngine:
                 return in_a_row
             except (WorkerDied, PeerGone) as error:
                 in_a_row += 1
-                if in_a_row > _MAX_IN_A_ROW:
+                if in_a_row > _MAX_IN_A_ROW or self._closed is not None:  # it was ended before it answered
                     raise
                 await self._tell("sglang_gone", {"server": self.server.name, "why": f"it did not start: {error}"})
 

@@ -329,3 +329,23 @@ async def test_a_server_that_is_ended_with_its_engine_is_not_started_again(tmp_p
     async with asyncio.timeout(DEADLINE_S):
         await keeping
     assert rig.server.pid is None and [kind for kind, _ in rig.told] == ["sglang"]
+
+
+class Ending(Rig):
+    """Whose engine is closed while its second server starts."""
+
+    async def _connect(self, client: SGLangClient) -> SGLangEngine:
+        if self.told:
+            await self.engine.close()
+            raise PeerGone("planted")
+        return await super()._connect(client)
+
+
+async def test_a_server_that_is_ended_while_it_starts_is_not_started_again(tmp_path: Path) -> None:
+    rig = Ending(tmp_path)
+    await rig.engine.start()
+    keeping = asyncio.create_task(rig.engine.keep())
+    rig.kill()
+    async with asyncio.timeout(DEADLINE_S):
+        await keeping
+    assert rig.server.pid is None and [kind for kind, _ in rig.told] == ["sglang", "sglang_gone"]
