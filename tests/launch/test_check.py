@@ -116,7 +116,7 @@ def test_shared_memory_that_does_not_fit_is_told_with_the_numbers(make: Make) ->
     (text,) = judged(make(), facts, (2 * GIB, "the cgroup"))
     assert text == (
         "shared memory must fit into the memory of the cgroup, 2.0 GiB, got 3.2 GiB (rollout rings 64 MiB, "
-        "column rings 8 MiB, weight slab 800 MiB, hot snapshots 2.3 GiB, one step of the longest samples 30 KiB). "
+        "column rings 8 MiB, weight slab 800 MiB, hot snapshots 2.3 GiB, one step of the longest samples 31 KiB). "
         "Lower bus.ring_bytes, set train.hot_snapshot=False, or use a machine with more memory"
     )
     assert judged(make("train.hot_snapshot=False"), facts, (2 * GIB, "the cgroup")) == []
