@@ -46,7 +46,7 @@ config = RunConfig(
     ),
     reward=RewardConfig(function=moody, deadline_s=3.0, max_failures=1),
     rollout=RolloutConfig(
-        prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=100, num_slots=8,
+        prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=100, num_slots=2,
         on_new_weights="interrupt", max_interruptions=1, mask_old_tokens=True,
     ),
     train=TrainConfig(lr=1e-4, micro_batch_tokens=128),
