@@ -96,12 +96,19 @@ class Journal:
         return read(self.path)
 
     def append(self, events: Iterable[Event]) -> None:
-        """Write events with one system call; after it returns they survive this process."""
+        """Write events with one system call; after it returns they survive this process.
+
+        Raises OSError when there is no room; nothing of them is in the file then, so that they can be written again.
+        """
         lines = [encode(event) for event in events]
-        data = b"".join(lines)
+        data, written = b"".join(lines), 0
+        try:
+            while written < len(data):  # a short write happens only when there is no room; the next call then raises
+                written += os.write(self._fd, data[written:] if written else data)
+        except OSError:
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise
         self.num_events += len(lines)
-        while data:  # a short write happens only when the disk is full; the next call then raises ENOSPC
-            data = data[os.write(self._fd, data) :]
 
     def rotate(self, snapshot: Event) -> Path:
         """Start the next file with `snapshot` as its first event; complete before it takes the old one's place."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -53,6 +54,23 @@ def test_a_changed_line_in_the_middle_is_an_error_and_not_skipped(tmp_path: Path
     path.write_bytes(path.read_bytes().replace(b'"group":1', b'"group":7'))
     with pytest.raises(CorruptData, match="line 2 must match its checksum"):
         list(read(path))
+
+
+def test_events_for_which_there_is_no_room_leave_nothing_behind_and_can_be_written_again(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    batch = [{"event": "admit", "group": group} for group in range(1, 4)]
+    with Journal(tmp_path) as journal:
+        journal.append([{"event": "admit", "group": 0}])
+        size = journal.path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 60, limits[1]))  # in the middle of the second line of three
+        try:
+            with pytest.raises(OSError, match="too large"):
+                journal.append(batch)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (journal.path.stat().st_size, journal.num_events) == (size, 1)
+        journal.append(batch)
+    assert [event["group"] for path in files(tmp_path) for event in read(path)] == [0, 1, 2, 3]
 
 
 def test_a_rotated_journal_begins_with_its_snapshot_and_keeps_the_old_file(tmp_path: Path) -> None:
