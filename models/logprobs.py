@@ -14,7 +14,7 @@ Shapes: B rows, L tokens a row, R response tokens, C tokens a chunk, H hidden si
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from rondo.models.media.batch import collate, embedding, encoded_once
 from rondo.models.packing import PackedBatch, can_share_rows
 from rondo.models.parallel import drop_copies
+from rondo.models.shared_prompts import share_prompts
 from rondo.runtime.errors import ConfigError
 
 
@@ -48,9 +49,15 @@ def response_log_probs(
         )
     batch = collate(model, packed.media, device=packed.input_ids.device)
     arguments = {"input_ids": packed.input_ids, "use_cache": False, "return_dict": True, **batch.arguments}
+    if packed.shared is not None and not share_prompts(model):
+        raise ConfigError(
+            f"{type(model).__name__} must attend as flat batches need, got layers that do otherwise. "
+            "Pack with the Packing of this model"
+        )
     if packed.position_ids is not None:
         # On four axes the positions say little about rows: those of text alone do.
-        if len(packed.responses) > len(packed.input_ids) and not can_share_rows(model):
+        several = packed.shared is None and len(packed.responses) > len(packed.input_ids)
+        if several and not can_share_rows(model):
             raise ConfigError(
                 f"rows must hold one sequence each for {type(model).__name__}, which mixes those of a row, "
                 "got rows with several. Pack with share_rows=can_share_rows(model)"
@@ -58,8 +65,11 @@ def response_log_probs(
         arguments["position_ids"] = packed.position_ids
     head = model.get_output_embeddings()
     scoring = _scoring(head, packed, temperature, chunk_tokens, with_entropy)
-    with scoring as found, encoded_once(model, batch), embedding(model, packed.embedded_ids):
-        output = model(**arguments)
+    sharing: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    if packed.shared is not None:
+        sharing = packed.shared.arguments()
+    with scoring as found, encoded_once(model, batch), embedding(model, packed.embedded_ids), sharing as more:
+        output = model(**arguments, **more)
     if found.log_probs is None or output.logits is not found.log_probs:
         raise ConfigError(
             f"{type(model).__name__} must return what its output layer gives, got logits that it scales or caps. "

@@ -32,6 +32,7 @@ import torch
 from rondo.models.families import family_of
 from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out, share_prompts
 from rondo.runtime.errors import ConfigError
 
 _shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -64,6 +65,9 @@ class PackedBatch:
     responses: tuple[int, ...]
     num_tokens: int
     media: tuple[MediaInputs, ...] = ()  # in the order of their placeholders in the flat [B * L]
+    shared: SharedPrompts | None = (
+        None  # of a flat batch, B = 1: how its tokens see each other; its positions alone do not tell
+    )
     # int64 [B, L]: what to embed, where `input_ids` hides placeholders that stand for no feature; None: nothing is hidden.
     embedded_ids: torch.Tensor | None = None
 
@@ -80,6 +84,7 @@ class PackedBatch:
             position_ids=None if self.position_ids is None else self.position_ids.to(device),
             positions=self.positions.to(device),
             targets=self.targets.to(device),
+            shared=None if self.shared is None else self.shared.to(device),
             embedded_ids=None if self.embedded_ids is None else self.embedded_ids.to(device),
         )
 
@@ -88,6 +93,7 @@ class PackedBatch:
 class Packing:
     """How one model wants its sequences. Found out once, before the model is sharded."""
 
+    share_prompts: bool
     share_rows: bool
     dummy: Sequence | None
     """Of a multimodal family: what every batch of training holds beside its sequences."""
@@ -95,16 +101,20 @@ class Packing:
 
     @classmethod
     def of(cls, model: Any) -> Packing:
+        """Prompts are shared where the model can; its attention is switched to that of `shared_prompts.py` then."""
+        ways = share_prompts(model), can_share_rows(model)
         family = family_of(model)
         if family is None:
-            return cls(can_share_rows(model), None)
+            return cls(*ways, None)
         tokens, media = family.dummy(model.config)
-        return cls(can_share_rows(model), Sequence(tokens, 0, media), placeholder_ids(model))
+        return cls(*ways, Sequence(tokens, 0, media), placeholder_ids(model))
 
     def pack(self, sequences: Ordered[Sequence], *, train: bool = False) -> PackedBatch:
         """The batch of these sequences; with `train` every tower has work in it."""
         multimodal = self.dummy is not None
         dummy = self.dummy if train else None
+        if self.share_prompts:
+            return pack_flat(sequences, multimodal=multimodal, dummy=dummy, placeholders=self.placeholders)
         return pack(
             sequences, share_rows=self.share_rows, multimodal=multimodal, dummy=dummy, placeholders=self.placeholders
         )
@@ -194,6 +204,77 @@ def pack(
         num_tokens=sum(lengths),
         media=tuple(media for _, media in sorted(_placed(sequences, places), key=lambda item: item[0])),
     )
+
+
+def pack_flat(
+    sequences: Ordered[Sequence],
+    *,
+    multimodal: bool = False,
+    dummy: Sequence | None = None,
+    placeholders: Ordered[int] = (),
+) -> PackedBatch:
+    """One row without padding, each prompt in it once for all of its samples; a sequence's last token, which predicts nothing,
+    is left out. For models with `share_prompts`; arguments and errors as those of `pack`.
+    """
+    _check(sequences, None)
+    segments, pieces, ends = _segments([*sequences, dummy] if dummy is not None else sequences)
+    starts, shared = lay_out(segments)
+    num_tokens = sum(segment.length for segment in segments)
+    input_ids, features = np.zeros((1, num_tokens), np.int64), np.zeros((1, num_tokens), bool)
+    position_ids = np.zeros((4, 1, num_tokens), np.float32) if multimodal else np.zeros((1, num_tokens), np.int64)
+    media = []
+    for (sequence, begin, end), start in zip(pieces, starts, strict=True):
+        here = slice(start, start + end - begin)
+        input_ids[0, here] = sequence.tokens[begin:end]
+        position_ids[..., 0, here] = _axes(sequence)[:, begin:end] if multimodal else np.arange(begin, end)
+        if sequence.media is not None and begin == 0:
+            features[0, start : start + sequence.media.positions.shape[1]] = True
+            media.append((start, sequence.media))
+    positions, targets = [], []
+    for sequence, (prompt, own) in zip(sequences, ends, strict=False):
+        length, shared_length = len(sequence.tokens), segments[prompt].length
+        in_prompt = np.arange(length - sequence.response - 1, shared_length) if sequence.response else np.arange(0)
+        positions += [starts[prompt] + in_prompt, starts[own] + np.arange(segments[own].length)]
+        targets.append(sequence.tokens[length - sequence.response :])
+    hidden = hide_placeholders(input_ids, features, placeholders)
+    return PackedBatch(
+        input_ids=torch.from_numpy(input_ids if hidden is None else hidden),
+        embedded_ids=None if hidden is None else torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        responses=tuple(sequence.response for sequence in sequences),
+        num_tokens=num_tokens,
+        shared=shared,
+        media=tuple(found for _, found in sorted(media, key=lambda item: item[0])),
+    )
+
+
+def _segments(
+    sequences: Ordered[Sequence],
+) -> tuple[list[Segment], list[tuple[Sequence, int, int]], list[tuple[int, int]]]:
+    """Segments, the (sequence, first token, last token + 1) that each holds, and each sequence's (prompt, own) among them."""
+    segments: list[Segment] = []
+    pieces: list[tuple[Sequence, int, int]] = []
+    prompts: dict[tuple[bytes, str | None], int] = {}
+    ends = []
+    for sequence in sequences:
+        last = len(sequence.tokens) - 1 if sequence.response else len(sequence.tokens)
+        begin = len(sequence.tokens) - sequence.response
+        if sequence.media is not None and sequence.media.positions.shape[1] > begin:
+            begin = last  # media lie in what answers: nothing of it is shared
+        key = (
+            np.asarray(sequence.tokens[:begin], np.int64).tobytes(),
+            None if sequence.media is None else sequence.media.key,
+        )
+        if key not in prompts:
+            prompts[key] = len(segments)
+            segments.append(Segment(begin))
+            pieces.append((sequence, 0, begin))
+        ends.append((prompts[key], len(segments)))
+        segments.append(Segment(last - begin, prompts[key]))
+        pieces.append((sequence, begin, last))
+    return segments, pieces, ends
 
 
 def hide_placeholders(ids: np.ndarray, features: np.ndarray, placeholders: Ordered[int]) -> np.ndarray | None:

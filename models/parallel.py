@@ -36,6 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rondo.models.families import family_of
 from rondo.models.names import disk_groups, memory_tensors, to_disk
 from rondo.models.packing import can_share_rows
+from rondo.models.shared_prompts import share_prompts
 from rondo.runtime.errors import ConfigError
 
 _BUCKET_TENSORS = 64
@@ -64,6 +65,7 @@ def shard(
     # Both are found out once, on the whole model: before FSDP2 renames the classes by which transformers knows families.
     disk_groups(model)
     can_share_rows(model)
+    share_prompts(model)
     if activation_checkpointing and not layers:
         raise ConfigError(
             f"train.activation_checkpointing must have decoder layers to recompute, got none in {type(model).__name__}. "

@@ -121,7 +121,7 @@ def test_a_response_goes_on_from_the_greatest_position_on_the_axes_of_time_heigh
     asked = multimodal.prompt(model, 1, image=(1, 3))
     one = multimodal.sample(asked, 2, 3)
     assert one.media is not None
-    packed = Packing.of(model).pack([one])
+    packed = pack([one], multimodal=True)
     assert packed.position_ids is not None
     text, *axes = packed.position_ids[:, 0].tolist()
     # Three words, the start, the image's 1 x 3 patches at 4 and 4..6 and 4, then the end at 7, two words, the response.
@@ -130,10 +130,16 @@ def test_a_response_goes_on_from_the_greatest_position_on_the_axes_of_time_heigh
     assert axes[1] == axes[0]
     assert axes[2] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     square = multimodal.sample(multimodal.prompt(model, 1, image=(3, 3)), 2, 2)
-    again = Packing.of(model).pack([square]).position_ids
+    again = pack([square], multimodal=True).position_ids
     assert again is not None
     assert again[1, 0, -2:].tolist() == [10, 11]
     assert again[0, 0, -2:].tolist() == [16, 17]
+    flat = (
+        Packing.of(model).pack([square, one]).position_ids
+    )  # two prompts, the first token of one answer, two of the other
+    assert flat is not None
+    rows = again[:, 0, :-1].T.tolist() + packed.position_ids[:, 0, :-1].T.tolist()
+    assert sorted(flat[:, 0].T.tolist()) == sorted(rows)
 
 
 def test_text_has_equal_positions_on_all_axes_that_start_anew_with_each_sequence() -> None:
@@ -147,7 +153,8 @@ def test_text_has_equal_positions_on_all_axes_that_start_anew_with_each_sequence
 def test_media_are_in_the_order_of_their_placeholders_in_the_rows(family: str) -> None:
     model = multimodal.tiny(family)
     batch = multimodal.ragged(model, seed=3)
-    packed = Packing.of(model).pack(batch, train=True)
+    packing = Packing.of(model)
+    packed = replace(packing, share_prompts=False).pack(batch, train=True)
     width = packed.input_ids.shape[1]
     flat = packed.input_ids.flatten()
     places = {}
@@ -157,10 +164,29 @@ def test_media_are_in_the_order_of_their_placeholders_in_the_rows(family: str) -
         assert start // width == (start + len(one.tokens) - 1) // width
         places[start] = number
     expected = [batch[places[start]].media for start in sorted(places) if batch[places[start]].media is not None]
-    dummy = Packing.of(model).dummy
+    dummy = packing.dummy
     assert dummy is not None
     assert [media.key for media in packed.media if media.key != dummy.media.key] == [media.key for media in expected]  # type: ignore[union-attr]
     assert len(packed.media) == len(expected) + 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_omni"])
+def test_media_are_in_the_order_of_their_prompts_in_a_flat_batch(family: str) -> None:
+    model = multimodal.tiny(family)
+    batch = multimodal.ragged(model, seed=3)
+    packed = Packing.of(model).pack(batch, train=True)
+    flat = packed.input_ids[0]
+    places = {}
+    for one, positions in zip(batch, packed.positions.split(list(packed.responses)), strict=True):
+        prompt = one.tokens[: -one.response]
+        start = int(positions[0]) + 1 - len(prompt)
+        assert flat[start : start + len(prompt)].tolist() == prompt.tolist()
+        assert flat[positions[1:]].tolist() == one.tokens[len(prompt) : -1].tolist()
+        if one.media is not None:
+            places[start] = one.media.key
+    in_order = [media.key for media in packed.media if media.key in places.values()]
+    assert in_order == [places[start] for start in sorted(places)]
+    assert len(packed.media) == len(in_order) + 1
 
 
 def test_the_dummy_is_in_batches_of_training_and_in_no_result() -> None:
@@ -193,7 +219,7 @@ def test_a_placeholder_that_stands_for_no_feature_is_hidden_and_still_embedded()
     packed = packing.pack([says_image])
     assert (packed.input_ids == multimodal.IMAGE).sum() == 2
     assert packed.embedded_ids is not None
-    assert packed.embedded_ids[0].tolist() == says_image.tokens.tolist()
+    assert packed.embedded_ids[0].tolist() == says_image.tokens[:-1].tolist()
     assert packed.targets.tolist() == [multimodal.IMAGE, 7]
 
 

@@ -1,0 +1,309 @@
+"""The tokens of a prompt once for all of its samples: a flat batch, and the attention that reads it.
+
+Owns where each token lies in a flat batch, which keys each query sees, and the attention function that does it for any model of
+transformers whose layers are full causal attention. Does not own what else a batch holds (`packing.py`).
+
+The samples of a prompt group begin alike, and what a token's layers make of it depends on the tokens before it alone. So a prompt
+is computed once, and its keys and values serve all of its samples; nothing is padded but inside attention. The gradient is the
+same sum in another order.
+
+    prompt a with samples A B C, prompt d with D      flat:  aaaa dd AAAAA BBB CCC DDDD
+                                                              |_______________|
+                                                       queries BBB see keys aaaa BBB
+
+Attention goes by blocks: segments of about one length, each a row of queries, padded to the longest of its block. A query sees
+the prompt before its segment, and its own segment up to itself.
+
+Invariant: each token is in one segment, and a block's segments lie behind each other in the flat batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from rondo.models.families import family_of
+
+NAME = "rondo_shared_prompts"
+"""Of this attention, among those of transformers."""
+_ARGUMENT = "shared_prompts"
+_CLASSES_PER_OCTAVE = 2
+"""Segments share a block when their lengths, and those of their prompts, are of one class: within 41 % of each other."""
+_BLOCK_SCORES = 1 << 26
+"""Most queries times keys of a block of several rows: as many bytes has its mask where the rows' prompts differ in length."""
+_REFUSED = ("sliding_window", "softcap", "position_bias", "s_aux")
+_applied: ContextVar[bool] = ContextVar("shared_prompts", default=False)
+_supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`length` tokens that follow each other, all of them behind the segment `prompt` (its index), or behind nothing."""
+
+    length: int
+    prompt: int | None = None
+
+
+@dataclass(slots=True)
+class Block:
+    """B segments as rows of Q queries that see K keys. `start` and `stop` are their tokens in the flat batch."""
+
+    start: int
+    stop: int
+    rows: int
+    queries: torch.Tensor | None  # int64 [B * Q], token of each query; None: those from start to stop, nothing padded
+    keys: torch.Tensor | None  # int64 [B * K], token of each key; None: the queries
+    kept: torch.Tensor | None  # int64 [stop - start], query of each token; None as `queries`
+    mask: torch.Tensor | None  # bool [B or 1, 1, Q, K]; None: causal
+    _biases: dict[tuple[torch.dtype, int], torch.Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> Block:
+        queries, keys, kept, mask = (
+            None if t is None else t.to(device) for t in (self.queries, self.keys, self.kept, self.mask)
+        )
+        return Block(self.start, self.stop, self.rows, queries, keys, kept, mask)
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        """query [N, heads, D], key and value [N, key heads, D] of all tokens -> [stop - start, heads, D]."""
+        q = self._rows_of(query, self.queries)
+        k, v = (self._rows_of(x, self.queries if self.keys is None else self.keys) for x in (key, value))
+        if self.mask is None:
+            out = sdpa_attention_forward(module, q, k, v, None, is_causal=True, **how)[0].flatten(0, 1)
+        else:
+            out = self._masked(q, k, v, **how)
+        return out if self.kept is None else F.embedding(self.kept, out.flatten(1)).view(-1, *out.shape[1:])
+
+    def _rows_of(self, x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+        """[B, heads, length, D]. An embedding's backward adds rows up in a loop of its own, which index_select's does not."""
+        found = x[self.start : self.stop] if index is None else F.embedding(index, x.flatten(1)).view(-1, *x.shape[1:])
+        return found.unflatten(0, (self.rows, -1)).transpose(1, 2)
+
+    def _masked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float | None, dropout: float
+    ) -> torch.Tensor:
+        """[B * Q, heads, D]. Heads that share keys are further queries of one head, so that no key is copied for them."""
+        num_rows, num_heads, length, size = q.shape
+        shared = num_heads // k.shape[1]
+        folded = q.unflatten(1, (-1, shared)).transpose(2, 3).flatten(2, 3)
+        out = F.scaled_dot_product_attention(
+            folded, k, v, attn_mask=self._bias(q.dtype, shared), dropout_p=dropout, scale=scaling
+        )
+        return out.unflatten(2, (length, shared)).transpose(1, 2).reshape(num_rows * length, num_heads, size)
+
+    def _bias(self, dtype: torch.dtype, shared: int) -> torch.Tensor:
+        """What to add to the scores: 0, or minus infinity; made once for all layers."""
+        assert self.mask is not None
+        if (dtype, shared) not in self._biases:
+            bias = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device).masked_fill_(
+                ~self.mask, -math.inf
+            )
+            self._biases[dtype, shared] = bias.repeat_interleave(shared, dim=2)
+        return self._biases[dtype, shared]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """How the queries and keys of a flat batch belong together; made by `lay_out`."""
+
+    blocks: tuple[Block, ...]
+
+    def to(self, device: torch.device | str) -> SharedPrompts:
+        return SharedPrompts(tuple(block.to(device) for block in self.blocks))
+
+    @contextmanager
+    def arguments(self) -> Iterator[dict[str, Any]]:
+        """What to call the model with, while the context lasts: it makes no mask for a batch that has its own."""
+        token = _applied.set(True)
+        try:
+            yield {_ARGUMENT: self}
+        finally:
+            _applied.reset(token)
+
+
+def lay_out(segments: Sequence[Segment]) -> tuple[list[int], SharedPrompts]:
+    """(first token of each segment in the flat batch, how they attend). Empty segments take no room and get no block."""
+    classes: defaultdict[tuple[bool, int, int], list[int]] = defaultdict(list)
+    for index, segment in enumerate(segments):
+        if segment.length:
+            classes[segment.prompt is not None, _class(_before(segments, index)), _class(segment.length)].append(index)
+    starts, blocks, end = [0] * len(segments), [], 0
+    for name in sorted(classes):
+        for part in _parts(segments, classes[name]):
+            for index in part:
+                starts[index], end = end, end + segments[index].length
+            blocks.append(_block(segments, part, starts))
+    return starts, SharedPrompts(tuple(blocks))
+
+
+def _class(length: int) -> int:
+    return -1 if length == 0 else math.ceil(_CLASSES_PER_OCTAVE * math.log2(length))
+
+
+def _parts(segments: Sequence[Segment], indices: list[int]) -> Iterator[list[int]]:
+    """The segments of a class, the longest first, cut where a block's mask would become too large."""
+    ordered = sorted(indices, key=lambda index: -segments[index].length)
+    longest = segments[ordered[0]].length
+    before = max(_before(segments, index) for index in ordered)
+    size = max(1, _BLOCK_SCORES // (longest * (longest + before)))
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
+
+
+def _before(segments: Sequence[Segment], index: int) -> int:
+    prompt = segments[index].prompt
+    return 0 if prompt is None else segments[prompt].length
+
+
+def _block(segments: Sequence[Segment], part: list[int], starts: list[int]) -> Block:
+    lengths = np.array([segments[index].length for index in part])
+    before = np.array([_before(segments, index) for index in part])
+    first = np.array([starts[index] for index in part])
+    first_before = np.array([starts[segments[index].prompt or 0] for index in part])
+    width, depth = int(lengths.max()), int(before.max())
+    start, stop = int(first[0]), int(first[-1] + lengths[-1])
+    # What pads a row is its first token again: there is always something finite to see, and nobody looks at the outcome.
+    inside = np.arange(width) < lengths[:, None]
+    queries = first[:, None] + np.where(inside, np.arange(width), 0)
+    even = bool(inside.all())
+    causal = np.tril(np.ones((width, width), bool))
+    if depth == 0:
+        mask = None  # what pads is behind everything that is looked at
+        keys = None
+    else:
+        seen = np.arange(depth) < before[:, None]
+        keys = np.concatenate([np.where(seen, first_before[:, None] + np.arange(depth), 0), queries], axis=1)
+        rows = 1 if seen.all() else len(part)
+        mask = np.concatenate(
+            [np.broadcast_to(seen[:rows, None], (rows, width, depth)), np.broadcast_to(causal, (rows, width, width))],
+            axis=2,
+        )[:, None]
+    return Block(
+        start,
+        stop,
+        len(part),
+        queries=None if even else torch.from_numpy(queries.ravel()),
+        keys=None if keys is None else torch.from_numpy(keys.ravel()),
+        kept=None if even else torch.from_numpy(np.flatnonzero(inside)),
+        mask=None if mask is None else torch.from_numpy(mask),
+    )
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    shared_prompts: SharedPrompts | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query [1, heads, N, D], key and value [1, key heads, N, D] -> [1, N, heads, D].
+
+    Without `shared_prompts` it is "sdpa". Raises NotImplementedError for layers that are not full causal attention.
+    """
+    if shared_prompts is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
+        )
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            raise NotImplementedError(f"{type(module).__name__} attends with {name}, which shared prompts do not")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    parts = [block.attend(module, q, k, v, scaling=scaling, dropout=dropout) for block in shared_prompts.blocks]
+    return torch.cat(parts)[None], None
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    return None if _applied.get() else sdpa_mask(*args, **kwargs)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+
+def share_prompts(model: Any) -> bool:
+    """Make `model` take flat batches, where it can. Tried out once, before it is sharded, on a few tokens.
+
+    It can when its attention is torch's (`model.attn="sdpa"`) and each layer is full causal attention; else it is left as it is.
+    """
+    if model not in _supported:
+        _supported[model] = _full_attention(model) and _switched(model)
+    return _supported[model]
+
+
+def _full_attention(model: Any) -> bool:
+    if not isinstance(model, PreTrainedModel):
+        return False
+    text = model.config.get_text_config()
+    return text._attn_implementation == "sdpa" and set(getattr(text, "layer_types", None) or ()) <= {"full_attention"}
+
+
+def _switched(model: Any) -> bool:
+    inner = next(
+        (name for name in model.config.sub_configs if getattr(model.config, name) is model.config.get_text_config()),
+        None,
+    )
+    model.set_attn_implementation(NAME if inner is None else {inner: NAME})
+    works = _works(model)
+    if not works:
+        model.set_attn_implementation("sdpa" if inner is None else {inner: "sdpa"})
+    return works
+
+
+@torch.no_grad()
+def _works(model: Any) -> bool:
+    """Whether two samples of a prompt have the logits beside each other, and another prompt, that they have alone."""
+    prompts, samples = ([1, 2, 3, 1, 2], [3, 2, 1]), ((0, [2, 2, 1]), (0, [3, 1]), (1, [1, 3]))
+    segments = [Segment(len(prompt)) for prompt in prompts] + [Segment(len(own), prompt) for prompt, own in samples]
+    starts, shared = lay_out(segments)
+    num_tokens = sum(segment.length for segment in segments)
+    ids, positions = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
+    for index, (start, segment, tokens) in enumerate(
+        zip(starts, segments, [*prompts, *(own for _, own in samples)], strict=True)
+    ):
+        before = _before(segments, index)
+        ids[start : start + segment.length] = tokens
+        positions[start : start + segment.length] = before + np.arange(segment.length)
+    device, dtype = next((p.device, p.dtype) for p in model.parameters())
+    axes = torch.from_numpy(positions)[None].to(device)
+    if family_of(model) is not None:
+        axes = axes.expand(4, 1, -1)
+    was_training = model.training
+    model.eval()
+    try:
+        with shared.to(device).arguments() as arguments:
+            flat = (
+                model(input_ids=torch.from_numpy(ids)[None].to(device), position_ids=axes, use_cache=False, **arguments)
+                .logits[0]
+                .float()
+            )
+        for (prompt, own), start in zip(samples, starts[len(prompts) :], strict=True):
+            whole = torch.tensor([[*prompts[prompt], *own]], device=device)
+            alone = model(input_ids=whole, use_cache=False).logits[0, len(prompts[prompt]) :].float()
+            here = flat[start : start + len(own)]
+            tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+            if (here - alone).norm() > tolerance * alone.norm():
+                return False
+    except (NotImplementedError, TypeError):
+        return False  # a layer attends otherwise, or the model takes no such argument
+    finally:
+        model.train(was_training)
+    return True

@@ -1,0 +1,218 @@
+"""Prompts that are computed once for all of their samples: the same log-probs and gradients, from fewer tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rondo.models import parallel, shared_prompts
+from rondo.models.logprobs import response_log_probs
+from rondo.models.packing import Packing, Sequence
+from rondo.models.shared_prompts import Segment, lay_out, share_prompts
+from tests.models import multimodal
+from tests.models.builders import SIZES, sequences, tiny, unpacked
+
+
+def groups(num_prompts: int = 3, num_samples: int = 5, seed: int = 0, vocabulary: int = 256) -> list[Sequence]:
+    """Samples of each prompt, of different lengths, in no order; one prompt has no response, one is another's beginning."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for length in rng.integers(1, 40, num_prompts):
+        prompt = rng.integers(0, vocabulary, length)
+        for response in [1, *rng.integers(1, 50, num_samples - 1)]:
+            answer = rng.integers(0, vocabulary, response)
+            found.append(Sequence(np.concatenate([prompt, answer]).astype(np.int32), int(response)))
+    found += [Sequence(found[0].tokens, 0), Sequence(found[0].tokens[: -found[0].response + 1 or None], 1)]
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_segment_lies_in_one_block_of_neighbours_of_about_its_length(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = [Segment(int(n)) for n in rng.integers(1, 90, 6)]
+    segments = [*prompts, *(Segment(int(rng.integers(0, 200)), int(rng.integers(0, 6))) for _ in range(30))]
+    starts, shared = lay_out(segments)
+    lying = sorted((start, segment.length) for start, segment in zip(starts, segments, strict=True) if segment.length)
+    ends = [start + length for start, length in lying]
+    assert [start for start, _ in lying] == [0, *ends[:-1]]
+    blocks = [(block.start, block.stop) for block in shared.blocks]
+    assert [begin for begin, _ in blocks] == [0, *(end for _, end in blocks[:-1])]
+    assert blocks[-1][1] == ends[-1]
+    for block in shared.blocks:
+        lengths = [length for start, length in lying if block.start <= start < block.stop]
+        assert len(lengths) == block.rows
+        assert max(lengths) <= 1.42 * min(lengths)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+def test_log_probs_and_gradients_are_those_of_every_sample_alone(family: str) -> None:
+    model, batch = tiny(family, tied=False).eval(), groups()
+    alone = [unpacked(model, one) for one in batch]
+    weight = torch.randn(sum(one.response for one in batch), generator=torch.Generator().manual_seed(1))
+    (weight * torch.cat([log_probs - 0.5 * entropy for log_probs, entropy in alone])).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    packing = Packing.of(model)
+    packed = packing.pack(batch, train=True)
+    assert packed.shared is not None
+    log_probs, entropy = response_log_probs(model, packed, chunk_tokens=7, with_entropy=True)
+    assert entropy is not None
+    (weight * (log_probs - 0.5 * entropy)).sum().backward()
+
+    torch.testing.assert_close(log_probs, torch.cat([found for found, _ in alone]), rtol=0, atol=4e-6)
+    assert packed.targets.tolist() == [int(t) for one in batch for t in one.tokens[len(one.tokens) - one.response :]]
+    for name, parameter in model.named_parameters():
+        scale = expected[name].abs().max().item()
+        assert scale > 0
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=2e-5 * scale, msg=name)
+
+
+def test_a_prompt_is_there_once_and_last_tokens_are_not() -> None:
+    packing = Packing.of(tiny("qwen3"))
+    prompt = np.arange(1, 31)
+    batch = [Sequence(np.append(prompt, np.arange(n)).astype(np.int32), n) for n in (4, 1, 9)]
+    packed = packing.pack(batch)
+    assert packed.num_tokens == packed.input_ids.numel() == 30 + 3 + 0 + 8
+    assert packed.waste == 0
+    assert packed.responses == (4, 1, 9)
+    last_of_prompt = int((packed.input_ids[0] == 30).nonzero())
+    first = [int(positions[0]) for positions in packed.positions.split(list(packed.responses))]
+    assert first == [last_of_prompt] * 3
+
+
+def test_a_token_sees_its_own_prompt_and_what_lies_before_it_and_nothing_else() -> None:
+    model = tiny("qwen3").eval()
+    packing, batch = Packing.of(model), sequences([(20, 8), (20, 8)], seed=3)
+    batch.append(Sequence(np.append(batch[0].tokens[:12], batch[1].tokens[12:]).astype(np.int32), 8))
+
+    def log_probs(batch: list[Sequence]) -> list[list[float]]:
+        packed = packing.pack(batch)
+        with torch.no_grad():
+            return [part.tolist() for part in response_log_probs(model, packed)[0].split(list(packed.responses))]
+
+    before = log_probs(batch)
+    changed = batch[2].tokens.copy()
+    changed[15] = (changed[15] + 1) % 256  # the fourth of its response
+    after = log_probs([*batch[:2], Sequence(changed, 8)])
+    differs = [[a != b for a, b in zip(x, y, strict=True)] for x, y in zip(before, after, strict=True)]
+    assert differs == [[False] * 8, [False] * 8, [False] * 3 + [True] * 5]
+    prompt = batch[0].tokens.copy()
+    prompt[2] = (prompt[2] + 1) % 256  # of the prompt that the first and the third share
+    moved = log_probs(
+        [Sequence(np.append(prompt[:12], one.tokens[12:]), 8) if i != 1 else one for i, one in enumerate(batch)]
+    )
+    assert [[a != b for a, b in zip(x, y, strict=True)] for x, y in zip(before, moved, strict=True)] == [
+        [True] * 8, [False] * 8, [True] * 8,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_omni"])
+def test_media_of_a_prompt_are_there_once_and_give_the_log_probs_of_every_sample_alone(family: str) -> None:
+    model = multimodal.tiny(family)
+    batch = multimodal.ragged(model)
+    with torch.no_grad():
+        expected = torch.cat([multimodal.alone(model, one) for one in batch])
+        packed = Packing.of(model).pack(batch, train=True)
+        found, _ = response_log_probs(model, packed)
+    assert packed.shared is not None
+    dummy = Packing.of(model).dummy
+    assert dummy is not None and dummy.media is not None
+    expected_keys = {one.media.key for one in batch if one.media is not None} | {dummy.media.key}
+    assert sorted(media.key for media in packed.media) == sorted(expected_keys)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_media_in_an_answer_keep_the_sample_whole() -> None:
+    model = multimodal.tiny("qwen3_vl")
+    asked = multimodal.prompt(model, 1, image=(1, 2))
+    whole = multimodal.sample(asked, 2, 3)
+    late = Sequence(
+        whole.tokens, len(asked.tokens) - 2, whole.media
+    )  # all but two tokens are the answer, the image too
+    with torch.no_grad():
+        packed = Packing.of(model).pack([late, late])
+        found, _ = response_log_probs(model, packed)
+        expected = multimodal.alone(model, late)
+    assert len(packed.media) == 1
+    torch.testing.assert_close(found, expected.repeat(2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_are_computed_again_in_the_backward_share_prompts_again(dtype: str) -> None:
+    batch, found = groups(), []
+    for recomputed in (False, True):
+        model = tiny("qwen3")
+        packing = Packing.of(model)
+        model = parallel.shard(model, world_size=1, param_dtype=dtype, activation_checkpointing=recomputed).train()
+        response_log_probs(model, packing.pack(batch, train=True))[0].sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=0, msg=name)
+
+
+def test_a_block_is_cut_where_its_mask_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny("qwen3").eval(), groups(seed=4)
+    with torch.no_grad():
+        whole = Packing.of(model).pack(batch)
+        expected, _ = response_log_probs(model, whole)
+        monkeypatch.setattr(shared_prompts, "_BLOCK_SCORES", 3000)
+        cut = Packing.of(model).pack(batch)
+        found, _ = response_log_probs(model, cut)
+    assert whole.shared is not None and cut.shared is not None
+    assert len(cut.shared.blocks) > len(whole.shared.blocks)
+    assert all(b.rows == 1 or b.mask is None or b.rows * b.mask[0].numel() <= 3000 for b in cut.shared.blocks)
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
+
+
+def test_models_with_other_attention_are_left_as_they_are() -> None:
+    import transformers as hf
+
+    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    eager = tiny("qwen3")
+    eager.set_attn_implementation("eager")
+    window = hf.Qwen3Config(**SIZES, sliding_window=4, use_sliding_window=True, max_window_layers=1)
+    mistral = hf.MistralConfig(**SIZES, sliding_window=4)  # which says so nowhere but in its layers' calls
+    others = [
+        eager,
+        tiny("gemma2"),
+        multimodal.tiny("qwen3_5"),
+        hf.Qwen3ForCausalLM(window),
+        hf.MistralForCausalLM(mistral),
+        hf.MambaForCausalLM(hf.MambaConfig(**small)),
+        hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)),
+    ]
+    before = [model.config.get_text_config()._attn_implementation for model in others]
+    assert [share_prompts(model) for model in others] == [False] * len(others)
+    assert [model.config.get_text_config()._attn_implementation for model in others] == before
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+def test_a_model_that_shares_prompts_is_as_before_in_every_other_use(family: str) -> None:
+    model: Any = tiny(family).eval() if family == "qwen3" else multimodal.tiny(family)
+    ids = torch.randint(1, 200, (3, 12), generator=torch.Generator().manual_seed(0))
+    kept = torch.ones_like(ids)
+    kept[1, :5] = 0  # padded on the left
+
+    def uses() -> list[torch.Tensor]:
+        with torch.no_grad():
+            first = model(input_ids=ids, attention_mask=kept, use_cache=True)
+            following = model(
+                input_ids=ids[:, :1],
+                attention_mask=torch.cat([kept, kept[:, :1] * 0 + 1], 1),
+                past_key_values=first.past_key_values,
+            )
+            return [first.logits, following.logits, model(input_ids=ids, use_cache=False).logits]
+
+    before = uses()
+    was_vision = model.model.visual.config._attn_implementation if family == "qwen3_vl" else None
+    assert share_prompts(model)
+    assert model.config.get_text_config()._attn_implementation == shared_prompts.NAME
+    if was_vision is not None:
+        assert model.model.visual.config._attn_implementation == was_vision
+    for now, then in zip(uses(), before, strict=True):
+        assert torch.equal(now, then)
