@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from rondo.comm.litmus import litmus
-from rondo.launch.check_estimate import Shape
+from rondo.launch.check_estimate import Shape, routed_bytes
 from rondo.launch.check_findings import Finding
 from rondo.launch.check_sglang import look_at_sglang
 from rondo.launch.check_target import Target, judge_devices, judge_target, segment_bytes
@@ -91,7 +91,7 @@ def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Find
 def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     """What holds on every machine."""
     yield from _batch(config)
-    yield from _ring(config)
+    yield from _ring(config, routed_bytes(config, facts.shape))
     yield from _model(config, facts)
 
 
@@ -129,9 +129,10 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
     yield Finding("ok", f"a step trains {num_samples} samples on {actor.processes} process(es)")
 
 
-def _ring(config: RunConfig) -> Iterator[Finding]:
-    """A rollout ring must hold at least one prompt group of the greatest length, with its media."""
-    samples, row, media = config.rollout.samples_per_prompt, row_bytes(config.rollout), media_bytes(config)
+def _ring(config: RunConfig, routed: int) -> Iterator[Finding]:
+    """A rollout ring must hold at least one prompt group of the greatest length, with its media; `routed`: bytes of each token's
+    experts."""
+    samples, row, media = config.rollout.samples_per_prompt, row_bytes(config.rollout, routed), media_bytes(config)
     needed = samples * row + media
     if needed > config.bus.ring_bytes:
         beside = f" and media of up to {media}" if media else ""
@@ -241,7 +242,8 @@ def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator
         return
     parts = segment_bytes(config, facts.num_parameters, facts.num_tensors, facts.shape)
     rollout = config.rollout
-    group = rollout.samples_per_prompt * row_bytes(rollout) + media_bytes(config)
+    row = row_bytes(rollout, routed_bytes(config, facts.shape))
+    group = rollout.samples_per_prompt * row + media_bytes(config)
     parts["one step of the longest samples"] = rollout.prompts_per_step * group
     needed = sum(parts.values())
     shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)

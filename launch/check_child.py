@@ -119,9 +119,26 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
     report.facts["num_tensors"] = len(shapes)
     report.look(lambda: look_at_media(config, path, model.config.model_type, family_of(model)), "media")
     report.look(lambda: look_at_frozen(config, report, model), "train.freeze")
+    if config.train.router_replay:
+        report.look(lambda: look_at_routers(report, model), "train.router_replay")
     report.facts["shape"] = asdict(shape_of(model))
     needs_template = config.data.apply_chat_template
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
+
+
+def look_at_routers(report: Report, model: Any) -> None:
+    """It has experts, whose choice can be replayed."""
+    from rondo.models.routing import Routing, no_experts, renormalizes, routers_of
+
+    if (routing := Routing.of(model)) is None:
+        raise no_experts(model)
+    routers = routers_of(model)
+    renormalizes(next(iter(routers.values())))
+    report.add(
+        "ok",
+        f"{len(routers)} layers send each token to {routing.top_k} of {routing.num_experts} experts: {routing.token_bytes} bytes "
+        "a token to record",
+    )
 
 
 def look_at_frozen(config: RunConfig, report: Report, model: Any) -> None:

@@ -69,6 +69,8 @@ class Shape:
     """Of the largest decoder layer, the unit that is gathered."""
     root_parameters: int
     """Of the decoder outside of its layers: embeddings, output layer."""
+    routed_bytes: int = 0
+    """Of a mixture of experts: the names of the experts that one token goes to, in all layers."""
 
     @property
     def parameters(self) -> int:
@@ -136,6 +138,8 @@ def training_bytes(config: JobConfig, shape: Shape, num_ranks: int) -> dict[str,
         found["bfloat16 copies"] = width * lent
     found["activations"] = train.micro_batch_tokens * _kept(shape, width, checkpointing=train.activation_checkpointing)
     found["log-prob chunk"] = _chunk(config, shape)
+    if replayed := routed_bytes(config, shape):
+        found["routed experts"] = replayed * train.micro_batch_tokens
     return found
 
 
@@ -159,15 +163,22 @@ def generating_bytes(config: JobConfig, shape: Shape, *, lent: bool = False) -> 
         longest = max(each.max_new_tokens or most for each in evaluation.named_sets().values())
         beside = (rollout.max_prompt_tokens + max(most, longest)) * evaluation.num_slots if evaluation.every else 0
         most = max(most, longest) if evaluation.at_start or evaluation.at_end else most
+    recorded = routed_bytes(config, shape) * num_slots * (rollout.max_prompt_tokens + most)
     cached = num_slots * (rollout.max_prompt_tokens + most) + beside
     if evaluation is not None and evaluation.every:
         num_slots = max(num_slots, evaluation.num_slots)
-    return {
+    found = {
         "weights": width * shape.parameters * ((0 if lent or rollout.sglang else 1) + (1 if beside else 0)),
         "key-value cache": cached * shape.num_caching * 2 * shape.decoder.keys * width,
         "activations": max(_PREFILL_TOKENS, rollout.max_prompt_tokens) * _passing(shape, width),
         "logits": _LOGIT_COPIES * _FLOAT * num_slots * shape.vocab_size,
     }
+    return found | ({"routed experts": recorded} if recorded else {})
+
+
+def routed_bytes(config: JobConfig, shape: Shape | None) -> int:
+    """What each token's experts take in a rollout ring; 0 where they are not replayed."""
+    return shape.routed_bytes if shape is not None and config.train.router_replay else 0
 
 
 def _chunk(config: JobConfig, shape: Shape) -> int:

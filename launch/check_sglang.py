@@ -18,7 +18,7 @@ from rondo.launch.check_findings import Finding
 from rondo.launch.config import RunConfig
 from rondo.launch.sglang_env import has_sglang
 from rondo.roles.config import SGLangConfig
-from rondo.roles.rollout.sglang.versions import MEDIA, parse_version, require_version
+from rondo.roles.rollout.sglang.versions import MEDIA, parse_version, require_version, silent_about_experts
 from rondo.runtime.errors import ConfigError
 
 _ANSWER_S = 5.0
@@ -42,7 +42,8 @@ def look_at_sglang(config: RunConfig) -> Iterator[Finding]:
                 )
         else:
             for url in settings.urls:
-                yield Finding("ok", f"SGLang {answered(url, settings)} answers at {url}")
+                version = answered(url, settings, tells_experts=config.train.router_replay)
+                yield Finding("ok", f"SGLang {version} answers at {url}")
     except ConfigError as error:
         yield Finding("error", str(error))
 
@@ -60,8 +61,8 @@ def installed(python: str) -> str:
     return version
 
 
-def answered(url: str, settings: SGLangConfig) -> str:
-    """The version of the server there."""
+def answered(url: str, settings: SGLangConfig, *, tells_experts: bool = False) -> str:
+    """The version of the server there. With `tells_experts` it must tell them."""
     request = urllib.request.Request(f"{url.rstrip('/')}/server_info")
     if settings.api_key_file is not None:
         try:
@@ -74,10 +75,13 @@ def answered(url: str, settings: SGLangConfig) -> str:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_ANSWER_S) as answer:
-            version = str(orjson.loads(answer.read()).get("version"))
+            told = orjson.loads(answer.read())
+            version = str(told.get("version"))
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise ConfigError(
             f"rollout.sglang.urls must be servers that answer, got {error} of {url}. Start it, or correct the address"
         ) from error
     require_version(version, url)
+    if tells_experts and not told.get("enable_return_routed_experts"):
+        raise silent_about_experts(url)
     return version

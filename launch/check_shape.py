@@ -13,6 +13,7 @@ from rondo.launch.check_estimate import Blocks, Shape
 from rondo.models.families import family_of
 from rondo.models.media.inputs import Modality
 from rondo.models.parallel import decoder_layers
+from rondo.models.routing import Routing
 
 
 def shape_of(model: Any) -> Shape:
@@ -27,6 +28,7 @@ def shape_of(model: Any) -> Shape:
     layers = [
         _count(layer.parameters()) for layer in decoder_layers(model) if id(next(layer.parameters())) not in inside
     ]
+    routing = Routing.of(model)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     return Shape(
         vocab_size=text.vocab_size,
@@ -39,6 +41,7 @@ def shape_of(model: Any) -> Shape:
         trained_encoders=_count(p for p in encoding if p.requires_grad),
         layer_parameters=max(layers, default=0),
         root_parameters=_count(decoding) - sum(layers),
+        routed_bytes=0 if routing is None else routing.token_bytes,
     )
 
 

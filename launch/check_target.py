@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rondo.launch.check_estimate import Estimate, Shape, group_estimate
+from rondo.launch.check_estimate import Estimate, Shape, group_estimate, routed_bytes
 from rondo.launch.check_findings import Finding
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
@@ -211,7 +211,7 @@ def _judge_node(
             computing += number * estimate.needed
     if any(counts[group.name] for group in config.groups if "rollout" in group.roles):
         rollout = config.rollout
-        row = rollout.samples_per_prompt * row_bytes(rollout) + media_bytes(config)
+        row = rollout.samples_per_prompt * row_bytes(rollout, routed_bytes(config, shape)) + media_bytes(config)
         parts["one step of the longest samples"] = rollout.prompts_per_step * row
     parts |= {"processes": programs, "computing on the CPU": computing, "models while they load": loading}
     needed = sum(parts.values())

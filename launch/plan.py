@@ -13,7 +13,7 @@ from rondo.comm.coordinator import CoordinatorConfig
 from rondo.comm.index import Rules
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
-from rondo.roles.streams import BASE_COLUMNS, media_bytes, row_bytes, streams_of
+from rondo.roles.streams import base_columns, media_bytes, row_bytes, streams_of
 from rondo.runtime.spec import GroupSpec
 
 ROLE_CLASSES: Mapping[str, str] = {
@@ -53,8 +53,9 @@ def first_devices(groups: Iterable[RoleGroup]) -> dict[str, int]:
     return found
 
 
-def coordinator_config(config: RunConfig, num_rows: int) -> CoordinatorConfig:
-    """The rules of this run; num_rows: rows to train on, which `num_passes` turns into the end of the data."""
+def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) -> CoordinatorConfig:
+    """The rules of this run; num_rows: rows to train on, which `num_passes` turns into the end of the data; routed_bytes: what
+    a sample has for the experts of each of its tokens."""
     roles = {role for group in config.groups for role in group.roles}
     rollout, passes, evaluation = config.rollout, config.data.num_passes, config.evaluation
     actor, source = config.group_of("actor"), config.group_of("rollout")
@@ -64,9 +65,9 @@ def coordinator_config(config: RunConfig, num_rows: int) -> CoordinatorConfig:
         groups_per_step=rollout.prompts_per_step,
         samples_per_group=rollout.samples_per_prompt,
         max_staleness=config.max_staleness,
-        base_columns=BASE_COLUMNS,
+        base_columns=base_columns(config),
         streams=streams_of(config, roles),
-        row_bytes=row_bytes(rollout),
+        row_bytes=row_bytes(rollout, routed_bytes),
         media_bytes=media_bytes(config),
         num_slots=config.num_weight_slots,
         spare_groups=rollout.spare_groups,

@@ -24,6 +24,7 @@ import uvloop
 
 from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.launch.check import Facts, require
+from rondo.launch.check_estimate import routed_bytes
 from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
@@ -112,7 +113,8 @@ def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str]) -> RunConf
     assert facts.num_rows is not None
     prepared = orjson.loads((run.path / PREPARED).read_bytes())
     write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.groups)})
-    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(coordinator_config(changed, facts.num_rows)))
+    rules = coordinator_config(changed, facts.num_rows, routed_bytes(changed, facts.shape))
+    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))
     write_json(run.config_json, resolve(changed))
     return changed
 
@@ -181,7 +183,7 @@ def _prepare(
         model_path = Path(shutil.move(model_path, run.path / "model"))
     devices = first_devices(config.groups) | dict(extra or {})
     write_json(run.path / PREPARED, {"model_path": str(model_path), "first_devices": devices})
-    rules = coordinator_config(config, facts.num_rows)
+    rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
     rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
     write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from rondo.models.media.batch import collate, embedding, encoded_once
 from rondo.models.packing import PackedBatch, can_share_rows
 from rondo.models.parallel import drop_copies
+from rondo.models.routing import replaying
 from rondo.models.shared_prompts import share_prompts
 from rondo.runtime.errors import ConfigError
 
@@ -68,7 +69,8 @@ def response_log_probs(
     sharing: AbstractContextManager[dict[str, Any]] = nullcontext({})
     if packed.shared is not None:
         sharing = packed.shared.arguments()
-    with scoring as found, encoded_once(model, batch), embedding(model, packed.embedded_ids), sharing as more:
+    routed = replaying(model, packed.routes)
+    with scoring as found, encoded_once(model, batch), embedding(model, packed.embedded_ids), routed, sharing as more:
         output = model(**arguments, **more)
     if found.log_probs is None or output.logits is not found.log_probs:
         raise ConfigError(

@@ -21,6 +21,7 @@ Invariant: every response token of every sequence is scored once, from the posit
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,7 @@ import torch
 from rondo.models.families import family_of
 from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.routing import Routes
 from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out, share_prompts
 from rondo.runtime.errors import ConfigError
 
@@ -41,11 +43,13 @@ _shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 @dataclass(frozen=True, slots=True)
 class Sequence:
     """`tokens`, integers [T], of which the last `response` are scored; 0 <= response < T. `media` are those of the prompt,
-    whose placeholders are among the tokens."""
+    whose placeholders are among the tokens. `experts`, integers [T - 1, layers, top_k], are those that an engine sent all tokens
+    but the last one to; None or empty where it told none."""
 
     tokens: np.ndarray
     response: int
     media: MediaInputs | None = field(default=None, repr=False)
+    experts: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def cost(self) -> int:
@@ -65,11 +69,10 @@ class PackedBatch:
     responses: tuple[int, ...]
     num_tokens: int
     media: tuple[MediaInputs, ...] = ()  # in the order of their placeholders in the flat [B * L]
-    shared: SharedPrompts | None = (
-        None  # of a flat batch, B = 1: how its tokens see each other; its positions alone do not tell
-    )
+    shared: SharedPrompts | None = None  # of a flat batch, B = 1: how its tokens see each other
     # int64 [B, L]: what to embed, where `input_ids` hides placeholders that stand for no feature; None: nothing is hidden.
     embedded_ids: torch.Tensor | None = None
+    routes: Routes | None = None  # of the flat [B * L]; None: nothing was recorded
 
     @property
     def waste(self) -> float:
@@ -86,6 +89,7 @@ class PackedBatch:
             targets=self.targets.to(device),
             shared=None if self.shared is None else self.shared.to(device),
             embedded_ids=None if self.embedded_ids is None else self.embedded_ids.to(device),
+            routes=None if self.routes is None else self.routes.to(device),
         )
 
 
@@ -163,7 +167,7 @@ def pack(
 
     `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. `placeholders` are
     tokens that stand for features in prompts with media, and nowhere else. Raises ConfigError for no sequences, a sequence
-    longer than `row_tokens`, or a response that leaves no prompt.
+    longer than `row_tokens`, a response that leaves no prompt, or experts of other tokens.
     """
     _check(sequences, row_tokens)
     num_given = len(sequences)
@@ -203,6 +207,10 @@ def pack(
         responses=tuple(sequence.response for sequence in sequences[:num_given]),
         num_tokens=sum(lengths),
         media=tuple(media for _, media in sorted(_placed(sequences, places), key=lambda item: item[0])),
+        routes=_routes(
+            ((s.experts, row * width + start) for s, (row, start) in zip(sequences, places, strict=True)),
+            num_rows * width,
+        ),
     )
 
 
@@ -222,11 +230,12 @@ def pack_flat(
     num_tokens = sum(segment.length for segment in segments)
     input_ids, features = np.zeros((1, num_tokens), np.int64), np.zeros((1, num_tokens), bool)
     position_ids = np.zeros((4, 1, num_tokens), np.float32) if multimodal else np.zeros((1, num_tokens), np.int64)
-    media = []
+    media, routes = [], []
     for (sequence, begin, end), start in zip(pieces, starts, strict=True):
         here = slice(start, start + end - begin)
         input_ids[0, here] = sequence.tokens[begin:end]
         position_ids[..., 0, here] = _axes(sequence)[:, begin:end] if multimodal else np.arange(begin, end)
+        routes.append((None if sequence.experts is None else sequence.experts[begin:end], start))
         if sequence.media is not None and begin == 0:
             features[0, start : start + sequence.media.positions.shape[1]] = True
             media.append((start, sequence.media))
@@ -246,6 +255,7 @@ def pack_flat(
         responses=tuple(sequence.response for sequence in sequences),
         num_tokens=num_tokens,
         shared=shared,
+        routes=_routes(routes, num_tokens),
         media=tuple(found for _, found in sorted(media, key=lambda item: item[0])),
     )
 
@@ -256,17 +266,14 @@ def _segments(
     """Segments, the (sequence, first token, last token + 1) that each holds, and each sequence's (prompt, own) among them."""
     segments: list[Segment] = []
     pieces: list[tuple[Sequence, int, int]] = []
-    prompts: dict[tuple[bytes, str | None], int] = {}
+    prompts: dict[Hashable, int] = {}
     ends = []
     for sequence in sequences:
         last = len(sequence.tokens) - 1 if sequence.response else len(sequence.tokens)
         begin = len(sequence.tokens) - sequence.response
         if sequence.media is not None and sequence.media.positions.shape[1] > begin:
             begin = last  # media lie in what answers: nothing of it is shared
-        key = (
-            np.asarray(sequence.tokens[:begin], np.int64).tobytes(),
-            None if sequence.media is None else sequence.media.key,
-        )
+        key = _same(sequence, begin)
         if key not in prompts:
             prompts[key] = len(segments)
             segments.append(Segment(begin))
@@ -275,6 +282,13 @@ def _segments(
         segments.append(Segment(last - begin, prompts[key]))
         pieces.append((sequence, begin, last))
     return segments, pieces, ends
+
+
+def _same(sequence: Sequence, begin: int) -> Hashable:
+    """What two sequences have in common whose first `begin` tokens are computed alike."""
+    media = None if sequence.media is None else sequence.media.key
+    experts = None if sequence.experts is None else sequence.experts[:begin].tobytes()
+    return np.asarray(sequence.tokens[:begin], np.int64).tobytes(), media, experts
 
 
 def hide_placeholders(ids: np.ndarray, features: np.ndarray, placeholders: Ordered[int]) -> np.ndarray | None:
@@ -286,6 +300,20 @@ def hide_placeholders(ids: np.ndarray, features: np.ndarray, placeholders: Order
 
 def _placed(sequences: Ordered[Sequence], places: list[tuple[int, int]]) -> list[tuple[tuple[int, int], MediaInputs]]:
     return [(place, s.media) for s, place in zip(sequences, places, strict=True) if s.media is not None]
+
+
+def _routes(told: Iterable[tuple[np.ndarray | None, int]], num_positions: int) -> Routes | None:
+    """Recordings [tokens, layers, top_k] from the positions on where they begin; None where there is none."""
+    found = [(experts, start) for experts, start in told if experts is not None and len(experts)]
+    if not found:
+        return None
+    first, _ = found[0]
+    experts = np.zeros((num_positions, *first.shape[1:]), first.dtype)
+    recorded = np.zeros(num_positions, bool)
+    for part, start in found:
+        experts[start : start + len(part)] = part
+        recorded[start : start + len(part)] = True
+    return Routes(torch.from_numpy(experts), torch.from_numpy(recorded))
 
 
 def _axes(sequence: Sequence) -> np.ndarray:
@@ -327,6 +355,11 @@ def _check(sequences: Ordered[Sequence], row_tokens: int | None) -> None:
             raise ConfigError(
                 f"response of sequence {index} must leave at least one prompt token, got {sequence.response} of {length} "
                 "tokens. Give every sample a prompt"
+            )
+        if sequence.experts is not None and len(sequence.experts) not in (0, length - 1):
+            raise ConfigError(
+                f"experts of sequence {index} must be those of all its {length} tokens but the last, got "
+                f"{len(sequence.experts)}. Record them where the sequence is sampled"
             )
         if row_tokens is not None and length > row_tokens:
             raise ConfigError(

@@ -36,6 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rondo.models.families import family_of
 from rondo.models.names import disk_groups, memory_tensors, to_disk
 from rondo.models.packing import can_share_rows
+from rondo.models.routing import the_same_way
 from rondo.models.shared_prompts import share_prompts
 from rondo.runtime.errors import ConfigError
 
@@ -287,7 +288,7 @@ def _recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if unit.training and torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=the_same_way, **kwargs)
         return forward(*args, **kwargs)
 
     return run

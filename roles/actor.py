@@ -41,6 +41,7 @@ from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.kept import copy_samples, write_samples
 from rondo.roles.parity import ParityLog, RowSum, row_sum
+from rondo.roles.streams import ROUTED
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
 from rondo.roles.whitening import Contribution, contribution
@@ -318,6 +319,7 @@ class ActorRole:
                 policy_versions=row.array("policy_versions"),
                 scored=(int(row.array("log_probs_version")[0]), row.array("log_probs")) if has_fwd else None,
                 media=media_of(row),
+                routed_experts=row.array(ROUTED) if ROUTED in row.columns else None,
             )
             for row in made.rows
         ]
@@ -478,5 +480,8 @@ class ActorRole:
 
 def _row_sum(named: Row, row: TrainRow) -> RowSum:
     """All that the loss sees of a sample, but for its media, which the prompt stands for."""
-    rest = (row.mask, row.advantages, row.rollout_log_probs, row.old_log_probs, row.ref_log_probs, row.policy_versions)
+    rest = (
+        row.mask, row.advantages, row.rollout_log_probs, row.old_log_probs, row.ref_log_probs, row.policy_versions,
+        row.routed_experts,
+    )  # fmt: skip
     return row_sum(named.group, named.sample, row.tokens, rest)

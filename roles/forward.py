@@ -24,8 +24,10 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
+from rondo.models.routing import enable_replay
 from rondo.roles.determinism import settle
 from rondo.roles.job import Job, follow, groups_of, open_job, timed
+from rondo.roles.streams import ROUTED
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
 
@@ -38,11 +40,14 @@ REFERENCE = "reference"
 class Scorer:
     """A model that only scores. Runs on the compute thread."""
 
-    def __init__(self, path: str, job: Job) -> None:
+    def __init__(self, path: str, job: Job, *, replays: bool = False) -> None:
+        """replays: the experts that rows come with."""
         config = job.config
         settle(config)
         self._model = load_model(path, dtype=config.train.dtype, device=job.device, attn=config.model.attn)
         self._packing = Packing.of(self._model)
+        if replays:
+            enable_replay(self._model)
         self.version = 0
         self._device = job.device
         self._temperature = config.rollout.temperature
@@ -70,6 +75,8 @@ class _Forward:
     """The loop of both roles."""
 
     role: str
+    replays = False
+    """Whether tokens go where the engine sent them (with `train.router_replay`), or where the model's own routers do."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
@@ -81,12 +88,20 @@ class _Forward:
 
     def _open_scorer(self, path: str, job: Job) -> Scorer:
         """On the compute thread."""
-        return Scorer(path, job)
+        return Scorer(path, job, replays=self.replays and job.config.train.router_replay)
 
     async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
         await self._ctx.ready()
         async for made in timed(self._ctx, job.bus.stream(self.role, tokens=job.config.train.micro_batch_tokens)):
-            rows = [Packable(row.array("tokens"), row.response, media_of(row)) for row in made.rows]
+            rows = [
+                Packable(
+                    row.array("tokens"),
+                    row.response,
+                    media_of(row),
+                    row.array(ROUTED) if ROUTED in row.columns else None,
+                )
+                for row in made.rows
+            ]
             if rows:
                 async with job.turns.scoring():
                     with self._ctx.span("forward", step=made.step, groups=groups_of(made)):
@@ -124,6 +139,7 @@ class ReferenceRole(_Forward):
 
 class ActorForwardRole(_Forward):
     role = "actor_fwd"
+    replays = True
 
     def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
         return {"log_probs": log_probs, "log_probs_version": [np.array([version], np.int32)] * len(log_probs)}

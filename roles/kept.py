@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 from rondo.comm.bus import Bus
 from rondo.comm.group import LIVE, Group
 from rondo.comm.records import Column
-from rondo.roles.streams import BASE_COLUMNS
+from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS
 from rondo.runtime.errors import CorruptData
 
 FILE = "samples.safetensors"
@@ -62,7 +62,7 @@ def copy_samples(bus: Bus, state: Mapping[str, Any]) -> list[KeptSample]:
 def _copies(bus: Bus, group: Group) -> list[KeptSample]:
     found: dict[int, dict[str, np.ndarray]] = {sample: {} for sample in group.numbers()}
     for names, first, count, (ring, pos, seq, row) in group.parts:
-        base = [name for name in names if name in BASE_COLUMNS]
+        base = [name for name in names if name in ROLLOUT_COLUMNS]
         if not base:
             continue
         record = bus.view(ring).read(pos, seq)
@@ -82,9 +82,9 @@ def write_samples(folder: Path, kept: Sequence[KeptSample]) -> None:
     if not kept:
         return
     tensors: dict[str, np.ndarray] = {}
-    for name in BASE_COLUMNS:
+    for name in kept[0].columns:
         arrays = [sample.columns[name] for sample in kept]
-        tensors[name] = np.concatenate(arrays)
+        tensors[name] = np.concatenate([array for array in arrays if len(array)] or arrays[:1])
         tensors[name + _LENGTHS] = np.array([len(array) for array in arrays], np.int64)
     header = [[sample.group, sample.position, sample.sample, *sample.info] for sample in kept]
     save_file(tensors, folder / FILE, metadata={_HEADER: orjson.dumps(header).decode()})
@@ -99,17 +99,17 @@ class KeptSamples:
             self._by_group.setdefault(sample.group, []).append(sample)
 
     @classmethod
-    def read(cls, folder: Path | None) -> KeptSamples:
-        """The samples of the checkpoint `folder`. Empty where there is no checkpoint, or none in it."""
+    def read(cls, folder: Path | None, names: Sequence[str] = BASE_COLUMNS) -> KeptSamples:
+        """The samples of the checkpoint `folder`, with these columns. Empty where there is no checkpoint, or none in it."""
         if folder is None or not (folder / FILE).exists():
             return cls()
         with safe_open(folder / FILE, framework="numpy") as file:
             header = orjson.loads(file.metadata()[_HEADER])
-            ends = {name: np.cumsum(file.get_tensor(name + _LENGTHS))[:-1] for name in BASE_COLUMNS}
-            columns = {name: np.split(file.get_tensor(name), ends[name]) for name in BASE_COLUMNS}
+            ends = {name: np.cumsum(file.get_tensor(name + _LENGTHS))[:-1] for name in names}
+            columns = {name: np.split(file.get_tensor(name), ends[name]) for name in names}
         return cls(
             [
-                KeptSample(group, position, sample, tuple(info), {name: columns[name][i] for name in BASE_COLUMNS})
+                KeptSample(group, position, sample, tuple(info), {name: columns[name][i] for name in names})
                 for i, (group, position, sample, *info) in enumerate(header)
             ]
         )
@@ -132,5 +132,5 @@ def columns_of(samples: Sequence[KeptSample]) -> list[Column]:
     """The base columns of some samples, as they are put."""
     return [
         Column(name, samples[0].columns[name].dtype.name, [sample.columns[name] for sample in samples])
-        for name in BASE_COLUMNS
+        for name in samples[0].columns
     ]

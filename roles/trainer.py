@@ -37,6 +37,7 @@ from rondo.models.optimizer import learning_rate, make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.models.parts import freeze
+from rondo.models.routing import enable_replay
 from rondo.models.state import load_training_state, training_state
 from rondo.roles import losses, sft
 from rondo.roles.config import JobConfig
@@ -61,6 +62,7 @@ class TrainRow:
     policy_versions: np.ndarray  # int32 [R], the weights that each token was sampled under
     scored: tuple[int, np.ndarray] | None = None  # (version, float32 [R]): actor_fwd's log-probs under that version
     media: MediaInputs | None = None
+    routed_experts: np.ndarray | None = None  # uint8 or int16 [T - 1, layers, top_k]; None or empty: not told
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Trainer:
         )
         self._packing = Packing.of(model)
         self.lent = Lent(model) if lends else None
+        if train.router_replay:  # of the trainer's own model alone: an engine routes by itself
+            enable_replay(model)
         self.model = parallel.shard(
             model,
             world_size=world_size,
@@ -166,7 +170,7 @@ class Trainer:
 
     def _sums_of(self, rows: Sequence[TrainRow]) -> tuple[losses.LossSums, torch.Tensor]:
         """The undivided loss of some rows, and the log-probs of their response tokens behind each other, detached."""
-        sequences = [Packable(row.tokens, len(row.mask), row.media) for row in rows]
+        sequences = [Packable(row.tokens, len(row.mask), row.media, row.routed_experts) for row in rows]
         packed = self._packing.pack(sequences, train=True).to(self.device)
         log_probs, entropy = self._log_probs(packed)
         sums = losses.policy_sums(

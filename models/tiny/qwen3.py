@@ -1,8 +1,10 @@
-"""A small Qwen3 with seeded random weights, as a Hugging Face folder: what examples and tests train from scratch.
+"""A small Qwen3 with seeded random weights, as a Hugging Face folder; with experts where asked for. What examples and tests
+train from scratch.
 
 Owns the sizes. Anything that loads a Qwen3 loads this one: AutoTokenizer, AutoModelForCausalLM, SGLang.
 
     build(Path("model"), hidden_size=128, num_layers=2)      # 0.33 million parameters, well under a second
+    build(Path("model"), num_experts=4)                      # Qwen3-MoE
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ def build(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     intermediate_size: int | None = None,
+    num_experts: int = 0,
+    experts_per_token: int = 2,
+    moe_intermediate_size: int = 64,
     max_positions: int = 2048,
     tie_embeddings: bool = True,
     chat_template: bool = True,
@@ -28,14 +33,20 @@ def build(
 ) -> None:
     """Write config.json, tokenizer and float32 model.safetensors into `folder`. Equal arguments write equal weights.
 
-    `intermediate_size` is twice `hidden_size` unless given. Raises ConfigError for sizes that do not divide.
+    `intermediate_size` is twice `hidden_size` unless given; `num_experts` 0 is a dense model. Raises ConfigError for sizes that
+    do not divide.
     """
     check_heads(hidden_size, num_heads, num_kv_heads)
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from rondo.models.tiny.media import experts_config
 
     tokenizer = build_tokenizer(chat_template=chat_template)
-    config = Qwen3Config(
+    experts = {}
+    if num_experts:
+        experts = experts_config(num_experts, experts_per_token, moe_intermediate_size) | {"norm_topk_prob": True}
+    config = (Qwen3MoeConfig if num_experts else Qwen3Config)(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size or 2 * hidden_size,
@@ -49,10 +60,11 @@ def build(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **experts,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = (Qwen3MoeForCausalLM if num_experts else Qwen3ForCausalLM)(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -93,6 +93,17 @@ class JobConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _servers_tell_what_is_replayed(self) -> JobConfig:
+        sglang = self.rollout.sglang
+        names = ("enable-return-routed-experts", "enable_return_routed_experts")
+        if self.train.router_replay and sglang is not None and False in map(sglang.arguments.get, names):
+            raise ValueError(
+                "rollout.sglang.arguments must not turn enable-return-routed-experts off with train.router_replay, which needs "
+                "what it tells, got False. Remove it: rondo sets it itself"
+            )
+        return self
+
     @property
     def num_updates(self) -> int:
         """Optimizer steps that make one policy version of the one before."""

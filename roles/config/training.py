@@ -132,6 +132,9 @@ class TrainConfig(Section):
     """Regular expressions; parameters whose name in the model matches one stay as they are."""
     train_parameters: tuple[Pattern, ...] = ()
     """Regular expressions; when given, only parameters that match one, and are not frozen, are trained."""
+    router_replay: bool = False
+    """Of a mixture of experts: the engine records which experts every token was sampled with, and the trainer sends it to the
+    same ones, with weights of its own."""
     max_log_prob_gap: float | None = Field(None, gt=0)
     """The run stops when the mean absolute gap between the log-probs of engine and trainer under the same weights is
     greater in a step, in nats; None only measures it."""

@@ -27,6 +27,7 @@ from rondo.roles.rollout.engine import Completion, EngineStats, Prefix, Request
 from rondo.roles.rollout.hf_forward import HFForward
 from rondo.roles.rollout.lent import Lent, LentForward
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
+from rondo.roles.rollout.recorder import Recorder
 from rondo.roles.rollout.sleeper import Sleeper
 from rondo.roles.rollout.slots import Forward, SlotEngine
 from rondo.runtime.errors import Closed, ConfigError
@@ -47,12 +48,14 @@ def slot_engine(
     version: int = 0,
     lent: Lent | None = None,
     sleeps: bool = False,
+    tells_experts: bool = False,
 ) -> SlotEngine:
     """A slot engine over a transformers causal LM, which it puts into evaluation mode and whose weights it may replace.
 
     `forward`: "auto" takes the fused path for plain Qwen3 and the Hugging Face path for the rest; "fused" and "hf" force
     one. Raises ConfigError if the forced path cannot compute the model. `lent`: whose tensors the model's are, where its weights
-    are somebody else's. `sleeps`: it can release its memory. The rest is as in `SlotEngine`.
+    are somebody else's. `sleeps`: it can release its memory. `tells_experts`: completions have their routed experts, of a model
+    that has some. The rest is as in `SlotEngine`.
     """
     if forward not in ("auto", "fused", "hf"):
         raise ConfigError(f"forward must be auto, fused or hf, got {forward!r}. Use auto.")
@@ -64,6 +67,9 @@ def slot_engine(
     model.eval()
     make: type[Qwen3Forward] | type[HFForward] = Qwen3Forward if fused and forward != "hf" else HFForward
     build = functools.partial(make, model, num_slots=num_slots, max_length=max_length, fixed_shapes=fixed_shapes)
+    recorder = Recorder(model, num_slots=num_slots, max_length=max_length) if tells_experts else None
+    if recorder is not None:  # the fused path is of a model without experts
+        build = functools.partial(build, recorder=recorder)
     sleeper = Sleeper(build, model, owns=lent is None) if sleeps else None
     built: Forward = sleeper or build()
     return SlotEngine(
@@ -74,6 +80,7 @@ def slot_engine(
         max_prefill_tokens=max_prefill_tokens,
         fixed_shapes=fixed_shapes,
         version=version,
+        experts=recorder.read if recorder is not None else None,
     )
 
 

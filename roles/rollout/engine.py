@@ -78,12 +78,13 @@ class Top:
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """What was sampled of a request before: as in `Completion`, at least one token. It is continued as though it had never
-    been interrupted, and is the beginning of the completion."""
+    been interrupted, and is the beginning of the completion. `routed_experts` are [T + P - 1, layers, top_k], where known."""
 
     tokens: np.ndarray
     log_probs: np.ndarray
     policy_versions: np.ndarray
     top: Top | None = None
+    routed_experts: np.ndarray | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Request:
 
     def resumed(self, completion: Completion) -> Request:
         """The request that goes on where an interrupted one ended."""
-        prefix = Prefix(completion.tokens, completion.log_probs, completion.policy_versions, completion.top)
+        prefix = completion.as_prefix()
         left = None if self.interruptions is None else self.interruptions - 1
         return replace(self, prefix=prefix, interruptions=left)
 
@@ -151,7 +152,8 @@ class Completion:
     `tokens` int32 [R]; `log_probs` float32 [R], after the temperature and before top-k and top-p (greedy: of the plain
     logits); `policy_versions` int32 [R], the weights that each token was sampled under. `routed_experts`, of engines that
     tell them, uint8 or int16 [T + R - 1, layers, top_k]: the experts that each token but the last one was routed to, T tokens
-    of the prompt (media expanded) first. Of a request with a prefix they may all be those of the weights that computed it anew.
+    of the prompt (media expanded) first, in the order of the router's choice. Of a prefix that came without them they are those
+    of the weights that computed it anew.
     """
 
     request_id: str
@@ -162,13 +164,17 @@ class Completion:
     routed_experts: np.ndarray | None = field(default=None, repr=False)
     top: Top | None = field(default=None, repr=False)
 
-    def behind(self, begun: Completion) -> Completion:
-        """This completion of `request.resumed(begun)`, with the experts that the tokens of `begun` were sampled with. Those that
-        one of the two does not tell are not known of the whole."""
-        before, after = begun.routed_experts, self.routed_experts
-        if before is None or after is None:
-            return replace(self, routed_experts=None)
-        return replace(self, routed_experts=np.concatenate([before, after[len(before) :]]))
+    def as_prefix(self) -> Prefix:
+        """What a request goes on from."""
+        return Prefix(self.tokens, self.log_probs, self.policy_versions, self.top, self.routed_experts)
+
+
+def experts_of_whole(before: Prefix | None, told: np.ndarray | None) -> np.ndarray | None:
+    """`told` by an engine of a whole sample that it continued after `before`, with the experts in their place that the earlier
+    tokens were sampled with: what it told of these is how it computed them anew."""
+    if told is None or before is None or before.routed_experts is None:
+        return told
+    return np.concatenate([before.routed_experts, told[len(before.routed_experts) :]])
 
 
 @dataclass(frozen=True, slots=True)

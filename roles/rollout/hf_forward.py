@@ -31,6 +31,7 @@ from rondo.models.families import family_of
 from rondo.models.media.batch import collate, embedding, encoded_once, placeholder_ids
 from rondo.models.names import load_disk_tensors
 from rondo.models.packing import hide_placeholders
+from rondo.roles.rollout.recorder import Recorder
 from rondo.roles.rollout.slots import Batch, Prefill
 from rondo.runtime.errors import ConfigError
 
@@ -161,9 +162,18 @@ class _StateLayer(LinearAttentionLayer):
 
 
 class HFForward:
-    """`Forward` for any transformers model with full, sliding or linear attention. Raises ConfigError for other layers."""
+    """`Forward` for any transformers model with full, sliding or linear attention. Raises ConfigError for other layers. A
+    `recorder` of the same model is told where the experts that it hears belong."""
 
-    def __init__(self, model: Any, *, num_slots: int, max_length: int, fixed_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_slots: int,
+        max_length: int,
+        fixed_shapes: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
         config = model.config.get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
         if unknown := sorted(set(kinds) - _KNOWN_LAYERS):
@@ -175,6 +185,7 @@ class HFForward:
         if len(windows) > 1:
             raise ConfigError(f"all sliding layers must share one window, got {sorted(windows)}. Use an SGLang engine.")
         self._model = model
+        self._recorder = recorder
         self._kinds = sorted(set(kinds))
         self._window = windows.pop() if windows else 0
         self._length = -(-max_length // KV_BLOCK) * KV_BLOCK
@@ -210,6 +221,8 @@ class HFForward:
         self._offsets[target] = self._offsets[source]
         for layer in self._layers:
             layer.copy(source, target, length)
+        if self._recorder is not None:
+            self._recorder.copy(source, target, length)
 
     def clear(self) -> None:
         for layer in self._layers:
@@ -242,6 +255,8 @@ class HFForward:
             past_key_values=self._cache,
             use_cache=True,
         )
+        if self._recorder is not None:
+            self._recorder.tokens(rows, at)
         return output.logits[:, -1]
 
     def _prefill(self, prompts: tuple[Prefill, ...]) -> torch.Tensor:
@@ -271,6 +286,8 @@ class HFForward:
                 use_cache=True,
                 **media.arguments,
             )
+        if self._recorder is not None:
+            self._recorder.prompts(slots)
         return output.logits[:, 0]
 
     def _axes(self, prompts: tuple[Prefill, ...], width: int) -> np.ndarray:

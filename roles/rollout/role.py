@@ -47,6 +47,7 @@ from rondo.roles.rollout.rewards import RewardPool, RewardResult
 from rondo.roles.rollout.serve.endpoint import endpoint
 from rondo.roles.rollout.share import Share
 from rondo.roles.rollout.slots import SlotEngine
+from rondo.roles.streams import ROUTED, base_columns
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
@@ -105,7 +106,8 @@ class RolloutRole:
                     self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
                     self._data, held_out = await ctx.compute(open_splits, config)
                     self._order = train_order(config, len(self._data))
-                    self._kept = await asyncio.to_thread(KeptSamples.read, newest_complete(ctx.run_dir / "checkpoints"))
+                    newest = newest_complete(ctx.run_dir / "checkpoints")
+                    self._kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))
                     self._engine: Engine = await self._open_engine(pools)
                     self._beside = await self._open_beside()
                     self._evaluator = Evaluator(
@@ -140,7 +142,12 @@ class RolloutRole:
         num_slots = self._job.config.rollout.num_slots
         self._lent = await self._job.lent if self._job.lent is not None else None
         slots = await self._ctx.compute(
-            self._build, num_slots, evaluates=evaluates, lent=self._lent, sleeps=self._job.takes_turns
+            self._build,
+            num_slots,
+            evaluates=evaluates,
+            lent=self._lent,
+            sleeps=self._job.takes_turns,
+            tells_experts=self._job.config.train.router_replay,
         )
         engine = EmbeddedEngine(slots, self._ctx.compute, wake=self._wake.set)
         if self._job.takes_turns:
@@ -203,7 +210,15 @@ class RolloutRole:
         stats = self._engine.stats()
         return stats.num_running + stats.num_waiting > 0
 
-    def _build(self, num_slots: int, *, evaluates: bool, lent: Lent | None = None, sleeps: bool = False) -> SlotEngine:
+    def _build(
+        self,
+        num_slots: int,
+        *,
+        evaluates: bool,
+        lent: Lent | None = None,
+        sleeps: bool = False,
+        tells_experts: bool = False,
+    ) -> SlotEngine:
         """On the compute thread. Long enough for the rollout's responses, and an evaluation's if it has some. Over a model of its
         own, or the trainer's tensors."""
         config, rollout = self._job.config, self._job.config.rollout
@@ -219,7 +234,13 @@ class RolloutRole:
         most = max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
         length = rollout.max_prompt_tokens + most
         return slot_engine(
-            model, num_slots=num_slots, max_length=length, fixed_shapes=config.deterministic, lent=lent, sleeps=sleeps
+            model,
+            num_slots=num_slots,
+            max_length=length,
+            fixed_shapes=config.deterministic,
+            lent=lent,
+            sleeps=sleeps,
+            tells_experts=tells_experts,
         )
 
     @asynccontextmanager
@@ -412,7 +433,7 @@ class RolloutRole:
         done = await self._engine.generate(request)
         while done.finish_reason == "interrupted":
             request = request.resumed(done)
-            done = (await self._engine.generate(request)).behind(done)
+            done = await self._engine.generate(request)
         return done
 
     def _params(self, temperature: float) -> SamplingParams:
@@ -466,12 +487,18 @@ class RolloutRole:
     def _columns(self, prompt: np.ndarray, done: Sequence[Completion]) -> list[Column]:
         """The base columns of some samples of a prompt."""
         mask_old = self._job.config.rollout.mask_old_tokens
-        return [
+        columns = [
             Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
             Column("loss_mask", "uint8", [loss_mask(c, mask_old) for c in done]),
             Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
             Column("policy_versions", "int32", [c.policy_versions for c in done]),
         ]
+        if self._job.config.train.router_replay:
+            told = [c.routed_experts for c in done]
+            nothing = np.zeros(0, next((each.dtype for each in told if each is not None), np.dtype(np.uint8)))
+            arrays = [nothing if each is None else each for each in told]
+            columns.append(Column(ROUTED, arrays[0].dtype.name, arrays))
+        return columns
 
     def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
         """The group's first sample, for people to read: one line in samples/step_N.jsonl."""

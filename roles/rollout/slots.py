@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from rondo.models.media.inputs import MediaInputs
-from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top
+from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top, experts_of_whole
 from rondo.roles.rollout.sampling import Sampler, likeliest, uniforms
 from rondo.roles.rollout.waiting import Waiting
 from rondo.runtime.errors import ConfigError, CorruptData
@@ -115,6 +115,7 @@ class SlotEngine:
     `fixed_shapes` runs every decode over all slots and every prompt alone, so that a sample's bits do not depend on what
     runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently). In a model with experts
     they still do, in the last bits: how many rows an expert gets is up to all sequences. `sleep` releases the forward's memory.
+    `experts(slot, length)` are those of a slot's first tokens, [length, layers, top_k], in an engine that tells them.
 
     After an exception from `step` the cache is undefined: call `clear`, which drops every request.
     """
@@ -129,6 +130,7 @@ class SlotEngine:
         fixed_shapes: bool = False,
         version: int = 0,
         sleep: Callable[[], None] | None = None,
+        experts: Callable[[int, int], np.ndarray] | None = None,
     ) -> None:
         least = 4 if fixed_shapes else 1
         if max_prefill_tokens < 1:
@@ -142,6 +144,7 @@ class SlotEngine:
         self.max_length = max_length
         self._forward = forward
         self._sleep = sleep
+        self._experts = experts
         self.asleep = False
         self._max_prefill_tokens = max_prefill_tokens
         self._fixed_shapes = fixed_shapes
@@ -223,7 +226,9 @@ class SlotEngine:
             self._num_cancelled += 1
             empty = np.zeros(0, np.int32)
             has = waiting.prefix or Prefix(empty, np.zeros(0, np.float32), empty)
-            return Completion(request_id, has.tokens, has.log_probs, has.policy_versions, "cancelled")
+            return Completion(
+                request_id, has.tokens, has.log_probs, has.policy_versions, "cancelled", has.routed_experts
+            )
         for slot, running in enumerate(self._running):
             if running.request.id == request_id:
                 return self._finish(slot, "cancelled")
@@ -418,13 +423,15 @@ class SlotEngine:
         span = slice(request.prompt.size, int(self._length[slot]))
         tokens, log_probs, versions = self._sampled(slot, span)
         top = _top(self._running[slot], len(tokens))
-        completion = Completion(request.id, tokens, log_probs, versions, reason, top=top)
+        told = None if self._experts is None else self._experts(slot, span.stop - 1)  # the newest is not in the cache
+        experts = experts_of_whole(request.prefix, told)
+        completion = Completion(request.id, tokens, log_probs, versions, reason, experts, top)
         self._num_wanting_top -= request.params.num_top > 0
         moved = self._running.pop()
         last = len(self._running)
         if slot != last:
             self._running[slot] = moved
-            self._forward.copy(last, slot, int(self._length[last]) - 1)  # the newest token is not in the cache
+            self._forward.copy(last, slot, int(self._length[last]) - 1)
             self._sampler.move(last, slot)
             for row in (self._tokens, self._log_probs, self._versions, self._uniforms, self._stop_ids):
                 row[slot] = row[last]

@@ -28,7 +28,7 @@ from rondo.roles.rollout.dispatch.fleet import DispatchLimits, Fleet, Member, No
 from rondo.roles.rollout.dispatch.placement import Key, Placement
 from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
 from rondo.roles.rollout.dispatch.rolling import Rolling
-from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Prefix, Request
+from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Request
 from rondo.roles.rollout.sglang.client import ServerError
 from rondo.roles.rollout.told import Told
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused, WorkerDied
@@ -351,8 +351,7 @@ class Dispatcher:
         if num_tokens >= job.request.params.max_new_tokens:
             return replace(completion, finish_reason="length")
         if num_tokens > before:
-            prefix = Prefix(completion.tokens, completion.log_probs, completion.policy_versions)
-            job.request = replace(job.request, prefix=prefix)
+            job.request = replace(job.request, prefix=completion.as_prefix())
             job.why.clear()
             self._num["continued"] += 1
         self._again(job, f"ended early as {reason!r}")

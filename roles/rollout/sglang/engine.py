@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top
+from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top, experts_of_whole
 from rondo.roles.rollout.sglang.answers import STRANGE, Answer, read_answer
 from rondo.roles.rollout.sglang.capabilities import Capabilities
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
@@ -131,16 +131,14 @@ class SGLangEngine:
 
     async def _generate(self, request: Request, asked: _Asked) -> Completion:
         """Asks until the sample is whole; what an answer brings is the beginning of the next question."""
-        experts: np.ndarray | None = None
         while not asked.cancelled:
             answer = await self._ask(request, asked)
-            experts = answer.experts
             done = _joined(request.prefix, answer)
             reason = self._reason(request, answer, 0 if done is None else len(done.tokens), asked)
             if reason is not None:
-                return self._completion(request, reason, done, experts)
+                return self._completion(request, reason, done)
             request = replace(request, prefix=done)
-        return self._completion(request, "cancelled", request.prefix, experts)
+        return self._completion(request, "cancelled", request.prefix)
 
     def _reason(self, request: Request, answer: Answer, num_done: int, asked: _Asked) -> FinishReason | None:
         """Why the sample ends with this answer; None where it goes on with another question."""
@@ -268,12 +266,10 @@ class SGLangEngine:
             body |= media_body(request.media, request.sequence)
         return body
 
-    def _completion(
-        self, request: Request, reason: FinishReason, done: Prefix | None, experts: np.ndarray | None
-    ) -> Completion:
+    def _completion(self, request: Request, reason: FinishReason, done: Prefix | None) -> Completion:
         if reason != "interrupted":
             self._counts["cancelled" if reason == "cancelled" else "completed"] += 1
-        return completion_of(request, reason, done, experts)
+        return completion_of(request, reason, done)
 
     def _check(self, request: Request) -> None:
         self._raise_if_closed()
@@ -410,21 +406,22 @@ class SGLangEngine:
             raise self._closed
 
 
-def completion_of(
-    request: Request, reason: FinishReason, done: Prefix | None, experts: np.ndarray | None = None
-) -> Completion:
+def completion_of(request: Request, reason: FinishReason, done: Prefix | None) -> Completion:
     """What a request has so far, as its completion."""
     if done is None:
         none = np.zeros(0, np.int32)
         return Completion(request.id, none, none.astype(np.float32), none, reason)
-    return Completion(request.id, done.tokens, done.log_probs, done.policy_versions, reason, experts, done.top)
+    return Completion(
+        request.id, done.tokens, done.log_probs, done.policy_versions, reason, done.routed_experts, done.top
+    )
 
 
 def _joined(before: Prefix | None, answer: Answer) -> Prefix | None:
     """What there was, and what came."""
     if not len(answer.tokens):
         return before
-    return _extended(before, Prefix(answer.tokens, answer.log_probs, answer.versions, answer.top))
+    whole = _extended(before, Prefix(answer.tokens, answer.log_probs, answer.versions, answer.top))
+    return replace(whole, routed_experts=experts_of_whole(before, answer.experts))
 
 
 def _extended(before: Prefix | None, new: Prefix) -> Prefix:

@@ -24,6 +24,7 @@ from rondo.roles.rollout.sglang.engine import SGLangEngine
 from rondo.roles.rollout.sglang.kept import KeptEngine, Newest, Weights
 from rondo.roles.rollout.sglang.router import RoutedServers
 from rondo.roles.rollout.sglang.server import AttachedServer, Launch, Server, SGLangServer
+from rondo.roles.rollout.sglang.versions import silent_about_experts
 from rondo.roles.rollout.sglang.weights import weight_path
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import Closed, ConfigError
@@ -45,6 +46,7 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEn
             folder=ctx.rt_dir / f"{ctx.group}.{ctx.incarnation}.sglang-{index}",
             model_path=job.model_path,
             processed_media=not settings.urls,
+            tells_experts=job.config.train.router_replay,
         )
         return KeptEngine(
             server,
@@ -73,10 +75,18 @@ def one_engine(engines: Sequence[KeptEngine], *, newest: Newest) -> Engine:
 
 
 async def connect_engine(
-    client: SGLangClient, *, settings: SGLangConfig, folder: Path, model_path: str, processed_media: bool
+    client: SGLangClient,
+    *,
+    settings: SGLangConfig,
+    folder: Path,
+    model_path: str,
+    processed_media: bool,
+    tells_experts: bool = False,
 ) -> SGLangEngine:
-    """An engine over a server that answers."""
+    """An engine over a server that answers. ConfigError for one that does not tell routed experts where it should."""
     found = await probe(client, processed_media=processed_media)
+    if tells_experts and found.experts is None:
+        raise silent_about_experts(client.url)
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     weights = weight_path(settings, client, folder=folder, model_path=model_path)
     engine = SGLangEngine(client, weights=weights, pause=settings.pause, capabilities=found)
@@ -122,6 +132,11 @@ def launch_of(
     first = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
     sets = config.evaluation.named_sets().values() if config.evaluation is not None else ()
     longest = rollout.max_prompt_tokens + max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
+    arguments = dict(settings.arguments)
+    if releases and first is not None:  # without a GPU there is nothing to release, and a server does not start so
+        arguments = {"enable-memory-saver": True, **arguments}
+    if config.train.router_replay:
+        arguments = {"enable-return-routed-experts": True, **arguments}
     return Launch(
         settings.python,
         model_path,
@@ -130,10 +145,7 @@ def launch_of(
         tensor_parallel=settings.tensor_parallel,
         max_running=rollout.num_slots,
         max_tokens=rollout.num_slots * longest + _SPARE_TOKENS,
-        # Without a GPU there is nothing to release, and a server does not start so.
-        arguments={"enable-memory-saver": True, **settings.arguments}
-        if releases and first is not None
-        else settings.arguments,
+        arguments=arguments,
         environment=settings.environment,
     )
 

@@ -1,4 +1,5 @@
-"""Which versions of SGLang are spoken to, and about what. Owns the oldest ones, and why. Imports nothing but errors.
+"""Which versions of SGLang are spoken to, and about what. Owns the oldest ones, and why; and what else a run may need of a
+server. Imports nothing but errors.
 
 parse_version("0.5.10.post1")   ->   (0, 5, 10)
 """
@@ -33,3 +34,11 @@ def require_version(text: str, where: str) -> tuple[int, ...]:
             f"got {text}. Install a newer one with `rondo sglang install PATH`"
         )
     return found
+
+
+def silent_about_experts(where: str) -> ConfigError:
+    """For a server of which routed experts are wanted, and which does not tell them."""
+    return ConfigError(
+        f"train.router_replay must be False with servers that do not tell which experts they route to, got {where}. Start it "
+        "with --enable-return-routed-experts and a model whose config.json can be read here, or set train.router_replay=False"
+    )

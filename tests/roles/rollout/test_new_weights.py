@@ -12,7 +12,7 @@ import pytest
 
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
-from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request
+from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request, experts_of_whole
 from rondo.roles.rollout.role import RolloutRole, loss_mask
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError
@@ -186,7 +186,9 @@ class _Interrupting:
         ended = len(versions) == request.params.max_new_tokens
         return Completion(
             request.id, versions, versions.astype(np.float32), versions, "length" if ended else "interrupted",
-            np.full((len(request.prompt) + len(versions) - 1, 2, 1), self.version, np.uint8),
+            experts_of_whole(
+                request.prefix, np.full((len(request.prompt) + len(versions) - 1, 2, 1), self.version, np.uint8)
+            ),
         )  # fmt: skip
 
 
@@ -201,11 +203,14 @@ async def test_a_sample_that_is_interrupted_twice_keeps_the_experts_its_tokens_w
     assert [each.prefix is None for each in engine.asked] == [True, False, False]
 
 
-def test_experts_that_one_part_does_not_tell_are_not_known_of_the_whole() -> None:
-    two = np.zeros(2, np.int32)
-    known = Completion("a", two, two.astype(np.float32), two, "interrupted", np.zeros((3, 1, 1), np.uint8))
-    assert replace(known, routed_experts=None).behind(known).routed_experts is None
-    assert known.behind(replace(known, routed_experts=None)).routed_experts is None
+def test_experts_of_a_prefix_that_came_without_them_are_those_it_was_computed_anew_with() -> None:
+    two, told = np.zeros(2, np.int32), np.ones((5, 1, 1), np.uint8)
+    known = Prefix(two, two.astype(np.float32), two, routed_experts=np.zeros((3, 1, 1), np.uint8))
+    unknown = replace(known, routed_experts=None)
+    assert experts_of_whole(known, None) is None
+    for before, expected in ((known, [0, 0, 0, 1, 1]), (unknown, [1] * 5), (None, [1] * 5)):
+        found = experts_of_whole(before, told)
+        assert found is not None and found.ravel().tolist() == expected
 
 
 def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:

@@ -1,0 +1,56 @@
+"""The experts that an engine's tokens went to, kept beside its key-value cache for as long as that.
+
+Owns the store, a place for each place of the cache. Does not own the hook on the routers (`models/routing.py`) or which slot
+holds which sample (`slots.py`).
+
+Invariant: place j of a slot tells the experts that token j was computed with when it went into the cache, so a token that was
+copied with a shared prompt, or that lives on under new weights, keeps them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rondo.models.routing import Routing, listen, no_experts
+
+
+class Recorder:
+    """Of one engine over `model`, with as many slots and places as its cache. ConfigError for a model without experts."""
+
+    def __init__(self, model: Any, *, num_slots: int, max_length: int) -> None:
+        routing = Routing.of(model)
+        if routing is None:
+            raise no_experts(model)
+        shape = (num_slots, max_length, routing.num_layers, routing.top_k)
+        device = next(model.parameters()).device
+        self._kept = torch.zeros(shape, dtype=getattr(torch, routing.dtype.name), device=device)
+        self._heard: dict[int, torch.Tensor] = {}
+        listen(model, self._hear)
+
+    def _hear(self, layer: int, experts: torch.Tensor) -> None:
+        self._heard[layer] = experts
+
+    def tokens(self, rows: torch.Tensor, at: torch.Tensor) -> None:
+        """The forward that has just run took one token for each of these slots, at these places; int64 [n] both."""
+        for layer, experts in self._heard.items():
+            self._kept.select(2, layer)[rows, at] = experts.to(self._kept.dtype)
+        self._heard.clear()
+
+    def prompts(self, slots: torch.Tensor) -> None:
+        """The forward that has just run took prompts, padded on the right to one length, for these slots; int64 [m]."""
+        for layer, experts in self._heard.items():
+            found = experts.view(len(slots), -1, experts.shape[-1]).to(self._kept.dtype)
+            length = min(found.shape[1], self._kept.shape[1])
+            self._kept.select(2, layer)[slots, :length] = found[:, :length]
+        self._heard.clear()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._kept[target, :length] = self._kept[source, :length]
+
+    def read(self, slot: int, length: int) -> np.ndarray:
+        """A copy, uint8 or int16 [length, layers, top_k]."""
+        found: np.ndarray = self._kept[slot, :length].cpu().numpy().copy()
+        return found

@@ -1,0 +1,213 @@
+"""Router replay: recorded experts in place of the router's choice, held against a mixture of experts written out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rondo.models import parallel
+from rondo.models.load import load_model
+from rondo.models.logprobs import response_log_probs
+from rondo.models.packing import Packing, Sequence, pack
+from rondo.models.routing import Routing, enable_replay, listen, renormalizes, routers_of
+from rondo.models.tiny import qwen3, qwen3_5, qwen3_omni, qwen3_vl
+from rondo.runtime.errors import ConfigError
+from tests.models.builders import tiny
+
+LENGTHS = ((13, 5), (4, 3), (21, 11), (7, 6))
+
+
+def recorded(layers: int = 2, top_k: int = 2, num: int = 4, seed: int = 0) -> list[Sequence]:
+    """Random sequences, with experts that no router chose; one of them has none."""
+    draw, made = np.random.default_rng(seed), []
+    for index, (length, response) in enumerate(LENGTHS):
+        experts = draw.permuted(np.tile(np.arange(num), (length - 1, layers, 1)), axis=-1)[..., :top_k].astype(np.uint8)
+        tokens = draw.integers(0, 256, length).astype(np.int32)
+        made.append(Sequence(tokens, response, experts=None if index == 1 else experts))
+    return made
+
+
+class ByHand(torch.nn.Module):
+    """A layer of experts, one token after the other: recorded experts where there are some, its own choice elsewhere."""
+
+    def __init__(self, block: Any, chosen: torch.Tensor) -> None:
+        super().__init__()
+        self.block, self.chosen = block, chosen  # int64 [positions, top_k]; -1 where nothing is recorded
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        experts, out = self.block.experts, []
+        for token, recorded_ids in zip(hidden.flatten(0, 1), self.chosen, strict=True):
+            probabilities = torch.softmax(self.block.gate.weight @ token, -1)
+            ids = recorded_ids if recorded_ids[0] >= 0 else probabilities.topk(len(recorded_ids)).indices
+            total = sum(probabilities[i] for i in ids)
+            mixed = torch.zeros_like(token)
+            for i in ids:
+                gate, up = (experts.gate_up_proj[i] @ token).chunk(2)
+                mixed = mixed + probabilities[i] / total * (experts.down_proj[i] @ (F.silu(gate) * up))
+            out.append(mixed)
+        return torch.stack(out).view_as(hidden)
+
+
+def one_by_one(sequence: Sequence) -> torch.Tensor:
+    """Log-probs of a response by hand, over layers and positions of one sequence alone."""
+    model = tiny("qwen3_moe")
+    num_places = len(sequence.tokens)
+    for number, layer in enumerate(model.model.layers):
+        chosen = torch.full((num_places, 2), -1)
+        if sequence.experts is not None:
+            chosen[:-1] = torch.from_numpy(sequence.experts[:, number].astype(np.int64))
+        layer.mlp = ByHand(layer.mlp, chosen)
+    one_by_one.model = model  # type: ignore[attr-defined]
+    ids = torch.from_numpy(sequence.tokens.astype(np.int64))
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, -1 - sequence.response : -1]
+    return torch.log_softmax(logits, -1).gather(1, ids[-sequence.response :, None])[:, 0]
+
+
+def gates(model: Any) -> list[torch.Tensor]:
+    return [parameter.grad for name, parameter in model.named_parameters() if name.endswith("gate.weight")]
+
+
+def replayed(sequences: list[Sequence], **options: Any) -> tuple[torch.Tensor, Any]:
+    """Log-probs, and the model with their gradients."""
+    model = tiny("qwen3_moe")
+    enable_replay(model)
+    model = parallel.shard(model, **options)
+    model.train()
+    log_probs, _ = response_log_probs(model, pack(sequences))
+    log_probs.sum().backward()
+    return log_probs.detach(), model
+
+
+def test_packed_sequences_go_to_their_recorded_experts_and_the_gate_learns_as_by_hand() -> None:
+    sequences = recorded()
+    found, model = replayed(sequences)
+    expected, sums = [], [torch.zeros(4, 64), torch.zeros(4, 64)]
+    for each in sequences:
+        log_probs = one_by_one(each)
+        log_probs.sum().backward()
+        expected.append(log_probs.detach())
+        for total, grad in zip(sums, gates(one_by_one.model), strict=True):  # type: ignore[attr-defined]
+            total += grad
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    for total, grad in zip(sums, gates(model), strict=True):
+        assert total.norm() > 0.1
+        torch.testing.assert_close(grad, total, atol=1e-3, rtol=1e-3)
+    own, _ = replayed([Sequence(each.tokens, each.response) for each in sequences])
+    responses = [each.response for each in sequences]
+    far = [float((a - b).abs().max()) for a, b in zip(found.split(responses), own.split(responses), strict=True)]
+    assert far[1] < 1e-5 and min(far[0], *far[2:]) > 1e-2
+
+
+def test_one_wrong_expert_changes_the_log_probs_behind_it_and_no_others() -> None:
+    right, wrong = recorded(), recorded()
+    experts = wrong[2].experts
+    assert experts is not None
+    experts[14, 1, 0] = next(i for i in range(4) if i not in experts[14, 1])
+    change = (replayed(right)[0] - replayed(wrong)[0]).abs()
+    _, _, behind, _ = change.split([each.response for each in right])
+    assert behind[14 - 9] > 1e-4  # place 14 predicts token 15; the response has tokens 10 to 20
+    assert change.count_nonzero() == behind.count_nonzero() and float(behind[: 14 - 9].max()) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_computed_again_goes_the_same_way_also_after_another_forward(dtype: str) -> None:
+    sequences, other = recorded(), recorded(seed=1)
+    expected, plain = replayed(sequences, param_dtype=dtype)
+    model = tiny("qwen3_moe")
+    enable_replay(model)
+    heard: list[torch.Tensor] = []
+    listen(model, lambda layer, experts: heard.append(experts))
+    model = parallel.shard(model, activation_checkpointing=True, param_dtype=dtype)
+    model.train()
+    heard.clear()
+    found, _ = response_log_probs(model, pack(sequences))
+    num_heard = len(heard)
+    with torch.no_grad():
+        response_log_probs(model, pack(other))
+    del heard[num_heard:]
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert num_heard == 2 and len(heard) == 4
+    assert torch.equal(heard[0], heard[3]) and torch.equal(heard[1], heard[2])  # the last layer runs first again
+    for grad, once in zip(gates(model), gates(plain), strict=True):
+        torch.testing.assert_close(grad, once, atol=1e-6, rtol=1e-5)
+
+
+def test_its_own_choice_recorded_changes_no_bit() -> None:
+    model = tiny("qwen3_moe")
+    enable_replay(model)
+    heard: dict[int, torch.Tensor] = {}
+    listen(model, heard.__setitem__)
+    [one, *_] = recorded()
+    plain = Sequence(one.tokens, one.response)
+    with torch.no_grad():
+        own, _ = response_log_probs(model, pack([plain]))
+        experts = torch.stack([heard[0], heard[1]], 1)[:-1].numpy().astype(np.uint8)
+        again, _ = response_log_probs(model, pack([Sequence(one.tokens, one.response, experts=experts)]))
+    assert torch.equal(own, again)
+
+
+BUILDS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "qwen3": (qwen3.build, {"num_experts": 4}),
+    "qwen3_vl": (qwen3_vl.build, {"num_experts": 4}),
+    "qwen3_5": (qwen3_5.build, {"num_experts": 4}),
+    "qwen3_omni": (qwen3_omni.build, {}),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_every_family_with_experts_replays(name: str, tmp_path: Path) -> None:
+    build, arguments = BUILDS[name]
+    build(tmp_path, **arguments)
+    model = load_model(str(tmp_path))
+    routing = Routing.of(model)
+    assert routing is not None and (routing.top_k, routing.num_experts, routing.dtype) == (2, 4, np.uint8)
+    assert routing.token_bytes == 2 * routing.num_layers
+    packing = Packing.of(model)
+    enable_replay(model)
+    heard: dict[int, torch.Tensor] = {}
+    listen(model, heard.__setitem__)
+    sequences = recorded(layers=routing.num_layers)
+    packed = packing.pack(sequences, train=True)
+    with torch.no_grad():
+        response_log_probs(model, packed)
+    assert packed.routes is not None and int(packed.routes.recorded.sum()) == 12 + 20 + 6
+    for layer in routers_of(model):
+        chosen = packed.routes.experts[packed.routes.recorded, layer].long()
+        assert torch.equal(heard[layer][packed.routes.recorded], chosen)
+    assert len(routers_of(model)) == routing.num_layers
+
+
+def test_a_model_whose_routing_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.router_replay must be False for a model without routers"):
+        enable_replay(tiny("qwen3"))
+
+    class SigmoidTopKRouter(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4, 8))
+
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logits = hidden @ self.weight.T
+            weights, experts = logits.sigmoid().topk(2)
+            return logits, weights, experts
+
+    with pytest.raises(ConfigError, match="routers like SigmoidTopKRouter, which do not weigh experts with a softmax"):
+        renormalizes(SigmoidTopKRouter())
+    with pytest.raises(AssertionError, match="enable_replay must be called"):
+        response_log_probs(tiny("qwen3_moe"), pack(recorded()))
+
+
+def test_experts_of_other_tokens_are_refused() -> None:
+    one = recorded()[0]
+    assert one.experts is not None
+    with pytest.raises(
+        ConfigError, match="experts of sequence 0 must be those of all its 13 tokens but the last, got 11"
+    ):
+        pack([Sequence(one.tokens, one.response, experts=one.experts[:-1])])
