@@ -24,6 +24,7 @@ from rondo.models.media.processor import Prepared, Processor
 from rondo.models.media.refs import MediaRef
 from rondo.models.packing import Packing, Sequence
 from rondo.models.parallel import full_tensors
+from rondo.models.routing import enable_replay, listen, routers_of
 from rondo.models.tiny import qwen3_5, qwen3_omni, qwen3_vl
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request
@@ -190,6 +191,33 @@ def test_log_probs_equal_the_trainers_on_ragged_batches_of_text_and_media(make: 
     done = run(engine, requests)
     assert gap(made.model, requests, done, temperature=0.8) < CLOSE
     assert engine.stats().shared_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["omni", "vl_moe"])
+def test_experts_of_prompts_with_media_are_those_of_the_trainer_which_replays_them(make: Make, name: str) -> None:
+    made = make(name)
+    requests = [each for number, prompt in enumerate(mixed(made)) for each in samples(str(number), prompt, (4, 7))]
+    done = run(engine_for(copy.deepcopy(made.model), num_slots=5, max_prefill_tokens=250, tells_experts=True), requests)
+    model = copy.deepcopy(made.model)
+    packing = Packing.of(model)
+    enable_replay(model)
+    heard: dict[int, torch.Tensor] = {}
+    listen(model, heard.__setitem__)
+    rows = [
+        Sequence(np.concatenate([each.prompt, tokens]), len(tokens), each.media, experts)
+        for each in requests
+        for tokens, experts in [(done[each.id].tokens, done[each.id].routed_experts)]
+    ]
+    packed = packing.pack(rows, train=True)
+    assert packed.routes is not None and int(packed.routes.recorded.sum()) == sum(len(row.tokens) - 1 for row in rows)
+    found = []
+    for routes in (packed.routes, None):
+        with torch.no_grad():
+            found.append(response_log_probs(model, replace(packed, routes=routes))[0])
+        for layer in routers_of(model):
+            chosen = heard[layer][packed.routes.recorded]
+            assert torch.equal(chosen, packed.routes.experts[packed.routes.recorded, layer].long())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", BUILDS)
