@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ def sequences(lengths: Ordered[tuple[int, int]], seed: int = 0) -> list[Sequence
 RAGGED = ((13, 5), (4, 3), (30, 11), (7, 1), (21, 20), (2, 1), (9, 0), (16, 8))
 
 
+def recorded(one: Sequence, layers: int = 2, top_k: int = 2, num_experts: int = 4) -> Sequence:
+    """The sequence with experts that no router chose, of all its tokens but the last; equal tokens get equal ones."""
+    draw = np.random.default_rng(one.tokens)
+    all_of_them = np.tile(np.arange(num_experts, dtype=np.uint8), (len(one.tokens) - 1, layers, 1))
+    return replace(one, experts=draw.permuted(all_of_them, axis=-1)[..., :top_k])
+
+
 def unpacked(model: Any, one: Sequence, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropy of one sequence's response through the plain Hugging Face forward."""
     ids = torch.from_numpy(one.tokens.astype(np.int64))
@@ -87,16 +95,18 @@ EPS = 1e-4
 
 
 def train_step(
-    model: Any, optimizer: torch.optim.Optimizer, step: int, *, rank: int = 0, world_size: int = 1
+    model: Any, optimizer: torch.optim.Optimizer, step: int, *, rank: int = 0, world_size: int = 1, replay: bool = False
 ) -> list[float]:
-    """One step over this rank's part of STEPS[step]: [this rank's loss sum, gradient norm]."""
+    """One step over this rank's part of STEPS[step]: [this rank's loss sum, gradient norm]. `replay`: with recorded
+    experts of all but a few sequences."""
     total = 0.0
     batches = [STEPS[step][start : start + 8][rank::world_size] for start in (0, 8)]
     num_tokens = sum(one.response for one in STEPS[step])
     model.train()
     for number, batch in enumerate(batches):
         parallel.set_sync(model, number == len(batches) - 1)
-        log_probs, _ = response_log_probs(model, pack(batch), temperature=0.9, chunk_tokens=7)
+        found = [recorded(one) if replay and len(one.tokens) % 4 else one for one in batch]
+        log_probs, _ = response_log_probs(model, pack(found), temperature=0.9, chunk_tokens=7)
         loss = -log_probs.sum()
         loss.backward()
         total += loss.item()

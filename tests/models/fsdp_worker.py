@@ -20,6 +20,7 @@ from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import pack
+from rondo.models.routing import enable_replay
 from rondo.models.state import load_training_state, training_state
 from tests.models.builders import EPS, LR, RAGGED, STEPS, published, sequences, train_step
 
@@ -46,13 +47,16 @@ def scored(model: Any) -> torch.Tensor:
         return response_log_probs(model, SCORED)[0]
 
 
-def sharded(path: str, **options: Any) -> tuple[Any, Any]:
-    model = parallel.shard(load_model(path), world_size=2, **options)
+def sharded(path: str, *, replay: bool = False, **options: Any) -> tuple[Any, Any]:
+    model = load_model(path)
+    if replay:
+        enable_replay(model)
+    model = parallel.shard(model, world_size=2, **options)
     return model, make_optimizer(model, lr=LR, eps=EPS)
 
 
-def steps(model: Any, optimizer: Any, which: range = range(3)) -> list[list[float]]:
-    told = [train_step(model, optimizer, step, rank=dist.get_rank(), world_size=2) for step in which]
+def steps(model: Any, optimizer: Any, which: range = range(3), **options: Any) -> list[list[float]]:
+    told = [train_step(model, optimizer, step, rank=dist.get_rank(), world_size=2, **options) for step in which]
     return [[summed(loss), norm] for loss, norm in told]
 
 
@@ -62,9 +66,9 @@ def whole(model: Any, name: str) -> None:
         save_file(tensors, OUT / f"{name}.safetensors")
 
 
-def trained(name: str, path: str, **options: Any) -> list[list[float]]:
-    model, optimizer = sharded(path, **options)
-    told = steps(model, optimizer)
+def trained(name: str, path: str, *, replay: bool = False, **options: Any) -> list[list[float]]:
+    model, optimizer = sharded(path, replay=replay, **options)
+    told = steps(model, optimizer, replay=replay)
     whole(model, name)
     return told
 
@@ -160,6 +164,7 @@ def main() -> None:
         "dense": trained("dense", DENSE),
         "recomputed": trained("recomputed", DENSE, activation_checkpointing=True),
         "moe": trained("moe", MOE),
+        "replayed": trained("replayed", MOE, replay=True, activation_checkpointing=True),
         "bfloat16": trained("bfloat16", DENSE, param_dtype="bfloat16"),
     }
     facts["published"] = published(sharded(MOE)[0])

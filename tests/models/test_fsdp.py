@@ -19,6 +19,7 @@ from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import pack
+from rondo.models.routing import enable_replay
 from rondo.models.state import training_state
 from tests.models.builders import EPS, LR, RAGGED, default_folder, folder_of, published, sequences, train_step
 
@@ -51,10 +52,15 @@ class Run:
         checkpoint.save(self.out / "one" / "step_000002", model, optimizer, {"version": 2})
         return model, optimizer
 
-    def alone(self, path: str, **options: Any) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-        model = parallel.shard(load_model(path), **options)
+    def alone(
+        self, path: str, *, replay: bool = False, **options: Any
+    ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+        model = load_model(path)
+        if replay:
+            enable_replay(model)
+        model = parallel.shard(model, **options)
         optimizer = make_optimizer(model, lr=LR, eps=EPS)
-        told = [train_step(model, optimizer, step) for step in range(3)]
+        told = [train_step(model, optimizer, step, replay=replay) for step in range(3)]
         return told, dict(parallel.full_tensors(model))
 
 
@@ -78,6 +84,15 @@ def test_two_ranks_train_as_one_process_does(run: Run, name: str, path: str) -> 
     before = dict(parallel.full_tensors(load_model(getattr(run, path))))
     two = load_file(run.out / f"{name}.safetensors")
     assert difference(weights, two) < 1e-6 < 1e-3 < difference(before, two)
+
+
+def test_two_ranks_that_recompute_replay_experts_as_one_process_does(run: Run) -> None:
+    told, weights = run.alone(run.moe, replay=True)
+    assert [loss for loss, _ in run.facts["replayed"]] == pytest.approx([loss for loss, _ in told], rel=1e-5)
+    assert [norm for _, norm in run.facts["replayed"]] == pytest.approx([norm for _, norm in told], rel=1e-4)
+    assert difference(weights, load_file(run.out / "replayed.safetensors")) < 1e-6
+    plain, _ = run.alone(run.moe)
+    assert abs(plain[0][0] - told[0][0]) > 1e-3 * abs(plain[0][0])
 
 
 def test_two_ranks_in_bfloat16_train_as_one_process_does(run: Run) -> None:

@@ -18,19 +18,14 @@ from rondo.models.packing import Packing, Sequence, pack
 from rondo.models.routing import Routing, enable_replay, listen, renormalizes, routers_of
 from rondo.models.tiny import qwen3, qwen3_5, qwen3_omni, qwen3_vl
 from rondo.runtime.errors import ConfigError
-from tests.models.builders import tiny
+from tests.models.builders import recorded, sequences, tiny
 
 LENGTHS = ((13, 5), (4, 3), (21, 11), (7, 6))
 
 
-def recorded(layers: int = 2, top_k: int = 2, num: int = 4, seed: int = 0) -> list[Sequence]:
+def told(layers: int = 2, seed: int = 0) -> list[Sequence]:
     """Random sequences, with experts that no router chose; one of them has none."""
-    draw, made = np.random.default_rng(seed), []
-    for index, (length, response) in enumerate(LENGTHS):
-        experts = draw.permuted(np.tile(np.arange(num), (length - 1, layers, 1)), axis=-1)[..., :top_k].astype(np.uint8)
-        tokens = draw.integers(0, 256, length).astype(np.int32)
-        made.append(Sequence(tokens, response, experts=None if index == 1 else experts))
-    return made
+    return [each if index == 1 else recorded(each, layers) for index, each in enumerate(sequences(LENGTHS, seed))]
 
 
 class ByHand(torch.nn.Module):
@@ -73,19 +68,19 @@ def gates(model: Any) -> list[torch.Tensor]:
     return [parameter.grad for name, parameter in model.named_parameters() if name.endswith("gate.weight")]
 
 
-def replayed(sequences: list[Sequence], **options: Any) -> tuple[torch.Tensor, Any]:
+def replayed(given: list[Sequence], **options: Any) -> tuple[torch.Tensor, Any]:
     """Log-probs, and the model with their gradients."""
     model = tiny("qwen3_moe")
     enable_replay(model)
     model = parallel.shard(model, **options)
     model.train()
-    log_probs, _ = response_log_probs(model, pack(sequences))
+    log_probs, _ = response_log_probs(model, pack(given))
     log_probs.sum().backward()
     return log_probs.detach(), model
 
 
 def test_packed_sequences_go_to_their_recorded_experts_and_the_gate_learns_as_by_hand() -> None:
-    sequences = recorded()
+    sequences = told()
     found, model = replayed(sequences)
     expected, sums = [], [torch.zeros(4, 64), torch.zeros(4, 64)]
     for each in sequences:
@@ -105,7 +100,7 @@ def test_packed_sequences_go_to_their_recorded_experts_and_the_gate_learns_as_by
 
 
 def test_one_wrong_expert_changes_the_log_probs_behind_it_and_no_others() -> None:
-    right, wrong = recorded(), recorded()
+    right, wrong = told(), told()
     experts = wrong[2].experts
     assert experts is not None
     experts[14, 1, 0] = next(i for i in range(4) if i not in experts[14, 1])
@@ -117,7 +112,7 @@ def test_one_wrong_expert_changes_the_log_probs_behind_it_and_no_others() -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_computed_again_goes_the_same_way_also_after_another_forward(dtype: str) -> None:
-    sequences, other = recorded(), recorded(seed=1)
+    sequences, other = told(), told(seed=1)
     expected, plain = replayed(sequences, param_dtype=dtype)
     model = tiny("qwen3_moe")
     enable_replay(model)
@@ -144,7 +139,7 @@ def test_its_own_choice_recorded_changes_no_bit() -> None:
     enable_replay(model)
     heard: dict[int, torch.Tensor] = {}
     listen(model, heard.__setitem__)
-    [one, *_] = recorded()
+    [one, *_] = told()
     plain = Sequence(one.tokens, one.response)
     with torch.no_grad():
         own, _ = response_log_probs(model, pack([plain]))
@@ -173,7 +168,7 @@ def test_every_family_with_experts_replays(name: str, tmp_path: Path) -> None:
     enable_replay(model)
     heard: dict[int, torch.Tensor] = {}
     listen(model, heard.__setitem__)
-    sequences = recorded(layers=routing.num_layers)
+    sequences = told(layers=routing.num_layers)
     packed = packing.pack(sequences, train=True)
     with torch.no_grad():
         response_log_probs(model, packed)
@@ -201,11 +196,11 @@ def test_a_model_whose_routing_cannot_be_replayed_is_refused() -> None:
     with pytest.raises(ConfigError, match="routers like SigmoidTopKRouter, which do not weigh experts with a softmax"):
         renormalizes(SigmoidTopKRouter())
     with pytest.raises(AssertionError, match="enable_replay must be called"):
-        response_log_probs(tiny("qwen3_moe"), pack(recorded()))
+        response_log_probs(tiny("qwen3_moe"), pack(told()))
 
 
 def test_experts_of_other_tokens_are_refused() -> None:
-    one = recorded()[0]
+    one = told()[0]
     assert one.experts is not None
     with pytest.raises(
         ConfigError, match="experts of sequence 0 must be those of all its 13 tokens but the last, got 11"
