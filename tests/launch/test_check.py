@@ -14,10 +14,11 @@ import pytest
 
 from rondo.launch import check_child
 from rondo.launch.check import Facts, inspect, judge, memory_order
-from rondo.launch.check_estimate import Blocks, Shape
+from rondo.launch.check_estimate import Blocks, Shape, generating_bytes, routed_bytes, training_bytes
 from rondo.launch.check_findings import Finding
 from rondo.launch.check_target import segment_bytes
 from rondo.launch.config import RunConfig, load
+from rondo.launch.plan import coordinator_config
 from rondo.launch.rundir import RunDir
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.errors import ConfigError
@@ -68,6 +69,38 @@ def test_a_ring_that_cannot_hold_one_prompt_group_is_told(make: Make) -> None:
         judged(make(f"bus.ring_bytes={needed}", "bus.column_ring_bytes=1048576", "rollout.samples_per_prompt=1000"))
         == []
     )
+
+
+def test_room_for_the_experts_of_every_token_is_counted_only_where_they_are_replayed(
+    make: Make, tmp_path: Path
+) -> None:
+    build = ("model.build_args={'hidden_size': 32, 'num_experts': 4}",)
+    report = check_child.Report()
+    check_child.look_at_model(make(*build, "train.router_replay=True"), tmp_path / "model", report, [])
+    assert errors([Finding(**each) for each in report.findings]) == []
+    shape = Shape.of(report.facts["shape"])
+    assert shape.routed_bytes == 2 * 2  # layers x experts of a token, one byte each
+    told, plain = make("train.router_replay=True"), make()
+    assert (routed_bytes(told, shape), routed_bytes(plain, shape), routed_bytes(told, None)) == (4, 0, 0)
+    wide = replace(shape, routed_bytes=1 << 20)
+    facts = replace(FACTS, shape=wide)
+    needed = 4 * row_bytes(told.rollout, wide.routed_bytes)
+    assert needed > 4 * 24 << 20 and judged(plain, facts) == []
+    assert judged(make("train.router_replay=True", f"bus.ring_bytes={needed}"), facts) == []
+    [error] = judged(make("train.router_replay=True", f"bus.ring_bytes={needed - 64}"), facts)
+    assert error.startswith("bus.ring_bytes must hold one prompt group, 4 samples")
+    rules = coordinator_config(told, 10, wide.routed_bytes).rules
+    assert rules.row_bytes == row_bytes(told.rollout, wide.routed_bytes) and "routed_experts" in rules.base_columns
+    for cost, config in ((wide.routed_bytes, told), (0, plain)):
+        assert training_bytes(config, wide, 1).get("routed experts", 0) == cost * config.train.micro_batch_tokens
+        assert generating_bytes(config, wide).get("routed experts", 0) == cost * config.rollout.num_slots * 24
+
+
+def test_a_model_without_experts_cannot_replay_them(make: Make, tmp_path: Path) -> None:
+    report = check_child.Report()
+    check_child.look_at_model(make("train.router_replay=True"), tmp_path / "model", report, [])
+    [error] = errors([Finding(**each) for each in report.findings])
+    assert error.startswith("train.router_replay must be False for a model without routers") and "Qwen3ForC" in error
 
 
 def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:

@@ -5,6 +5,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import orjson
 import pytest
 
 from rondo.launch.check_child import Report, look_at_model
@@ -100,6 +101,31 @@ def test_a_model_that_sglang_cannot_serve_is_found_before_the_run(tmp_path: Path
         look_at_model(load(file, [f"rollout.sglang={sglang}"]), tmp_path / "model", report, [])
         errors = [each["text"] for each in report.findings if each["level"] == "error"]
         assert len(errors) == num_errors and all("must be a whole Qwen3-Omni for SGLang" in text for text in errors)
+
+
+def test_a_server_that_runs_already_and_tells_no_experts_is_found_before_a_run_that_replays_them(
+    tmp_path: Path,
+) -> None:
+    told = {"version": "0.5.22"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(orjson.dumps(told))
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        config = load(write(tmp_path), ["train.router_replay=True", f"rollout.sglang={{'urls': ['{url}']}}"])
+        [finding] = look_at_sglang(config)
+        assert finding.level == "error" and "--enable-return-routed-experts" in finding.text and url in finding.text
+        told["enable_return_routed_experts"] = True  # type: ignore[assignment]
+        assert [finding.level for finding in look_at_sglang(config)] == ["ok"]
+        server.shutdown()
 
 
 def test_servers_that_run_already_are_asked(tmp_path: Path) -> None:

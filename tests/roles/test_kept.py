@@ -12,12 +12,13 @@ import numpy as np
 
 from rondo.comm.bus import Bus
 from rondo.comm.group import REWARD
-from rondo.comm.records import Column
+from rondo.comm.records import Column, record_bytes
+from rondo.roles.config import RolloutConfig
 from rondo.roles.datasets import Row
-from rondo.roles.kept import FILE, KeptSample, KeptSamples, copy_samples, write_samples
+from rondo.roles.kept import FILE, KeptSample, KeptSamples, columns_of, copy_samples, write_samples
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
 from rondo.roles.rollout.role import Lease, RolloutRole, Sample
-from rondo.roles.streams import BASE_COLUMNS
+from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, row_bytes
 from rondo.runtime.timeline import span
 from tests.comm.served import Served, prove, served
 
@@ -106,13 +107,14 @@ def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave
 class Replica(RolloutRole):
     """A replica whose engine answers at once; it notes what it was asked for."""
 
-    def __init__(self, bus: Bus, kept: KeptSamples) -> None:
+    def __init__(self, bus: Bus, kept: KeptSamples, *, replay: bool = False) -> None:
         super().__init__(cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))))
         rollout = SimpleNamespace(
             samples_per_prompt=2, temperature=1.0, filter=None, on_new_weights="continue", max_interruptions=None,
             mask_old_tokens=False,
         )  # fmt: skip
-        self._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(rollout=rollout, data=None, seed=0)))
+        config = SimpleNamespace(rollout=rollout, data=None, seed=0, train=SimpleNamespace(router_replay=replay))
+        self._job = cast(Any, SimpleNamespace(bus=bus, config=config))
         self._kept, self.asked = kept, list[str]()
         self._data = cast(Any, SimpleNamespace(row=lambda _: None))
         self._order = cast(Any, SimpleNamespace(locate=lambda position: SimpleNamespace(row=position)))
@@ -126,13 +128,48 @@ class Replica(RolloutRole):
     async def _generate(self, request: Request) -> Completion:
         self.asked.append(request.id)
         tokens = np.full(2, 42, np.int32)
-        return Completion(request.id, tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "length")
+        # The engine of the second group's first sample has told no experts.
+        experts = None if request.id == "1.0/0" else np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
+        return Completion(request.id, tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "length", experts)
 
     async def _score(self, row: Row, finished: Any) -> list[Sample] | str:
         return [Sample(number, completion, 1.0, {}) for number, completion in finished]
 
     def _log(self, lease: Lease, row: Row, samples: Any) -> None:
         pass
+
+
+async def test_routed_experts_lie_on_the_bus_and_come_back_from_a_checkpoint_also_where_none_were_told(
+    tmp_path: Path,
+) -> None:
+    async with served(max_staleness=0, base_columns=ROLLOUT_COLUMNS, row_bytes=4096) as run:
+        bus, grants = await leased(run)
+        replica = Replica(bus, KeptSamples(), replay=True)
+        async with asyncio.timeout(60):
+            for grant in grants[:2]:
+                await replica._fill(Lease(**{**grant, "have": {}}))
+        await saved(run, bus, tmp_path)
+        assert run.coordinator.index.counts["ready"] == 2
+    kept = KeptSamples.read(tmp_path, ROLLOUT_COLUMNS)
+    for group, shapes in ((0, [(4, 3, 2), (4, 3, 2)]), (1, [(0, 3, 2), (4, 3, 2)])):
+        samples = kept.take(group, grants[group]["position"], PROMPT)
+        found = [each.columns["routed_experts"] for each in samples]
+        assert [array.shape for array in found] == shapes and {array.dtype for array in found} == {np.dtype(np.int16)}
+        assert found[1].ravel().tolist() == list(range(24))
+        assert [column.name for column in columns_of(samples)] == list(ROLLOUT_COLUMNS)
+    assert len(KeptSamples.read(tmp_path)) == 4
+
+
+def test_what_is_reserved_for_a_sample_holds_the_experts_of_the_longest() -> None:
+    rollout = RolloutConfig(prompts_per_step=1, samples_per_prompt=1, max_prompt_tokens=100, max_new_tokens=300)
+    length, response = 400, 300
+    arrays = {
+        "tokens": np.zeros(length, np.int32), "loss_mask": np.zeros(response, np.uint8),
+        "rollout_log_probs": np.zeros(response, np.float32), "policy_versions": np.zeros(response, np.int32),
+        "routed_experts": np.zeros((length - 1, 48, 8), np.int16),
+    }  # fmt: skip
+    taken = record_bytes([(0, 0, 1)], [Column(name, array.dtype.name, [array]) for name, array in arrays.items()])
+    assert row_bytes(rollout) < taken <= row_bytes(rollout, 48 * 8 * 2) < taken + 4096
 
 
 async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_the_rest(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -101,6 +102,20 @@ async def test_only_what_a_server_can_do_is_asked_of_it() -> None:
     assert not {"priority", "return_routed_experts"} & plain.keys()
     assert rich["sampling_params"]["sampling_seed"] == 7 and rich["return_routed_experts"]
     assert rich["priority"] == -3 and plain["rid"] != ""
+
+
+async def test_what_an_aborted_request_is_continued_with_keeps_the_experts_that_it_was_sampled_with() -> None:
+    def routed(first: int, num_rows: int) -> str:
+        return base64.b64encode(np.full((num_rows, 2, 1), first, "<i4").tobytes()).decode()
+
+    client = Client(
+        told([1, 2], "abort", message="weights"), told([], "abort", message="again"), told([3, 4], version="2")
+    )
+    for answer, experts in zip(client.answers, (routed(3, 2 + 2 - 1), routed(5, 3), routed(7, 2 + 4 - 1)), strict=True):
+        answer["meta_info"]["routed_experts"] = experts  # type: ignore[index]
+    done = await engine(client, "abort", experts=Experts(2, 1, 8)).generate(request())
+    assert done.tokens.tolist() == [1, 2, 3, 4] and done.routed_experts is not None
+    assert done.routed_experts[:, 0, 0].tolist() == [3, 3, 3, 7, 7]
 
 
 async def test_no_stop_token_means_that_nothing_stops_a_sample() -> None:

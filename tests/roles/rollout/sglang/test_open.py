@@ -9,8 +9,10 @@ import pytest
 
 from rondo.roles.config import JobConfig, SGLangConfig
 from rondo.roles.rollout.sglang.kept import kept
-from rondo.roles.rollout.sglang.open import launch_of, one_engine, read_key, releases_memory
+from rondo.roles.rollout.sglang.open import connect_engine, launch_of, one_engine, read_key, releases_memory
+from rondo.roles.rollout.sglang.server import SGLangServer
 from rondo.runtime.errors import ConfigError
+from tests.roles.rollout.sglang.pretender import launch
 from tests.roles.rollout.sglang.test_kept import Rig, in_flight, request
 
 
@@ -68,6 +70,33 @@ def test_a_server_on_the_processor_has_room_for_its_slots() -> None:
     assert config.rollout.sglang is not None
     found = launch_of(config, config.rollout.sglang, "/model", "cpu", 0)
     assert found.first_device is None and found.max_tokens is not None and found.max_tokens >= 10 * (16 + 48)
+
+
+def test_servers_are_told_to_record_experts_for_router_replay_alone() -> None:
+    for replay in (False, True):
+        config = job(arguments={"mem-fraction-static": 0.5})
+        config = config.model_copy(update={"train": config.train.model_copy(update={"router_replay": replay})})
+        assert config.rollout.sglang is not None
+        found = launch_of(config, config.rollout.sglang, "/model", "cpu", 0)
+        expected = {"enable-return-routed-experts": True} if replay else {}
+        assert found.arguments == {"mem-fraction-static": 0.5} | expected
+    off = job(arguments={"enable_return_routed_experts": False}).model_dump()
+    with pytest.raises(ValueError, match=r"must not turn enable-return-routed-experts off with train\.router_replay"):
+        JobConfig.model_validate(off | {"train": {"router_replay": True}})
+
+
+async def test_a_server_that_does_not_tell_experts_is_refused_where_they_are_replayed(tmp_path: Path) -> None:
+    server = SGLangServer(launch(tmp_path, {}), log=tmp_path / "log", folder=tmp_path, grace_s=0.2)
+    client = await server.start(60)
+    try:
+        with pytest.raises(ConfigError, match=r"train\.router_replay must be False .* --enable-return-routed-experts"):
+            await connect_engine(
+                client, settings=SGLangConfig(urls=(client.url,)), folder=tmp_path / "weights", model_path="",
+                processed_media=False, tells_experts=True,
+            )  # fmt: skip
+    finally:
+        await client.__aexit__()
+        await server.close()
 
 
 @pytest.mark.parametrize(
