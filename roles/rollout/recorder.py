@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.models.routing import Routing, listen, no_experts
+from rondo.models.routing import Routing, listen, no_experts, routers_of
 
 
 class Recorder:
@@ -28,6 +28,9 @@ class Recorder:
         device = next(model.parameters()).device
         self._kept = torch.zeros(shape, dtype=getattr(torch, routing.dtype.name), device=device)
         self._heard: dict[int, torch.Tensor] = {}
+        # Where every layer has experts, all of a token are written at once.
+        layers = sorted(routers_of(model))
+        self._layers = None if len(layers) == routing.num_layers else torch.tensor(layers, device=device)
         listen(model, self._hear)
 
     def _hear(self, layer: int, experts: torch.Tensor) -> None:
@@ -35,17 +38,26 @@ class Recorder:
 
     def tokens(self, rows: torch.Tensor, at: torch.Tensor) -> None:
         """The forward that has just run took one token for each of these slots, at these places; int64 [n] both."""
-        for layer, experts in self._heard.items():
-            self._kept.select(2, layer)[rows, at] = experts.to(self._kept.dtype)
-        self._heard.clear()
+        found = self._taken()
+        if self._layers is None:
+            self._kept[rows, at] = found
+        else:
+            self._kept[rows[:, None], at[:, None], self._layers] = found
 
     def prompts(self, slots: torch.Tensor) -> None:
         """The forward that has just run took prompts, padded on the right to one length, for these slots; int64 [m]."""
-        for layer, experts in self._heard.items():
-            found = experts.view(len(slots), -1, experts.shape[-1]).to(self._kept.dtype)
-            length = min(found.shape[1], self._kept.shape[1])
-            self._kept.select(2, layer)[slots, :length] = found[:, :length]
+        found = self._taken().unflatten(0, (len(slots), -1))
+        if self._layers is None:
+            self._kept[slots, : found.shape[1]] = found
+        else:
+            at = torch.arange(found.shape[1], device=slots.device)
+            self._kept[slots[:, None, None], at[:, None], self._layers] = found
+
+    def _taken(self) -> torch.Tensor:
+        """What was heard since the last time, [N, layers with experts, top_k]."""
+        found = torch.stack([self._heard[layer] for layer in sorted(self._heard)], 1).to(self._kept.dtype)
         self._heard.clear()
+        return found
 
     def copy(self, source: int, target: int, length: int) -> None:
         self._kept[target, :length] = self._kept[source, :length]

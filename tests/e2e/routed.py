@@ -1,7 +1,7 @@
 """A run with router replay whose trainer and actor_fwd would by themselves send every token to other experts than the engine.
 
 The recorded experts alone make their log-probs those of the engine, which the settings demand; with `forget` they are thrown away
-in front of the trainer. `python -m tests.e2e.routed FOLDER MODE [forget]`
+in front of the trainer. `python -m tests.e2e.routed FOLDER MODE [forget] [SETTING=VALUE ...]`
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from rondo.comm.bus import Round
 from rondo.launch import train
-from rondo.launch.config import RunConfig
+from rondo.launch.config import RunConfig, override
 from rondo.launch.modes import colocate, fully_async, hybrid
 from rondo.launch.plan import group_specs
 from rondo.launch.train import TrainOptions
@@ -86,7 +86,9 @@ def config_of(folder: Path, mode: str) -> RunConfig:
         groups=MODES[mode],
         model=ModelConfig(
             build="rondo.models.tiny.qwen3:build",
-            build_args={"hidden_size": 32, "num_experts": NUM_EXPERTS, "moe_intermediate_size": 16},
+            build_args={
+                "hidden_size": 64, "num_experts": NUM_EXPERTS, "moe_intermediate_size": 32, "tie_embeddings": False,
+            },  # as SGLang serves mixtures
         ),
         data=DataConfig(rows="tests.e2e.updates:words"),
         reward=RewardConfig(function="tests.e2e.updates:parity"),
@@ -111,6 +113,7 @@ def diverted(spec: GroupSpec, *, forget: bool) -> GroupSpec:
 
 
 if __name__ == "__main__":
-    config = config_of(Path(sys.argv[1]), sys.argv[2])
-    specs = tuple(diverted(spec, forget="forget" in sys.argv) for spec in group_specs(config))
+    folder, mode, *rest = sys.argv[1:]
+    config = override(config_of(Path(folder), mode), [text for text in rest if text != "forget"])
+    specs = tuple(diverted(spec, forget="forget" in rest) for spec in group_specs(config))
     sys.exit(train.main(config, TrainOptions(Path(__file__), plain=True), groups=specs))

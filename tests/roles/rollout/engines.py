@@ -52,9 +52,9 @@ def qwen3_sliding(seed: int = 0) -> Any:
     return qwen3(seed, use_sliding_window=True, sliding_window=6, max_window_layers=1)
 
 
-def qwen3_moe(seed: int = 0) -> Any:
+def qwen3_moe(seed: int = 0, **changes: Any) -> Any:
     experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    return _made(transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**_SHAPE | experts), seed)
+    return _made(transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**_SHAPE | experts | changes), seed)
 
 
 def llama(seed: int = 0) -> Any:

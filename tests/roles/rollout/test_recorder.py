@@ -59,6 +59,16 @@ def test_every_token_but_the_last_has_the_experts_of_a_whole_forward(fixed_shape
         np.testing.assert_array_equal(found, routed(model, each, done[each.id].tokens))
 
 
+def test_a_layer_without_experts_has_zeros() -> None:
+    model = qwen3_moe(num_hidden_layers=3, mlp_only_layers=[1])
+    requests = ragged(5)
+    done = run(engine_for(model), requests)
+    for each in requests:
+        found = told(done[each.id])
+        assert found.shape[1:] == (3, 2) and not found[:, 1].any()
+        np.testing.assert_array_equal(found[:, [0, 2]], routed(model, each, done[each.id].tokens))
+
+
 @pytest.mark.parametrize("way", ["continue", "recompute", "interrupt"])
 def test_through_new_weights_each_token_keeps_the_experts_it_was_sampled_with(way: OnNewWeights) -> None:
     """What is recomputed goes elsewhere the second time, and still what was told is how the old tokens were sampled."""
