@@ -1,8 +1,10 @@
-"""Sequences of different lengths in rows of one length: hardly any padding, whatever the lengths.
+"""Sequences of different lengths as one batch with hardly any padding, whatever the lengths.
 
-Owns which sequence lies where, and the indices that bring the response positions back in the callers' order. Does not own the
-attention masks: transformers makes them from `position_ids`, for every attention kernel and layer type (a row with several
-sequences restarts its positions, so each attends to itself only). Pure: equal sequences give equal batches.
+Owns which sequence lies where, and the indices that bring the response positions back in the callers' order. Does not own who
+attends to whom. A *flat* batch is one row with each prompt in it once for all of its samples; `shared_prompts.py` says which
+models take it, and how its tokens attend. The others get *rows* of one length, for which transformers makes the masks from
+`position_ids`, whatever kernel and layer type (a row with several sequences restarts its positions, so each attends to itself
+only). Pure: equal sequences give equal batches.
 
 Models of multimodal families get positions on four axes: text (which restarts with each sequence and keeps them apart), time,
 height and width. The media of a batch are in the order in which their placeholders lie in its rows. In training such a batch
@@ -11,11 +13,11 @@ on every rank, in the same order, with gradients that are 0 where nothing else u
 
 Invariant: every response token of every sequence is scored once, from the position before it; the order is the callers'.
 
-    lengths 7 5 4 3 2  ->  row length 7, bins by first fit, longest first
+    rows: lengths 7 5 4 3 2  ->  row length 7, bins by first fit, longest first      flat: prompt aaa, samples AAAAA BB, prompt c
 
-    aaaaaaa
-    bbbbbee
-    ccccddd
+          aaaaaaa                                                                          aaa c AAAA B CCC
+          bbbbbee                                                                          (a last token predicts nothing)
+          ccccddd
 """
 
 from __future__ import annotations
