@@ -123,10 +123,11 @@ class RunConfig(JobConfig):
     def _servers_have_their_devices(self) -> RunConfig:
         sglang = self.rollout.sglang
         source = self.group_of("rollout")
-        if sglang is not None and source is not None and source.processes > 1:
+        if sglang is not None and sglang.urls and source is not None and source.processes > 1:
             raise ValueError(
-                f"groups[{source.name}].processes must be 1 for a group that generates with rollout.sglang, got "
-                f"{source.processes}. Put rollout into a group of its own (modes.hybrid), or remove rollout.sglang"
+                f"groups[{source.name}].processes must be 1 for a group that generates with rollout.sglang.urls, got "
+                f"{source.processes}. Put rollout into a group of its own (modes.hybrid), or set rollout.sglang.python instead, "
+                "with which each process starts a server of its own"
             )
         takes = 1 if sglang is None else 0 if sglang.urls else sglang.num_servers * sglang.tensor_parallel
         for group in self.groups:

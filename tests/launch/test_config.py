@@ -298,6 +298,12 @@ def test_filtered_groups_go_with_determinism_where_the_data_are_on_policy(tmp_pa
     ("groups", "sglang", "problem"),
     [
         ("colocate(devices=1)", "python='p', release_memory=True", None),
+        ("colocate(processes=2, devices=1)", "python='p', release_memory=True", None),
+        (
+            "colocate(processes=2)",
+            "urls=('http://h:1',)",
+            "processes must be 1.* generates with rollout.sglang.urls, got 2",
+        ),
         (
             "colocate(devices=1)",
             "python='p', tensor_parallel=2",

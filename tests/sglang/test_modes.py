@@ -47,6 +47,25 @@ def test_a_server_gives_its_memory_to_the_trainer_in_turn_in_a_run_that_sees_and
     assert left_behind(tmp_path) == []
 
 
+def test_each_of_two_processes_that_generate_and_train_in_turn_has_a_server_of_its_own(tmp_path: Path) -> None:
+    sets = (
+        "num_steps=4", "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]",
+        "rollout.sglang.release_memory=True", "rollout.endpoint.max_sessions=2",
+    )  # fmt: skip
+    chosen = [part for text in sets for part in ("--set", text)]
+    ended = finish(start(line(tmp_path, *chosen, config=CONFIG), tmp_path), tmp_path / "small", limit_s=900)
+    assert ended.code == 0, ended.output
+    summary = ended.summary
+    assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
+    assert summary["samples_trained"] == 4 * 4 * 4 and summary["restarts"] == {}
+    servers = {found["server"] for found in events(ended.run_dir, "sglang")}
+    assert servers == {"actor.0.0.sglang-0", "actor.0.1.sglang-0"}
+    for name in servers:
+        assert "POST /generate" in (ended.run_dir / "logs" / "attempt_0" / f"{name}.log").read_text(errors="replace")
+    assert summary["log_prob_gap"]["all"] < 1e-5
+    assert left_behind(tmp_path) == []
+
+
 def test_a_server_of_two_ranks_serves_a_run_and_its_agents_with_proved_weights(tmp_path: Path) -> None:
     sets = (
         "rollout.sglang.tensor_parallel=2", "rollout.sglang.weights=tensor", "rollout.sglang.pause=retract",

@@ -34,7 +34,7 @@ _SPARE_TOKENS = 256
 
 
 def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEngine]:
-    """The engines of this replica, in the order of its devices or of the addresses. ConfigError for a key that is not there."""
+    """The engines of this process, in the order of its devices or of the addresses. ConfigError for a key that is not there."""
     settings = job.config.rollout.sglang
     assert settings is not None
     servers = servers_of(ctx, job, settings)
@@ -43,7 +43,7 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEn
         connect = functools.partial(
             connect_engine,
             settings=settings,
-            folder=ctx.rt_dir / f"{ctx.group}.{ctx.incarnation}.sglang-{index}",
+            folder=ctx.rt_dir / _name(ctx, index),
             model_path=job.model_path,
             processed_media=not settings.urls,
             tells_experts=job.config.train.router_replay,
@@ -101,7 +101,7 @@ def servers_of(ctx: WorkerContext, job: Job, settings: SGLangConfig) -> list[Ser
         if settings.router is not None:
             return [RoutedServers(settings.router, settings.urls, key=key)]
         return [AttachedServer(url, key=key) for url in settings.urls]
-    names = [f"{ctx.group}.{ctx.incarnation}.sglang-{index}" for index in range(settings.num_servers)]
+    names = [_name(ctx, index) for index in range(settings.num_servers)]
     logs = ctx.run_dir / "logs" / f"attempt_{ctx.attempt}"
     return [
         SGLangServer(
@@ -112,6 +112,12 @@ def servers_of(ctx: WorkerContext, job: Job, settings: SGLangConfig) -> list[Ser
         )
         for index, name in enumerate(names)
     ]
+
+
+def _name(ctx: WorkerContext, index: int) -> str:
+    """Of a server of this process; of several ranks each has its own."""
+    rank = f".{ctx.rank}" if ctx.world_size > 1 else ""
+    return f"{ctx.group}.{ctx.incarnation}{rank}.sglang-{index}"
 
 
 def releases_memory(job: Job) -> bool:
