@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from rondo.models import parallel
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
-from rondo.models.packing import Packing, Sequence, pack
+from rondo.models.packing import Packing, Sequence, pack, pack_flat
 from rondo.models.routing import Routing, enable_replay, listen, renormalizes, routers_of
 from rondo.models.tiny import qwen3, qwen3_5, qwen3_omni, qwen3_vl
 from rondo.runtime.errors import ConfigError
@@ -68,20 +69,21 @@ def gates(model: Any) -> list[torch.Tensor]:
     return [parameter.grad for name, parameter in model.named_parameters() if name.endswith("gate.weight")]
 
 
-def replayed(given: list[Sequence], **options: Any) -> tuple[torch.Tensor, Any]:
-    """Log-probs, and the model with their gradients."""
+def replayed(given: list[Sequence], way: Any = pack, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Log-probs, and the model with their gradients; `way` packs."""
     model = tiny("qwen3_moe")
     enable_replay(model)
     model = parallel.shard(model, **options)
     model.train()
-    log_probs, _ = response_log_probs(model, pack(given))
+    log_probs, _ = response_log_probs(model, way(given))
     log_probs.sum().backward()
     return log_probs.detach(), model
 
 
-def test_packed_sequences_go_to_their_recorded_experts_and_the_gate_learns_as_by_hand() -> None:
+@pytest.mark.parametrize("way", [pack, pack_flat])
+def test_packed_sequences_go_to_their_recorded_experts_and_the_gate_learns_as_by_hand(way: Any) -> None:
     sequences = told()
-    found, model = replayed(sequences)
+    found, model = replayed(sequences, way)
     expected, sums = [], [torch.zeros(4, 64), torch.zeros(4, 64)]
     for each in sequences:
         log_probs = one_by_one(each)
@@ -93,10 +95,29 @@ def test_packed_sequences_go_to_their_recorded_experts_and_the_gate_learns_as_by
     for total, grad in zip(sums, gates(model), strict=True):
         assert total.norm() > 0.1
         torch.testing.assert_close(grad, total, atol=1e-3, rtol=1e-3)
-    own, _ = replayed([Sequence(each.tokens, each.response) for each in sequences])
+    own, _ = replayed([Sequence(each.tokens, each.response) for each in sequences], way)
     responses = [each.response for each in sequences]
     far = [float((a - b).abs().max()) for a, b in zip(found.split(responses), own.split(responses), strict=True)]
     assert far[1] < 1e-5 and min(far[0], *far[2:]) > 1e-2
+
+
+def test_samples_share_the_prompt_that_they_went_the_same_way_through_and_no_other() -> None:
+    draw, prompt = np.random.default_rng(3), np.arange(9)
+    answers = [np.concatenate([prompt, draw.integers(0, 256, length)]).astype(np.int32) for length in (4, 7, 5, 3)]
+    first, *others = [recorded(Sequence(tokens, len(tokens) - 9)) for tokens in answers]
+    assert first.experts is not None
+    together = [first]
+    for number, each in enumerate(others):
+        assert each.experts is not None
+        experts = each.experts.copy()
+        if number != 1:  # the third went another way through its prompt
+            experts[:9] = first.experts[:9]
+        together.append(replace(each, experts=experts if number < 2 else None))  # the last one told none
+    packed = pack_flat(together)
+    assert packed.num_tokens == 3 * 9 + sum(len(tokens) - 10 for tokens in answers)
+    found, _ = replayed(together, pack_flat)
+    alone = torch.cat([replayed([each])[0] for each in together])
+    torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
 
 
 def test_one_wrong_expert_changes_the_log_probs_behind_it_and_no_others() -> None:
