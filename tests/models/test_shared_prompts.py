@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from rondo.models import parallel, shared_prompts
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Packing, Sequence
-from rondo.models.routing import Routing, enable_replay
 from rondo.models.shared_prompts import Segment, lay_out, share_prompts
 from tests.models import multimodal
 from tests.models.builders import SIZES, sequences, tiny, unpacked
@@ -141,33 +139,6 @@ def test_media_in_an_answer_keep_the_sample_whole() -> None:
         expected = multimodal.alone(model, late)
     assert len(packed.media) == 1
     torch.testing.assert_close(found, expected.repeat(2), rtol=0, atol=1e-5)
-
-
-def test_a_prompt_is_shared_by_samples_whose_tokens_went_to_the_same_experts() -> None:
-    model = tiny("qwen3_moe", tied=False).eval()
-    enable_replay(model)
-    routing = Routing.of(model)
-    assert routing is not None
-    rng = np.random.default_rng(2)
-    prompt = rng.integers(0, 256, 9)
-    answers = [np.append(prompt, rng.integers(0, 256, 5)).astype(np.int32) for _ in range(3)]
-
-    def choice(num_tokens: int) -> np.ndarray:
-        scores = rng.random((num_tokens, routing.num_layers, routing.num_experts))
-        return scores.argsort(-1)[..., : routing.top_k].astype(routing.dtype)
-
-    same = choice(9)
-    experts = [np.concatenate([same, choice(4)]), np.concatenate([same, choice(4)]), choice(13)]
-    batch = [Sequence(tokens, 5, None, told) for tokens, told in zip(answers, experts, strict=True)]
-    packing = Packing.of(model)
-    packed = packing.pack(batch)
-    assert packed.num_tokens == 2 * 9 + 3 * 4
-    with torch.no_grad():
-        found, _ = response_log_probs(model, packed)
-        alone = [response_log_probs(model, packing.pack([one]))[0] for one in batch]
-        rows, _ = response_log_probs(model, replace(packing, share_prompts=False).pack(batch))
-    torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=4e-6)
-    torch.testing.assert_close(found, rows, rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
