@@ -11,8 +11,8 @@ same sum in another order.
                                                               |_______________|
                                                        queries BBB see keys aaaa BBB
 
-Attention goes by blocks: segments of about one length, each a row of queries, padded to the longest of its block. A query sees
-the prompt before its segment, and its own segment up to itself.
+Attention goes by blocks: segments of about one length, each a row, padded to the longest of its block. A query sees the prompt
+before its segment, and its own segment up to itself.
 
 Invariant: each token is in one segment, and a block's segments lie behind each other in the flat batch.
 """
@@ -42,8 +42,8 @@ NAME = "rondo_shared_prompts"
 _ARGUMENT = "shared_prompts"
 _CLASSES_PER_OCTAVE = 2
 """Segments share a block when their lengths, and those of their prompts, are of one class: within 41 % of each other."""
-_BLOCK_SCORES = 1 << 26
-"""Most queries times keys of a block of several rows: as many bytes has its mask where the rows' prompts differ in length."""
+_MOST_SCORES = 1 << 26
+"""Most queries times keys of a block with a mask, which has as many bytes where the rows' prompts differ in length."""
 _REFUSED = ("sliding_window", "softcap", "position_bias", "s_aux")
 _applied: ContextVar[bool] = ContextVar("shared_prompts", default=False)
 _supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -64,10 +64,10 @@ class Block:
     start: int
     stop: int
     rows: int
-    queries: torch.Tensor | None  # int64 [B * Q], token of each query; None: those from start to stop, nothing padded
-    keys: torch.Tensor | None  # int64 [B * K], token of each key; None: the queries
-    kept: torch.Tensor | None  # int64 [stop - start], query of each token; None as `queries`
-    mask: torch.Tensor | None  # bool [B or 1, 1, Q, K]; None: causal
+    queries: torch.Tensor | None = None  # int64 [B * Q], token of each query; None: those from start to stop
+    keys: torch.Tensor | None = None  # int64 [B * K], token of each key; None: the queries
+    kept: torch.Tensor | None = None  # int64 [stop - start], query of each token; None: each query is one
+    mask: torch.Tensor | None = None  # bool [B or 1, 1, Q, K]; None: causal
     _biases: dict[tuple[torch.dtype, int], torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> Block:
@@ -85,7 +85,7 @@ class Block:
         if self.mask is None:
             out = sdpa_attention_forward(module, q, k, v, None, is_causal=True, **how)[0].flatten(0, 1)
         else:
-            out = self._masked(q, k, v, **how)
+            out = self._through_mask(q, k, v, **how)
         return out if self.kept is None else F.embedding(self.kept, out.flatten(1)).view(-1, *out.shape[1:])
 
     def _rows_of(self, x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Block:
         found = x[self.start : self.stop] if index is None else F.embedding(index, x.flatten(1)).view(-1, *x.shape[1:])
         return found.unflatten(0, (self.rows, -1)).transpose(1, 2)
 
-    def _masked(
+    def _through_mask(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float | None, dropout: float
     ) -> torch.Tensor:
         """[B * Q, heads, D]. Heads that share keys are further queries of one head, so that no key is copied for them."""
@@ -157,9 +157,8 @@ def _class(length: int) -> int:
 def _parts(segments: Sequence[Segment], indices: list[int]) -> Iterator[list[int]]:
     """The segments of a class, the longest first, cut where a block's mask would become too large."""
     ordered = sorted(indices, key=lambda index: -segments[index].length)
-    longest = segments[ordered[0]].length
-    before = max(_before(segments, index) for index in ordered)
-    size = max(1, _BLOCK_SCORES // (longest * (longest + before)))
+    width, depth = segments[ordered[0]].length, max(_before(segments, index) for index in ordered)
+    size = _MOST_SCORES // (width * (width + depth)) if _masked(width, depth) else len(ordered)
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
@@ -169,38 +168,47 @@ def _before(segments: Sequence[Segment], index: int) -> int:
     return 0 if prompt is None else segments[prompt].length
 
 
+def _masked(width: int, depth: int) -> bool:
+    """Whether segments of up to `width` tokens attend to prompts of up to `depth` with a mask; else their prompt is among the
+    queries too, whose outcome is dropped: kernels for plain causal attention skip half of the scores, and need no mask."""
+    return depth > width and width * (width + depth) <= _MOST_SCORES
+
+
 def _block(segments: Sequence[Segment], part: list[int], starts: list[int]) -> Block:
-    lengths = np.array([segments[index].length for index in part])
-    before = np.array([_before(segments, index) for index in part])
-    first = np.array([starts[index] for index in part])
-    first_before = np.array([starts[segments[index].prompt or 0] for index in part])
+    lengths = np.array([segments[index].length for index in part])[:, None]
+    before = np.array([_before(segments, index) for index in part])[:, None]
+    first = np.array([starts[index] for index in part])[:, None]
+    first_before = np.array([starts[segments[index].prompt or 0] for index in part])[:, None]
+    start, stop = int(first[0, 0]), int(first[-1, 0] + lengths[-1, 0])
     width, depth = int(lengths.max()), int(before.max())
-    start, stop = int(first[0]), int(first[-1] + lengths[-1])
-    # What pads a row is its first token again: there is always something finite to see, and nobody looks at the outcome.
-    inside = np.arange(width) < lengths[:, None]
-    queries = first[:, None] + np.where(inside, np.arange(width), 0)
-    even = bool(inside.all())
-    causal = np.tril(np.ones((width, width), bool))
-    if depth == 0:
-        mask = None  # what pads is behind everything that is looked at
-        keys = None
-    else:
-        seen = np.arange(depth) < before[:, None]
-        keys = np.concatenate([np.where(seen, first_before[:, None] + np.arange(depth), 0), queries], axis=1)
-        rows = 1 if seen.all() else len(part)
-        mask = np.concatenate(
-            [np.broadcast_to(seen[:rows, None], (rows, width, depth)), np.broadcast_to(causal, (rows, width, width))],
-            axis=2,
-        )[:, None]
+    # What pads a row is a token that is there: it is always something finite to see, and nobody looks at the outcome.
+    if not _masked(width, depth):
+        column = np.arange(int((before + lengths).max()))
+        own = (column >= before) & (column < before + lengths)
+        row = np.where(column < before, first_before + column, first + np.where(own, column - before, 0))
+        if own.all():
+            return Block(start, stop, len(part))
+        return Block(start, stop, len(part), queries=_index(row), kept=_index(np.flatnonzero(own)))
+    column, column_before = np.arange(width), np.arange(depth)
+    own, seen = column < lengths, column_before < before
+    queries = first + np.where(own, column, 0)
+    keys = np.concatenate([np.where(seen, first_before + column_before, 0), queries], axis=1)
+    rows = 1 if seen.all() else len(part)  # of the mask
+    causal = np.broadcast_to(np.tril(np.ones((width, width), bool)), (rows, width, width))
+    mask = np.concatenate([np.broadcast_to(seen[:rows, None], (rows, width, depth)), causal], axis=2)
     return Block(
         start,
         stop,
         len(part),
-        queries=None if even else torch.from_numpy(queries.ravel()),
-        keys=None if keys is None else torch.from_numpy(keys.ravel()),
-        kept=None if even else torch.from_numpy(np.flatnonzero(inside)),
-        mask=None if mask is None else torch.from_numpy(mask),
+        queries=None if own.all() else _index(queries),
+        keys=_index(keys),
+        kept=None if own.all() else _index(np.flatnonzero(own)),
+        mask=torch.from_numpy(mask[:, None]),
     )
+
+
+def _index(places: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(places.ravel().astype(np.int64))
 
 
 def attention(

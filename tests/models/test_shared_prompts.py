@@ -155,18 +155,29 @@ def test_layers_that_are_computed_again_in_the_backward_share_prompts_again(dtyp
         torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=0, msg=name)
 
 
-def test_a_block_is_cut_where_its_mask_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = tiny("qwen3").eval(), groups(seed=4)
-    with torch.no_grad():
-        whole = Packing.of(model).pack(batch)
-        expected, _ = response_log_probs(model, whole)
-        monkeypatch.setattr(shared_prompts, "_BLOCK_SCORES", 3000)
-        cut = Packing.of(model).pack(batch)
-        found, _ = response_log_probs(model, cut)
-    assert whole.shared is not None and cut.shared is not None
-    assert len(cut.shared.blocks) > len(whole.shared.blocks)
-    assert all(b.rows == 1 or b.mask is None or b.rows * b.mask[0].numel() <= 3000 for b in cut.shared.blocks)
-    torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
+def test_a_mask_is_for_prompts_longer_than_their_answers_and_never_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rng = tiny("qwen3").eval(), np.random.default_rng(4)
+    prompts = [rng.integers(0, 256, length) for length in (60, 50, 4)]
+    answers = [(prompt, rng.integers(0, 256, length)) for prompt in prompts for length in (13, 14, 15, 30)]
+    batch = [Sequence(np.append(prompt, answer).astype(np.int32), len(answer)) for prompt, answer in answers]
+
+    def masks(most_scores: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        monkeypatch.setattr(shared_prompts, "_MOST_SCORES", most_scores)
+        packed = Packing.of(model).pack(batch)
+        assert packed.shared is not None
+        with torch.no_grad():
+            log_probs, _ = response_log_probs(model, packed)
+        return [block.mask for block in packed.shared.blocks if block.mask is not None], log_probs
+
+    whole, expected = masks(1 << 26)
+    assert sorted(mask.shape[0] for mask in whole) == [2, 6]  # those behind a prompt of 4 tokens are causal
+    cut, found = masks(2000)
+    assert len(cut) > len(whole) and all(mask.numel() <= 2000 for mask in cut)
+    none, plain = masks(100)
+    assert none == []
+    alone = torch.cat([unpacked(model, one)[0] for one in batch]).detach()
+    for values in (expected, found, plain):
+        torch.testing.assert_close(values, alone, rtol=0, atol=4e-6)
 
 
 def test_models_with_other_attention_are_left_as_they_are() -> None:

@@ -59,7 +59,7 @@ def test_each_of_two_processes_that_generate_and_train_in_turn_has_a_server_of_i
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
     assert summary["samples_trained"] == 4 * 4 * 4 and summary["restarts"] == {}
     servers = {found["server"] for found in events(ended.run_dir, "sglang")}
-    assert servers == {"actor.0.0.sglang-0", "actor.0.1.sglang-0"}
+    assert servers == {"actor-0.1.0.sglang-0", "actor-0.1.1.sglang-0"}
     for name in servers:
         assert "POST /generate" in (ended.run_dir / "logs" / "attempt_0" / f"{name}.log").read_text(errors="replace")
     assert summary["log_prob_gap"]["all"] < 1e-5
