@@ -21,6 +21,7 @@ from rondo.runtime.errors import ConfigError
 
 _FIXED_DEEPSTACK = ("qwen3_omni_moe", "qwen3_vl_moe")
 _NUM_DEEPSTACK = 3
+_NEVER_TIED = "qwen3_moe"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class ModelFolder(Mapping[str, torch.Tensor]):
 
 
 def check_served(model_path: str) -> None:
-    """Raises ConfigError for a folder that SGLang does not serve, or only until the first image comes."""
+    """Raises ConfigError for a folder that SGLang does not serve, or only until the first image comes, or with other weights."""
     path = _local(model_path)
     config = orjson.loads((path / "config.json").read_bytes())
     kind = config.get("model_type")
@@ -103,6 +104,12 @@ def check_served(model_path: str) -> None:
         raise ConfigError(
             f"model.path must be a whole Qwen3-Omni for SGLang, which serves no thinker alone, got {path.name}. Name the folder "
             "that it was published as (of the tiny one: build_args with whole=True, num_deepstack=3)"
+        )
+    if kind == _NEVER_TIED and config.get("tie_word_embeddings"):
+        raise ConfigError(
+            f"the output layer of {path.name} must have weights of its own for SGLang, which ties none of a {kind} to the "
+            "embeddings and samples with random ones, got tie_word_embeddings. Generate with the embedded engine (of the tiny "
+            "one: build_args with tie_embeddings=False)"
         )
     seen = config.get("thinker_config", config).get("vision_config", {}).get("deepstack_visual_indexes")
     if kind in _FIXED_DEEPSTACK and seen is not None and len(seen) != _NUM_DEEPSTACK:

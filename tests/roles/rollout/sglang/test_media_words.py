@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from rondo.models.media.inputs import MediaInputs
-from rondo.models.tiny import qwen3_omni
+from rondo.models.tiny import qwen3, qwen3_omni
 from rondo.roles.rollout.sglang.media import SCHEME, media_body, positions_of
 from rondo.roles.rollout.sglang.model_folder import check_served
 from rondo.runtime.errors import ConfigError
@@ -64,6 +64,18 @@ def test_fractions_which_a_server_would_cut_are_refused() -> None:
     media.arrays["positions"][0, 2] += 0.5
     with pytest.raises(ConfigError, match="must be whole numbers for SGLang, got fractions"):
         positions_of(media, 7)
+
+
+def test_a_mixture_whose_output_layer_sglang_would_fill_with_random_weights_is_told_before_the_start(
+    tmp_path: Path,
+) -> None:
+    made: dict[str, dict[str, Any]] = {"dense": {}, "untied": {"num_experts": 4, "tie_embeddings": False}}
+    for name, sizes in made.items():
+        qwen3.build(tmp_path / name, hidden_size=32, **sizes)
+        check_served(str(tmp_path / name))
+    qwen3.build(tmp_path / "tied", hidden_size=32, num_experts=4)
+    with pytest.raises(ConfigError, match="the output layer of tied must have weights of its own for SGLang"):
+        check_served(str(tmp_path / "tied"))
 
 
 @pytest.mark.parametrize(
