@@ -70,13 +70,17 @@ def _written() -> list[Medium]:
 @functools.cache
 def _media(kind: str, held_out: bool) -> list[Medium]:
     """Every picture or sound of one part."""
+    return [medium for n, medium in enumerate(_all_media(kind)) if (n % _HELD_OUT_PART == 0) == held_out]
+
+
+@functools.cache
+def _all_media(kind: str) -> list[Medium]:
+    """Every picture or sound, of both parts: drawing them takes seconds, and is done once."""
     folder = os.environ.get("DIGITS")
     if folder is not None:
-        found = _read(Path(folder), kind)
-    else:
-        draw = random.Random(kind)
-        found = [((_drawn if kind == "image" else _dialled)(n % 10, draw), n % 10) for n in range(_NUM_DRAWN)]
-    return [medium for n, medium in enumerate(found) if (n % _HELD_OUT_PART == 0) == held_out]
+        return _read(Path(folder), kind)
+    draw = random.Random(kind)
+    return [((_drawn if kind == "image" else _dialled)(n % 10, draw), n % 10) for n in range(_NUM_DRAWN)]
 
 
 def _read(folder: Path, kind: str) -> list[Medium]:
@@ -104,14 +108,21 @@ def _moving(held_out: bool) -> list[Medium]:
 
 def _drawn(digit: int, draw: random.Random) -> bytes:
     """A digit in 28 x 28 pixels, somewhere near the middle, tilted, with noise."""
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw
 
     image = Image.new("L", (28, 28))
     place = (7 + draw.uniform(-4, 4), 1 + draw.uniform(-4, 4))
-    ImageDraw.Draw(image).text(place, str(digit), fill=draw.randint(160, 255), font=ImageFont.load_default(size=22))
+    ImageDraw.Draw(image).text(place, str(digit), fill=draw.randint(160, 255), font=_font())
     image = image.rotate(draw.uniform(-20, 20), Image.Resampling.BILINEAR)
     noise = np.random.default_rng(draw.getrandbits(32)).normal(0, 20, (28, 28))
     return _png(Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8)))
+
+
+@functools.cache
+def _font() -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size=22)
 
 
 def _png(image: Any) -> bytes:
