@@ -1,6 +1,6 @@
 """What the roles of one process share: the job's settings, the bus, and the policy weights they follow.
 
-Owns opening them once a process, whichever role comes first. Owns no work.
+Owns opening them once a process, whichever role comes first. Owns no work. Imports no torch before weights are followed.
 
     job = await open_job(ctx)          # the same object for every role of this process
     async with follow(job, "actor_fwd", model.load) as follower: ...
@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from rondo.comm.bus import POLL_S, Bus, Member, Round
-from rondo.comm.slab import WeightSlab
 from rondo.roles.config import JobConfig
 from rondo.roles.turns import Turns
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.segments import SegmentClient
 
 if TYPE_CHECKING:
+    from rondo.comm.slab import WeightSlab
     from rondo.roles.rollout.lent import Lent
 
 SLAB = "weights"
@@ -124,6 +124,8 @@ async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> A
 
 
 async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, first: asyncio.Event) -> None:
+    from rondo.comm.slab import WeightSlab  # needs torch, which a role without weights does without
+
     version, reader = -1, f"{role}.{ctx.rank}"
     slab: WeightSlab | None = None
     while True:

@@ -26,6 +26,7 @@ LIGHT = (
     "rondo.runtime.pool_worker",
     "rondo.comm.serve",
     "rondo.comm.bus",
+    "rondo.roles.advantages",
     "rondo.roles.rollout.reward_worker",
     "rondo.launch.cli",
     "rondo.launch.train",
