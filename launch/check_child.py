@@ -8,6 +8,7 @@ code prints goes to stderr. Owns no rule about numbers: it reports facts, and `c
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import sys
@@ -22,7 +23,7 @@ from rondo.launch.config import RunConfig, unresolve
 from rondo.launch.machine import show_bytes
 from rondo.roles.datasets import Row, RowError
 from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.reference import load_reference
+from rondo.runtime.reference import load_reference, uncollected
 
 if TYPE_CHECKING:
     from rondo.models.families.family import Family
@@ -78,6 +79,7 @@ def main() -> int:
         report.facts["num_devices"] = num = torch.cuda.device_count()
         if num:
             report.facts["device_bytes"] = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
+    gc.freeze()  # nothing is left to do: the end of the process need not walk all of torch and transformers
     answer.write(orjson.dumps({"findings": report.findings, "facts": report.facts}))
     answer.close()
     return 0
@@ -99,12 +101,13 @@ def look_at_reward(config: RunConfig) -> None:
 
 def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: list[Any]) -> None:
     """Its shape without its weights, its tokenizer, and whether parts and media that the settings name are its own."""
-    import torch
+    with uncollected():
+        import torch
 
-    from rondo.launch.check_shape import shape_of
-    from rondo.models.families import family_of
-    from rondo.models.load import empty_model, load_tokenizer
-    from rondo.models.names import disk_shapes
+        from rondo.launch.check_shape import shape_of
+        from rondo.models.families import family_of
+        from rondo.models.load import empty_model, load_tokenizer
+        from rondo.models.names import disk_shapes
 
     path = config.model.materialize(folder)
     model = empty_model(path)

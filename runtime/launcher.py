@@ -59,7 +59,7 @@ class Surroundings:
         """Starts the torchrun of a role group."""
         host, port = self.store
         command = [
-            sys.executable, "-m", "torch.distributed.run",
+            sys.executable, "-m", "rondo.runtime.torchrun",
             "--nnodes", "1",
             "--nproc-per-node", str(spec.num_processes),
             "--rdzv-backend", "c10d",

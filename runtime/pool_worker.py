@@ -17,6 +17,7 @@ standard input is empty. The process dies with its parent, also while the functi
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import struct
@@ -63,6 +64,7 @@ def main(arguments: list[str]) -> int:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what it loads may raise anything; the parent reports it
             _send(link, 0, [_failed(error, with_cause=True)])
             return 1
+        gc.freeze()  # what was loaded stays: it is walked neither between items nor at the end of the process
         _send(link, 0, [(None, None, None)])
         while (frame := _receive(link)) is not None:
             request, items = frame

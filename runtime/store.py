@@ -16,6 +16,7 @@ import sys
 
 from rondo.runtime.guard import die_with_parent
 from rondo.runtime.membership import Membership
+from rondo.runtime.reference import uncollected
 from rondo.runtime.waits import set_waiter
 
 _IMPORT_LIMIT_S = 300.0
@@ -32,7 +33,7 @@ async def run(fd: int) -> None:
             ended.set()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, look)
-    with me.heartbeat.section("load", _IMPORT_LIMIT_S):
+    with me.heartbeat.section("load", _IMPORT_LIMIT_S), uncollected():
         from torch.distributed import TCPStore
 
         # The server looks up the name of whoever connects, on its one thread: for seconds where no name server answers.

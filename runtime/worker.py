@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -83,7 +84,9 @@ async def run(me: Membership, references: Sequence[str]) -> None:
 
 
 def _load(references: Sequence[str]) -> list[Any]:
-    return [load_reference(reference, "a role class") for reference in references]
+    classes = [load_reference(reference, "a role class") for reference in references]
+    gc.freeze()  # what was imported stays, and is never walked again
+    return classes
 
 
 def main(references: Sequence[str]) -> None:
