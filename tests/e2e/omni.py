@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rondo.launch.config import RunConfig
-from rondo.launch.modes import fully_async
+from rondo.launch.groups import RoleGroup
 from rondo.models.config import ModelConfig
 from rondo.models.media.config import MediaConfig
 from rondo.roles.config import (
@@ -98,7 +98,13 @@ config = RunConfig(
     name="omni",
     num_steps=6,
     max_staleness=1,
-    groups=fully_async(actor_processes=2, reference_replicas=1, actor_fwd_replicas=1),
+    groups=(
+        RoleGroup(name="rollout", roles=("rollout",)),
+        RoleGroup(name="actor", roles=("actor",), processes=2),
+        RoleGroup(
+            name="scoring", roles=("actor_fwd", "reference", "advantages")
+        ),  # all that score share one process's imports
+    ),
     model=ModelConfig(build="rondo.models.tiny.qwen3_omni:build"),
     data=DataConfig(rows=rows, apply_chat_template=True, shuffle=False, held_out=6),
     media=MediaConfig(video_min_tokens=4, max_group_bytes=1 << 20),
