@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from rondo.launch.config import RunConfig
-from rondo.launch.modes import fully_async
+from rondo.launch.modes import hybrid
 from rondo.models.config import ModelConfig
 from rondo.roles.config import DataConfig, EvalConfig, EvalSet, RewardConfig, RolloutConfig, TrainConfig
 
@@ -31,7 +31,7 @@ config = RunConfig(
     name="evaluated",
     num_steps=8,
     max_staleness=2,
-    groups=fully_async(rollout_replicas=2),
+    groups=hybrid(rollout_replicas=2),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, shuffle=False, held_out=4),
     evaluation=EvalConfig(
