@@ -20,12 +20,18 @@ _SHORT = (
     "num_steps=2", "rollout.prompts_per_step=4", "sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8",
     "evaluation.num_prompts=8", "train.warmup_steps=1",
 )  # fmt: skip
+_TWO_GROUPS = (
+    "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
+    "{'name': 'actor', 'roles': ['actor', 'advantages', 'reference', 'actor_fwd']}]"
+)
+"""In the place of five as the quick start has them, which tests/e2e runs."""
+_GSM8K = (*_SHORT, "data.held_out=8", _TWO_GROUPS)
 RUN_HERE = {
     "rondo check examples/quickstart.py": (),
     "rondo show examples/quickstart.py --set train.lr=1e-5": (),
     "rondo show examples/quickstart.py --set algorithm.kl_coef=0.05 --changed": (),
     "rondo sft examples/quickstart.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8"),
-    "rondo train examples/gsm8k_arithmetic.py --set data.path=PATH/TO/gsm8k/train.jsonl": (*_SHORT, "data.held_out=8"),
+    "rondo train examples/gsm8k_arithmetic.py --set data.path=PATH/TO/gsm8k/train.jsonl": _GSM8K,
     "rondo train examples/omni_digits.py": _SHORT,
     "rondo train examples/video_digits.py": (*_SHORT, "groups.1.processes=2"),  # on policy, on two ranks
 }
