@@ -50,7 +50,8 @@ def test_a_server_gives_its_memory_to_the_trainer_in_turn_in_a_run_that_sees_and
 def test_each_of_two_processes_that_generate_and_train_in_turn_has_a_server_of_its_own(tmp_path: Path) -> None:
     sets = (
         "num_steps=4", "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]",
-        "rollout.sglang.release_memory=True", "rollout.endpoint.max_sessions=2",
+        "rollout.sglang.release_memory=True", 'rollout.sglang.arguments={"log-level-http": "info"}',
+        "rollout.endpoint.max_sessions=2",
     )  # fmt: skip
     chosen = [part for text in sets for part in ("--set", text)]
     ended = finish(start(line(tmp_path, *chosen, config=CONFIG), tmp_path), tmp_path / "small", limit_s=900)
