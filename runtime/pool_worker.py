@@ -31,7 +31,7 @@ import orjson
 
 from rondo.runtime.errors import OutOfSpace, RondoError
 from rondo.runtime.guard import die_with_parent
-from rondo.runtime.reference import load_reference
+from rondo.runtime.reference import load_reference, uncollected
 
 PREFIX = struct.Struct("<QI")
 """Bytes of the header, number of buffers; the buffers' sizes follow, 8 bytes each, then the header, then the buffers."""
@@ -58,9 +58,10 @@ def main(arguments: list[str]) -> int:
         os.set_inheritable(fd, False)
     with socket.socket(fileno=socket_fd) as link:
         try:
-            open_function = load_reference(arguments[4], "the function of a pool")
-            _own_modules.add(open_function.__module__)
-            function = open_function(**orjson.loads(arguments[5]))
+            with uncollected():
+                open_function = load_reference(arguments[4], "the function of a pool")
+                _own_modules.add(open_function.__module__)
+                function = open_function(**orjson.loads(arguments[5]))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what it loads may raise anything; the parent reports it
             _send(link, 0, [_failed(error, with_cause=True)])
             return 1
