@@ -1,4 +1,4 @@
-"""How the whole suite runs: what hypothesis tries, and which files come first.
+"""How the whole suite runs: what hypothesis tries, which files come first, and what the garbage collector leaves alone.
 
 Owns nothing of any test. Examples are the same in every run and have no time limit, so that neither chance nor a busy machine
 decides whether the suite passes; RONDO_HYPOTHESIS=random looks for new ones.
@@ -8,7 +8,9 @@ decides whether the suite passes; RONDO_HYPOTHESIS=random looks for new ones.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +34,17 @@ LONGEST = (
     "comm/links/test_collective.py", "comm/test_crash_points.py", "comm/test_model.py",
 )  # fmt: skip
 """Files that take longest, longest first: begun last, one of them would keep a single core busy at the end."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without the garbage collector, and what was collected is never walked again: modules and tests stay to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
