@@ -70,6 +70,7 @@ ELSEWHERE = {
     "rondo bench omni": "the examples it runs are run here; it takes half an hour",
     "rondo bench media": "measured by hand: it times a machine",
     "rondo bench router_replay": "measured by hand: it times a machine",
+    "rondo bench shared_prompts": "measured by hand: it times a machine",
     "rondo bench paper": "measured by hand: it times a machine",
     "rondo bench trl --peers-python PEERS_VENV/bin/python": "measured by hand: it times a machine",
     "rondo serve runs/quickstart --port 30000": "tests/launch: "
