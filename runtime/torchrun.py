@@ -1,7 +1,8 @@
-"""torchrun, loaded in half the time: `python -m rondo.runtime.torchrun`, in the place of `python -m torch.distributed.run`.
+"""torchrun, loaded in less time: `python -m rondo.runtime.torchrun`, in the place of `python -m torch.distributed.run`.
 
 Owns nothing of it but how it is loaded: without the garbage collector, and for good, so that neither loading nor the end of the
-process walks all that torch has brought. A role group starts and comes back by so much sooner: 1.2 instead of 2.2 s of a core.
+process walks all that torch has brought. A role group starts and comes back sooner by some half a
+second of a core.
 """
 
 from __future__ import annotations
