@@ -27,7 +27,7 @@ import transformers
 
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
-from rondo.models.packing import Sequence, pack
+from rondo.models.packing import Packing, Sequence
 from rondo.models.routing import Routing, enable_replay, routers_of
 from rondo.roles.rollout.embedded import slot_engine
 from rondo.roles.rollout.engine import Request, SamplingParams
@@ -99,10 +99,12 @@ def one_step(engine: SlotEngine, model: Any, optimizer: Any, asked: list[Request
         for each in asked
     ]
 
+    packing = Packing.of(model)
+
     def trained() -> list[np.ndarray]:
         found = []
         for start in range(0, len(rows), MICRO_BATCH):
-            log_probs, _ = response_log_probs(model, pack(rows[start : start + MICRO_BATCH]))
+            log_probs, _ = response_log_probs(model, packing.pack(rows[start : start + MICRO_BATCH], train=True))
             (-log_probs.sum() / (NUM_SAMPLES * NUM_NEW)).backward()
             found.append(log_probs.detach().numpy())
         optimizer.step()

@@ -36,6 +36,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rondo.models.families import family_of
+from rondo.runtime.errors import ConfigError
 
 NAME = "rondo_shared_prompts"
 """Of this attention, among those of transformers."""
@@ -47,6 +48,10 @@ _MOST_SCORES = 1 << 26
 _REFUSED = ("sliding_window", "softcap", "position_bias", "s_aux")
 _applied: ContextVar[bool] = ContextVar("shared_prompts", default=False)
 _supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+class OtherAttention(ConfigError):
+    """A layer attends in a way that flat batches do not have. Met while a model is tried out, which then gets rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +230,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [1, heads, N, D], key and value [1, key heads, N, D] -> [1, N, heads, D].
 
-    Without `shared_prompts` it is "sdpa". Raises NotImplementedError for layers that are not full causal attention.
+    Without `shared_prompts` it is "sdpa". Raises OtherAttention for layers that are not full causal attention.
     """
     if shared_prompts is None:
         return sdpa_attention_forward(
@@ -233,7 +238,9 @@ def attention(
         )
     for name in _REFUSED:
         if others.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} attends with {name}, which shared prompts do not")
+            raise OtherAttention(
+                f"{type(module).__name__} must attend without {name} to share prompts. Use model.attn='eager'"
+            )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     parts = [block.attend(module, q, k, v, scaling=scaling, dropout=dropout) for block in shared_prompts.blocks]
     return torch.cat(parts)[None], None
@@ -310,8 +317,8 @@ def _works(model: Any) -> bool:
             tolerance = 1e-4 if dtype == torch.float32 else 1e-2
             if (here - alone).norm() > tolerance * alone.norm():
                 return False
-    except (NotImplementedError, TypeError):
-        return False  # a layer attends otherwise, or the model takes no such argument
+    except (OtherAttention, TypeError):
+        return False  # a layer attends otherwise, or somewhere in the model a call takes no such argument: it keeps its rows
     finally:
         model.train(was_training)
     return True
