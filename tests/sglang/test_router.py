@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import pytest
 
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.router import RoutedServers
+from rondo.roles.rollout.sglang.server import held_port
 from rondo.runtime.errors import ConfigError
 from tests.roles.rollout.dispatch.stub import Nursery, record_of, stubs
 
@@ -25,19 +25,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
-
-
 @contextmanager
 def router(servers: list[str], log: Path) -> Iterator[str]:
-    port = free_port()
+    with held_port() as port, held_port() as metrics:
+        yield from _router(servers, log, port, metrics)
+
+
+def _router(servers: list[str], log: Path, port: int, metrics: int) -> Iterator[str]:
     command = [
         str(_PYTHON), "-m", "sglang_router.launch_router",
         "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--worker-urls", *servers,
-        "--worker-startup-check-interval", "1", "--prometheus-port", str(free_port()),
+        "--worker-startup-check-interval", "1", "--prometheus-port", str(metrics),
     ]  # fmt: skip
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)

@@ -26,8 +26,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -50,8 +50,6 @@ _DEATH_S = 60.0
 _TAIL_BYTES = 4000
 _MAX_FOLDER_BYTES = 90
 """Of a folder in which a server's Unix sockets have room for their names."""
-_LENT_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT, _TRIES = 20_000, 100
 
 # torchrun describes the rollout's own processes with these, and a server would take them for its own.
 _OF_TORCHRUN = (
@@ -171,7 +169,10 @@ class SGLangServer:
 
     async def start(self, deadline_s: float) -> SGLangClient:
         await self.close()
-        self.port = _free_port()
+        with held_port() as self.port:
+            return await self._start(deadline_s)
+
+    async def _start(self, deadline_s: float) -> SGLangClient:
         _write_private(self._settings, json.dumps(self._launch.settings(self.port, self.key)))
         # The server writes all its arguments into its log, the key among them.
         os.close(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
@@ -305,16 +306,17 @@ async def _exit_code(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def _free_port() -> int:
-    """Seconds pass until the server binds it: so it is below those that the kernel lends to connections meanwhile."""
-    lent_from = int(_LENT_PORTS.read_text().split()[0])
-    for _ in range(_TRIES if lent_from > _FIRST_PORT else 0):
-        port = _FIRST_PORT + secrets.randbelow(lent_from - _FIRST_PORT)
-        with suppress(OSError), socket.create_server((LOOPBACK, port)):
-            return port
-    with socket.create_server((LOOPBACK, 0)) as found:
-        any_port: int = found.getsockname()[1]
-        return any_port
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of the loopback interface for a server that is started meanwhile, and that binds it with SO_REUSEADDR, as all do.
+
+    It stays bound here and does not listen: the kernel lends it to nobody, and still lets a process have it that asks for it by
+    number. A port that was only looked for may be another's in the seconds until a server has loaded its libraries.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((LOOPBACK, 0))
+        yield held.getsockname()[1]
 
 
 def _write_private(path: Path, text: str) -> None:

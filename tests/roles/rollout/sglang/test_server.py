@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.roles.rollout.sglang.server import AttachedServer, Launch, SGLangServer
+from rondo.roles.rollout.sglang.server import AttachedServer, Launch, SGLangServer, held_port
 from rondo.roles.rollout.sglang.versions import require_version
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
 from tests.roles.rollout.sglang.pretender import launch
@@ -121,6 +122,16 @@ async def test_a_server_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match="start of sglang"):
         await made.start(0.0)
     assert made.pid is None
+
+
+def test_a_held_port_is_the_server_s_alone() -> None:
+    with held_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
+            server.accept()[0].close()
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", port))
 
 
 def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
