@@ -108,12 +108,10 @@ def kind_of(command: Sequence[str]) -> str:
     """Of a process of ours, by its command line: the roles that a worker holds, or what else it is."""
     text = " ".join(command)
     if "rondo.runtime.worker" in text:
-        if "rondo.runtime.torchrun" in text:
-            return "torchrun"
         names = [word.rpartition(":")[2] for word in command if word.endswith("Role") or word.endswith("ListedRollout")]
         return "+".join(name.removesuffix("Role").removeprefix("Listed").lower() for name in names) or "worker"
-    for part, kind in (("rondo.comm.serve", "coordinator"), ("pool_worker", "reward"), ("trl_run", "supervisor"),
-                       ("trl_grpo", "trainer")):  # fmt: skip
+    for part, kind in (("rondo.runtime.nursery", "torchrun"), ("rondo.comm.serve", "coordinator"), ("pool_worker", "reward"),
+                       ("trl_run", "supervisor"), ("trl_grpo", "trainer")):  # fmt: skip
         if part in text:
             return kind
     return "other"

@@ -28,7 +28,7 @@ _LITTLE = 0.1
 _FULL = 0.85
 """Of a machine's cores."""
 _WITHOUT_ACTOR_FWD = "algorithm.old_log_probs='rollout', or 'self' beside tis_high, needs no actor_fwd"
-_SERVICES = ("supervisor", "coordinator", "store")
+_SERVICES = ("supervisor", "nursery", "coordinator", "store")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What everything stands on.
 
 actors and calls    actor, transport, waits, errors
-a run's processes   supervisor, supervision (its pure core), spec, launcher, worker, context, segments, store
+a run's processes   supervisor, supervision (its pure core), spec, launcher, nursery, worker, context, segments, store
 work that may fail  pool, pool_worker (killable processes for rewards and media)
 what users see      admin, record, section (settings), checkpoints
 """

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +47,19 @@ class Usage:
     cpu_s: float
 
 
+class Main(Protocol):
+    """A main process: a `subprocess.Popen`, or a child that another process forked."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
 class Watcher(Protocol):
     """Who is told of exits. `code` as Python gives it, None when somebody else collected it unseen."""
 
@@ -57,13 +69,12 @@ class Watcher(Protocol):
 
 
 class Incarnation:
-    """One life. Made around the started main process; `heartbeat` is None for a service without one."""
+    """One life. It is given its main process when that has been started; `heartbeat` is None for a service without one."""
 
     def __init__(
         self,
         name: str,
         number: int,
-        main: subprocess.Popen[bytes],
         log: Path,
         markers: frozenset[bytes],
         heartbeat: Segment | None,
@@ -71,7 +82,9 @@ class Incarnation:
     ) -> None:
         self.name = name
         self.number = number
-        self.main = main
+        self.main: Main | None = None
+        self.starting: asyncio.Task[None] | None = None
+        """The task that starts its main process, where that takes time."""
         self.log = log
         self.workers: dict[int, Worker] = {}
         self.ending: asyncio.Task[None] | None = None
@@ -81,9 +94,14 @@ class Incarnation:
         self._watcher = watcher
         self._loop = asyncio.get_running_loop()
         self._cpu_ticks: dict[int, int] = {}
+        self._descriptors: list[int] = []
+
+    def begin(self, main: Main) -> None:
+        """Its main process is there."""
+        self.main = main
         main_fd = os.pidfd_open(main.pid)
-        self._descriptors = [main_fd]
-        self._loop.add_reader(main_fd, self._main_ended, main_fd)
+        self._descriptors.append(main_fd)
+        self._loop.add_reader(main_fd, self._main_ended, main, main_fd)
 
     def add(self, registration: Registration, pidfd: int) -> None:
         """A worker names itself. `pidfd` belongs to this object from now on."""
@@ -99,12 +117,12 @@ class Incarnation:
     @property
     def pids(self) -> tuple[int, ...]:
         """Its workers, by rank; a service's only process."""
-        return tuple(self.workers[rank].pid for rank in sorted(self.workers)) or (self.main.pid,)
+        return tuple(self.workers[rank].pid for rank in sorted(self.workers)) or self._main_pids
 
     def usage(self) -> Usage:
         """What it uses now. Processor time counts processes that are gone, as far as they were seen."""
         rss_bytes = 0
-        for pid in {self.main.pid, *self.pids}:
+        for pid in {*self._main_pids, *self.pids}:
             found = process.stat(pid)
             if found is not None and found.alive:
                 rss_bytes += found.rss_bytes
@@ -116,7 +134,7 @@ class Incarnation:
         if self.workers:
             for worker in self.workers.values():
                 process.kill(worker.pid, worker.start_time, number)
-        elif self.main.poll() is None:
+        elif self.main is not None and self.main.poll() is None:
             self.main.send_signal(number)
 
     def ask_to_leave(self) -> None:
@@ -134,13 +152,16 @@ class Incarnation:
     async def end(self) -> None:
         """SIGKILLs all its processes until none is left."""
         async with waiting("end of processes", peer=f"{self.name}.{self.number}", deadline_s=_END_S):
+            if self.starting is not None:
+                self.starting.cancel()
+                await asyncio.wait([self.starting])
             pause_s = 0.005
             while True:
-                sessions = {worker.session for worker in self.workers.values()} | {self.main.pid}
+                sessions = {worker.session for worker in self.workers.values()} | {*self._main_pids}
                 left = process.scan(self._markers, sessions)
                 for found in left:
                     process.kill(found.pid, found.start_time)
-                if not left and self.main.poll() is not None:
+                if not left and (self.main is None or self.main.poll() is not None):
                     break
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.1)
@@ -156,6 +177,10 @@ class Incarnation:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)
 
+    @property
+    def _main_pids(self) -> tuple[int, ...]:
+        return () if self.main is None else (self.main.pid,)
+
     def _worker_ended(self, worker: Worker) -> None:
         code = self._exit_code(worker)
         self._loop.remove_reader(worker.pidfd)
@@ -168,6 +193,6 @@ class Incarnation:
         left = any(beat.left for beat in self.beats() if beat.rank == worker.rank)
         return 0 if left else None  # torchrun was quicker and collected it
 
-    def _main_ended(self, main_fd: int) -> None:
+    def _main_ended(self, main: Main, main_fd: int) -> None:
         self._loop.remove_reader(main_fd)
-        self._watcher.main_exited(self, self.main.wait())
+        self._watcher.main_exited(self, main.wait())

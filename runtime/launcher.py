@@ -1,7 +1,8 @@
 """Launcher: the command line, environment and log of everything that the supervisor starts.
 
 Owns how processes are started: through the guard, in a session of their own (a Ctrl-C on the terminal reaches the
-supervisor alone), their output in `logs/attempt_N/<group>.<incarnation>.log`. Does not own when.
+supervisor alone), their output in `logs/attempt_N/<group>.<incarnation>.log`. Does not own when. What needs torch is a `Job`,
+which the nursery forks.
 
 torchrun starts the workers of a role group and never restarts them (`--max-restarts 0`): that is the supervisor's
 business. It meets in the run's one store, under an id of this incarnation, and opens no listening socket of its own.
@@ -21,7 +22,21 @@ from pathlib import Path
 from rondo.runtime import guard
 from rondo.runtime.spec import ATTEMPT, GROUP, INCARNATION, RT_DIR, RUN_DIR, STORE, GroupSpec, ServiceSpec
 
+TORCHRUN_MAIN = "torch.distributed.run:main"
+STORE_MAIN = "rondo.runtime.store:main"
 _LOG = re.compile(r"(.+)\.(\d+)\.log")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A program in a process of its own. `call` names its main function ("module:function"), which finds `arguments` in
+    sys.argv; `fds` are the descriptors that it keeps."""
+
+    call: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    log: Path
+    fds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +70,10 @@ class Surroundings:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{name}.{incarnation}.log"
 
-    def start_group(self, spec: GroupSpec, incarnation: int, attempt: int, grace_s: float) -> subprocess.Popen[bytes]:
-        """Starts the torchrun of a role group."""
+    def group_job(self, spec: GroupSpec, incarnation: int, attempt: int, grace_s: float) -> Job:
+        """The torchrun of a role group."""
         host, port = self.store
-        command = [
-            sys.executable, "-m", "rondo.runtime.torchrun",
+        arguments = (
             "--nnodes", "1",
             "--nproc-per-node", str(spec.num_processes),
             "--rdzv-backend", "c10d",
@@ -71,7 +85,7 @@ class Surroundings:
             "--shutdown-timeout", str(math.ceil(grace_s)),
             "--log-dir", str(self.rt_dir / "torchrun"),
             "-m", "rondo.runtime.worker", *spec.roles,
-        ]  # fmt: skip
+        )  # fmt: skip
         environment = {
             **self.environment(spec.name, incarnation, attempt),
             "OMP_NUM_THREADS": str(spec.threads),
@@ -81,15 +95,19 @@ class Surroundings:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **spec.env,
         }
-        return start(command, environment, self.log_path(spec.name, incarnation, attempt))
+        return Job(TORCHRUN_MAIN, arguments, environment, self.log_path(spec.name, incarnation, attempt))
 
-    def start_service(
-        self, spec: ServiceSpec, incarnation: int, attempt: int, pass_fds: Sequence[int] = ()
-    ) -> subprocess.Popen[bytes]:
+    def store_job(self, name: str, incarnation: int, attempt: int, fd: int) -> Job:
+        """The run's store, on the socket that it listens on already."""
+        environment = {**self.environment(name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
+        log = self.log_path(name, incarnation, attempt)
+        return Job(STORE_MAIN, (str(fd),), environment, log, (fd,))
+
+    def start_service(self, spec: ServiceSpec, incarnation: int, attempt: int) -> subprocess.Popen[bytes]:
         """Starts a plain Python process."""
         command = [sys.executable, "-m", spec.module, *spec.args]
         environment = {**self.environment(spec.name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
-        return start(command, environment, self.log_path(spec.name, incarnation, attempt), pass_fds)
+        return start(command, environment, self.log_path(spec.name, incarnation, attempt))
 
 
 def used_incarnations(run_dir: Path) -> dict[str, int]:

@@ -44,8 +44,8 @@ class Ledger:
         lines = self._metrics if kind == "metrics" else self._events
         self._on_event(lines.write({"kind": kind, "source": source, **data}))
 
-    def sample(self, lives: Iterable[Incarnation]) -> None:
-        """Looks at memory and processor time, at most once a second."""
+    def sample(self, lives: Iterable[Incarnation], others: Mapping[str, int]) -> None:
+        """Looks at memory and processor time, at most once a second. `others`: processes that no life has, pids by name."""
         now = time.monotonic()
         if now < self._sampled_at + _SAMPLE_S:
             return
@@ -57,6 +57,11 @@ class Ledger:
                 usage = life.usage()
                 self._peak_bytes[life.name] = max(self._peak_bytes.get(life.name, 0), usage.rss_bytes)
                 self._cpu_s[life.name, life.number] = usage.cpu_s
+        for name, pid in others.items():
+            found = process.stat(pid)
+            if found is not None and found.alive:
+                self._peak_bytes[name] = max(self._peak_bytes.get(name, 0), found.rss_bytes)
+                self._cpu_s[name, pid] = found.cpu_ticks / process.TICKS_PER_S
         if now >= self._told_at + timeline.CPU_S:
             self._told_at = now
             timeline.figures("cores", self._cpu_by_name())

@@ -1,4 +1,4 @@
-"""Store: the run's one TCPStore, in a process of its own. `python -m rondo.runtime.store FD`, started by the supervisor.
+"""Store: the run's one TCPStore, in a process of its own that the nursery forks, with FD as its argument.
 
 Owns nothing but the process: the socket was bound by the supervisor (to loopback or the private interface) and comes in
 as descriptor FD, so the port never changes. Here torchrun meets, and process groups find each other. Stores have no
@@ -14,12 +14,11 @@ import os
 import signal
 import sys
 
+from torch.distributed import TCPStore
+
 from rondo.runtime.guard import die_with_parent
 from rondo.runtime.membership import Membership
-from rondo.runtime.reference import uncollected
 from rondo.runtime.waits import set_waiter
-
-_IMPORT_LIMIT_S = 300.0
 
 
 async def run(fd: int) -> None:
@@ -33,15 +32,12 @@ async def run(fd: int) -> None:
             ended.set()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, look)
-    with me.heartbeat.section("load", _IMPORT_LIMIT_S), uncollected():
-        from torch.distributed import TCPStore
-
-        # The server looks up the name of whoever connects, on its one thread: for seconds where no name server answers.
-        getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: 0)(b"hosts", b"files")
-        host, port = me.store
-        # Clients that came before this moment wait in the socket's backlog.
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-        assert store.port == port
+    # The server looks up the name of whoever connects, on its one thread: for seconds where no name server answers.
+    getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: 0)(b"hosts", b"files")
+    host, port = me.store
+    # Clients that came before this moment wait in the socket's backlog.
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    assert store.port == port
     async with me.beating():
         with me.ref("supervisor") as supervisor:
             await supervisor.call("ready", me.group, me.incarnation, me.rank, deadline_s=30, retry=True)
@@ -55,7 +51,3 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     asyncio.run(run(int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()

@@ -31,9 +31,10 @@ from rondo.runtime.announcer import Announcer
 from rondo.runtime.errors import DeadlineExceeded, Refused, RondoError
 from rondo.runtime.estate import Estate
 from rondo.runtime.heartbeat import Beat, segment_bytes, segment_name
-from rondo.runtime.incarnation import Incarnation, Worker
-from rondo.runtime.launcher import used_incarnations
+from rondo.runtime.incarnation import Incarnation, Main, Worker
+from rondo.runtime.launcher import Job, used_incarnations
 from rondo.runtime.ledger import Ledger
+from rondo.runtime.nursery import Nursery
 from rondo.runtime.orders import (
     Action,
     Child,
@@ -56,7 +57,6 @@ from rondo.runtime.spec import (
     STORE_NAME,
     GroupView,
     Outcome,
-    ServiceSpec,
     SupervisorConfig,
     SupervisorView,
 )
@@ -108,6 +108,8 @@ class Supervisor(Actor):
             self._ledger = ends.enter_context(Ledger(run_dir, self._on_event))
             self._coordinator = ends.enter_context(self._ref(COORDINATOR_NAME))
             self._announcer = Announcer(self._coordinator, self._on_undelivered)
+            keep = [self._estate.store_socket.fileno()]
+            self._nursery = ends.enter_context(Nursery(self._estate.surroundings, self._config.attempt, keep))
             ends.callback(self._close_lives)
             ends.enter_context(self._signals())
             async with await serve(
@@ -131,7 +133,7 @@ class Supervisor(Actor):
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
-                self._ledger.sample(self._lives.values())
+                self._ledger.sample(self._lives.values(), self._nursery.pids)
                 self._reap_orphans()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._finished.wait(), TICK_S)
@@ -175,20 +177,32 @@ class Supervisor(Actor):
         if name != COORDINATOR_NAME:
             num_bytes = segment_bytes(self._groups[name].num_processes if name in self._groups else 1)
             heartbeat = self._estate.segments.segment(segment_name(name, number), num_bytes)
-        if name in self._groups:
+        log = around.log_path(name, number, order.attempt)
+        life = Incarnation(name, number, log, around.markers(name, number), heartbeat, self)
+        self._lives[name] = life
+        if name == COORDINATOR_NAME:
+            self._begin(life, around.start_service(self._config.coordinator, number, order.attempt))
+            return
+        if name == STORE_NAME:
+            job = around.store_job(name, number, order.attempt, self._estate.store_socket.fileno())
+        else:
             spec = self._groups[name]
             self._announcer.tell("member_started", name, number, spec.num_processes)
-            main = around.start_group(spec, number, order.attempt, self._config.limits.grace_s)
-        elif name == STORE_NAME:
-            fd = self._estate.store_socket.fileno()
-            main = around.start_service(
-                ServiceSpec(name, "rondo.runtime.store", (str(fd),)), number, order.attempt, [fd]
-            )
+            job = around.group_job(spec, number, order.attempt, self._config.limits.grace_s)
+        life.starting = self._tasks.create_task(self._fork(life, job))
+
+    async def _fork(self, life: Incarnation, job: Job) -> None:
+        try:
+            main = await self._nursery.start(job)
+        except RondoError as error:
+            self._failed(life, f"not started: {error}")
         else:
-            main = around.start_service(self._config.coordinator, number, order.attempt)
-        log = around.log_path(name, number, order.attempt)
-        self._lives[name] = Incarnation(name, number, main, log, around.markers(name, number), heartbeat, self)
-        self._ledger.record("supervisor", "starting", {"group": name, "incarnation": number, "pid": main.pid})
+            self._begin(life, main)
+
+    def _begin(self, life: Incarnation, main: Main) -> None:
+        life.begin(main)
+        data = {"group": life.name, "incarnation": life.number, "pid": main.pid}
+        self._ledger.record("supervisor", "starting", data)
 
     def _end(self, life: Incarnation, *, dump: bool = False) -> None:
         if life.ending is None:
@@ -209,7 +223,8 @@ class Supervisor(Actor):
 
     def _reap_orphans(self) -> None:
         """What roles started and left behind: the servers that one of them runs have processes of their own."""
-        process.reap_orphans({self._estate.janitor.pid, *(life.main.pid for life in self._lives.values())})
+        mains = {life.main.pid for life in self._lives.values() if life.main is not None}
+        process.reap_orphans({self._estate.janitor.pid, *self._nursery.pids.values(), *mains})
 
     def _note(self, note: Note) -> None:
         data = dict(note.data)
@@ -252,14 +267,14 @@ class Supervisor(Actor):
     def main_exited(self, life: Incarnation, code: int) -> None:
         if life.ending is None and not self._expected(life, code):
             main = "torchrun: " if life.name in self._groups else ""
-            self._failed(life, main + process.exit_text(code), pid=life.main.pid)
+            self._failed(life, main + process.exit_text(code), pid=None if life.main is None else life.main.pid)
         self._end(life)  # also what a group leaves behind that is done
 
     def _expected(self, life: Incarnation, code: int | None) -> bool:
         """0 is an end, and so is SIGTERM for a process that we asked to leave before it could listen."""
         return code == 0 or (code == -signal.SIGTERM and self._state(life.name) is State.LEAVING)
 
-    def _failed(self, life: Incarnation, what: str, *, pid: int, rank: int | None = None) -> None:
+    def _failed(self, life: Incarnation, what: str, *, pid: int | None = None, rank: int | None = None) -> None:
         lines = last_lines(life.log)
         now = time.monotonic()
         self._do(self._machine.failed(life.name, life.number, what, now, rank=rank, pid=pid, last_lines=lines))

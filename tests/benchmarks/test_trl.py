@@ -86,5 +86,5 @@ def test_processes_are_told_apart_by_their_command_lines() -> None:
         "actor+advantages"
     )
     assert trl.kind_of([*worker, "benchmarks.trl_run:ListedRollout"]) == "rollout"
-    assert trl.kind_of(["python", "-m", "rondo.runtime.torchrun", "-m", "rondo.runtime.worker"]) == "torchrun"
+    assert trl.kind_of(["python", "-m", "rondo.runtime.nursery", "5", "6"]) == "torchrun"
     assert trl.kind_of(["sleep"]) == "other"

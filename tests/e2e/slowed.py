@@ -29,7 +29,7 @@ NAME = "slowed"
 ORDER = ("rollout", "reward", "reference", "actor_fwd", "actor")
 PER = 4
 SLOW_S = 0.5
-"""Of a prompt group, or a round: many times what the others take for one, also where tests share two cores with other programs."""
+"""Of a prompt group, or a round: many times what the others take for one, also where other programs take the cores."""
 _step: ContextVar[int] = ContextVar("step")
 
 

@@ -15,38 +15,25 @@ from rondo.runtime.spec import GroupSpec, ServiceSpec, SupervisorConfig
 SERVE = ServiceSpec("coordinator", "rondo.comm.serve")
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str], Path]]:
-    """What would have been started."""
-    calls: list[tuple[list[str], dict[str, str], Path]] = []
-
-    def record(command: list[str], environment: dict[str, str], log: Path, pass_fds: object = ()) -> None:
-        calls.append((command, environment, log))
-
-    monkeypatch.setattr(launcher, "start", record)
-    return calls
-
-
-def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnation(
-    tmp_path: Path, started: list[tuple[list[str], dict[str, str], Path]]
-) -> None:
+def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnation(tmp_path: Path) -> None:
     around = Surroundings(tmp_path / "run", tmp_path / "rt", ("127.0.0.1", 2900))
-    around.start_group(GroupSpec("actor-0", "actor", 2, ("m:A", "m:B"), 3, {"CUDA_VISIBLE_DEVICES": "1"}), 7, 1, 2.5)
-    ((command, environment, log),) = started
-    options = dict(zip(command[3:-4:2], command[4:-4:2], strict=True))
+    spec = GroupSpec("actor-0", "actor", 2, ("m:A", "m:B"), 3, {"CUDA_VISIBLE_DEVICES": "1"})
+    job = around.group_job(spec, 7, 1, 2.5)
+    options = dict(zip(job.arguments[:-4:2], job.arguments[1:-4:2], strict=True))
     assert options == {
         "--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": "127.0.0.1:2900",
         "--rdzv-conf": "is_host=false", "--rdzv-id": "actor-0.7", "--local-addr": "127.0.0.1", "--max-restarts": "0",
         "--shutdown-timeout": "3", "--log-dir": str(tmp_path / "rt" / "torchrun"),
     }  # fmt: skip
-    assert command[-4:] == ["-m", "rondo.runtime.worker", "m:A", "m:B"]
+    assert job.arguments[-4:] == ("-m", "rondo.runtime.worker", "m:A", "m:B")
+    assert job.call == "torch.distributed.run:main" and job.fds == ()
     wanted = {
         "RONDO_RT_DIR": str(tmp_path / "rt"), "RONDO_RUN_DIR": str(tmp_path / "run"), "RONDO_GROUP": "actor-0",
         "RONDO_INCARNATION": "7", "RONDO_ATTEMPT": "1", "RONDO_STORE": "127.0.0.1:2900", "OMP_NUM_THREADS": "3",
         "CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
-    assert {name: environment[name] for name in wanted} == wanted
-    assert log == tmp_path / "run" / "logs" / "attempt_1" / "actor-0.7.log"
+    assert {name: job.environment[name] for name in wanted} == wanted
+    assert job.log == tmp_path / "run" / "logs" / "attempt_1" / "actor-0.7.log"
 
 
 def test_a_started_command_is_guarded_leads_a_session_and_writes_to_its_log(tmp_path: Path) -> None:

@@ -32,12 +32,15 @@ class Program:
     outcome: Record
     before_stop: list[process.Stat]
 
-    def __init__(self, run_dir: Path, groups: Groups, kill: Sequence[tuple[str, int]] = (), **limits: Any) -> None:
+    def __init__(
+        self, run_dir: Path, groups: Groups, kill: Sequence[tuple[str, int]] = (), path: Path = HERE, **limits: Any
+    ) -> None:
+        """`path`: modules there come before the installed ones."""
         self.run_dir = run_dir
         given = {"run_dir": str(run_dir), "groups": groups, "kill": kill, "limits": limits}
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "tiny_run.py"), orjson.dumps(given).decode()],
-            env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": f"{path}:{HERE}", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
@@ -93,6 +96,11 @@ class Program:
     def leftovers(self) -> list[process.Stat]:
         return process.scan({f"RONDO_RT_DIR={self.rt_dir}".encode()})
 
+    def nursery(self) -> process.Stat:
+        """What is forked of it shows the same environment, and is younger."""
+        found = process.scan({f"RONDO_RT_DIR={self.rt_dir}".encode(), b"RONDO_GROUP=nursery"})
+        return min(found, key=lambda process: process.start_time)
+
     def told(self) -> list[Record]:
         """What the coordinators wrote down."""
         return [orjson.loads(line) for line in (self.run_dir / "coordinator.jsonl").read_bytes().splitlines()]
@@ -112,7 +120,8 @@ def program(run_dir: Path, groups: Groups, **options: Any) -> Iterator[Program]:
         made.close()
 
 
-# A run in which one worker is killed, one is stopped, and a fault on purpose kills the coordinator; then it is asked to stop.
+# A run in which the nursery and one worker are killed, one worker is stopped, and a fault on purpose kills the coordinator;
+# then it is asked to stop.
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +130,8 @@ def stormy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     kill = [("coordinator", 1)]
     with program(tmp_path_factory.mktemp("stormy"), groups, kill=kill, silence_s=8, grace_s=30) as run:
         run.ready("store", "coordinator", "alpha-0", "beta-0")
+        nursery = run.nursery()
+        process.kill(nursery.pid, nursery.start_time)
         os.kill(run.pid("alpha-0", rank=1), signal.SIGKILL)
         os.kill(run.pid("beta-0"), signal.SIGSTOP)
         run.ready("alpha-0", "coordinator", "beta-0", incarnation=2)
@@ -177,6 +188,11 @@ def test_recovery_is_measured_by_role(stormy: Program) -> None:
     assert recovered["recovery_s"] == recovery_s["alpha"]
 
 
+def test_what_was_forked_of_a_nursery_outlives_it_and_another_one_takes_its_place(stormy: Program) -> None:
+    assert {record["group"] for record in stormy.of("died")} == {"alpha-0", "beta-0", "coordinator"}
+    assert (stormy.run_dir / "logs" / "attempt_0" / "nursery.2.log").exists()
+
+
 def test_a_stop_lets_every_worker_save_and_ends_with_the_requeue_code(stormy: Program) -> None:
     assert stormy.process.returncode == 75
     assert stormy.outcome["first_cause"] is None
@@ -189,8 +205,8 @@ def test_a_stop_lets_every_worker_save_and_ends_with_the_requeue_code(stormy: Pr
 
 
 def test_what_left_its_session_and_its_parent_was_there_and_is_gone(stormy: Program) -> None:
-    # store, coordinator, two torchruns, three workers, and one that hid a group
-    assert len(stormy.before_stop) == 9
+    # nursery, store, coordinator, two torchruns, three workers, and one that hid a group
+    assert len(stormy.before_stop) == 10
     assert stormy.leftovers() == []
     assert not stormy.rt_dir.exists()
 
@@ -198,8 +214,8 @@ def test_what_left_its_session_and_its_parent_was_there_and_is_gone(stormy: Prog
 def test_every_life_has_its_own_log_and_events_are_in_the_run_directory(stormy: Program) -> None:
     logs = {path.name for path in (stormy.run_dir / "logs" / "attempt_0").iterdir()}
     assert logs == {
-        "store.1.log", "coordinator.1.log", "coordinator.2.log", "alpha-0.1.log", "alpha-0.2.log", "beta-0.1.log",
-        "beta-0.2.log",
+        "nursery.1.log", "nursery.2.log", "store.1.log", "coordinator.1.log", "coordinator.2.log", "alpha-0.1.log",
+        "alpha-0.2.log", "beta-0.1.log", "beta-0.2.log",
     }  # fmt: skip
     written = [orjson.loads(line) for line in (stormy.run_dir / "events.jsonl").read_bytes().splitlines()]
     assert written == [r for r in stormy.events if r["kind"] != "outcome"]
@@ -248,13 +264,43 @@ def test_the_supervisor_never_imports_torch(calm: Program) -> None:
 
 def test_memory_and_processor_time_are_measured(calm: Program) -> None:
     memory = calm.outcome["memory_bytes"]
-    assert set(memory) == {"supervisor", "store", "coordinator", "gamma-0"} and min(memory.values()) > 10 << 20
+    assert (
+        set(memory) == {"supervisor", "nursery", "store", "coordinator", "gamma-0"} and min(memory.values()) > 10 << 20
+    )
     cores = calm.outcome["cores"]
     assert set(cores) == set(memory) and min(cores.values()) >= 0
     assert calm.outcome["cpu_share"] == pytest.approx(sum(cores.values()) / len(os.sched_getaffinity(0))) != 0
 
 
 # Runs that end badly.
+
+
+def _torch(folder: Path, program: str) -> Path:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(program)
+    return folder
+
+
+def test_a_torch_that_does_not_load_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+    path = _torch(tmp_path / "modules", "raise ImportError('libtorch.so: not found')")
+    with program(tmp_path / "run", [("alpha-0", 1, ["Idle"])], path=path, max_global_restarts=0) as run:
+        outcome = run.end()
+        assert run.leftovers() == [] and not run.rt_dir.exists()
+    assert outcome["exit_code"] == 1
+    assert "not started: the nursery must start what it is told, got exit code 1" in outcome["first_cause"]
+    assert "ImportError: libtorch.so: not found" in outcome["first_cause"]
+
+
+def test_a_stop_while_torch_loads_starts_nothing_more(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "never")
+    path = _torch(tmp_path / "modules", f"print('loading', flush=True); open({str(tmp_path / 'never')!r}).read()")
+    with program(tmp_path / "run", [("alpha-0", 1, ["Idle"])], path=path) as run:
+        run.until(lambda record: record["kind"] == "started")
+        run.process.send_signal(signal.SIGTERM)
+        outcome = run.end()
+        assert run.leftovers() == [] and not run.rt_dir.exists()
+    assert outcome["exit_code"] == 75 and outcome["first_cause"] is None
+    assert [record["group"] for record in run.of("starting")] == ["coordinator"]
 
 
 def test_the_death_of_the_store_is_another_attempt_and_a_failure_there_is_reported_as_the_first_cause(
@@ -273,7 +319,8 @@ def test_the_death_of_the_store_is_another_attempt_and_a_failure_there_is_report
     assert "ValueError: the pot is empty" in outcome["first_cause"]
     for attempt, life in ((0, 1), (1, 2)):
         logs = sorted(path.name for path in (tmp_path / "logs" / f"attempt_{attempt}").iterdir())
-        assert logs == [f"{name}.{life}.log" for name in ("coordinator", "crash-0", "store")]
+        names = [f"{name}.{life}.log" for name in ("coordinator", "crash-0", "store")]
+        assert logs == sorted(names if attempt else [*names, "nursery.1.log"])  # one for all attempts
     rosters = [(r["by"]["attempt"], r["roster"]["attempt"]) for r in run.told() if r["told"] == "roster"]
     assert rosters == [(0, 0), (1, 1)]
     # Shared memory does not survive into another attempt.
@@ -307,7 +354,7 @@ def test_nothing_is_left_when_the_supervisor_itself_is_killed(tmp_path: Path) ->
         run.ready("alpha-0")
         watched = [os.pidfd_open(found.pid) for found in run.leftovers()]
         janitor = os.pidfd_open(run.of("started")[0]["janitor_pid"])
-        assert len(watched) == 6
+        assert len(watched) == 7
         run.process.kill()
         for descriptor in (*watched, janitor):
             assert select.select([descriptor], [], [], PATIENCE_S)[0]

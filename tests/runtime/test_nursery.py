@@ -1,0 +1,122 @@
+"""A nursery with jobs of its own, in a process that stands where the supervisor stands: no janitor sweeps behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rondo.runtime import process
+from rondo.runtime.launcher import Job, Surroundings
+from rondo.runtime.nursery import Nursery
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+
+
+def tell() -> None:
+    """A job: what it finds itself to be, then the end that its first argument says."""
+    found = {
+        "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "arguments": sys.argv[1:],
+        "environment": {name: os.environ.get(name) for name in ("WORD", "ONLY_OF_THE_SUPERVISOR", "RONDO_PARENT_PID")},
+        "has": [_same_file(int(fd), int(sys.argv[2])) for fd in os.listdir("/proc/self/fd")].count(True),  # noqa: PTH208
+        "loaded": "torch" in sys.modules,
+    }  # fmt: skip
+    sys.stdout.write(orjson.dumps(found).decode() + "\n")
+    sys.stdout.flush()
+    if sys.argv[1] == "wait":
+        signal.pause()
+    sys.exit(int(sys.argv[1]))
+
+
+def _same_file(one: int, inode: int) -> bool:
+    try:
+        return os.fstat(one).st_ino == inode
+    except OSError:
+        return False
+
+
+async def drive(folder: Path) -> None:
+    """Two jobs to their ends, one of which keeps a descriptor; then one that is there when this process is killed."""
+    around = Surroundings(folder, folder, ("127.0.0.1", 1))
+    with tempfile.TemporaryFile() as kept, Nursery(around, 0, [kept.fileno()]) as nursery:
+
+        def job(end: str, fds: tuple[int, ...] = ()) -> Job:
+            inode = str(os.fstat(kept.fileno()).st_ino)
+            environment = {**os.environ, "WORD": end}
+            del environment["ONLY_OF_THE_SUPERVISOR"]
+            return Job("tests.runtime.test_nursery:tell", (end, inode), environment, folder / f"{end}.log", fds)
+
+        one, two = await asyncio.gather(nursery.start(job("0", (kept.fileno(),))), nursery.start(job("3")))
+        ended = [one.wait(), two.wait(), one.poll(), two.poll()]
+        three = await nursery.start(job("wait"))
+        (pid,) = nursery.pids.values()
+        threads = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
+        told = {"ended": ended, "pid": os.getpid(), "nursery": pid, "threads": threads, "three": three.pid}
+        sys.stdout.write(orjson.dumps(told).decode() + "\n")
+        sys.stdout.flush()
+        signal.pause()
+
+
+@pytest.fixture(scope="module")
+def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the driver and its jobs have told; it was killed, and what it had is gone."""
+    folder = tmp_path_factory.mktemp("nursery")
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tests.runtime.test_nursery", str(folder)], cwd=ROOT, stdout=subprocess.PIPE,
+        env={**os.environ, "ONLY_OF_THE_SUPERVISOR": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    with driver:
+        assert driver.stdout is not None
+        told: dict[str, Any] = orjson.loads(driver.stdout.readline())
+        log = folder / "wait.log"
+        while not log.exists() or not log.read_bytes().endswith(b"\n"):
+            assert driver.poll() is None
+        told["jobs"] = {end: orjson.loads((folder / f"{end}.log").read_bytes()) for end in ("0", "3", "wait")}
+        watched = [os.pidfd_open(told[name]) for name in ("nursery", "three")]
+        driver.kill()
+        told["gone"] = [bool(select.select([descriptor], [], [], PATIENCE_S)[0]) for descriptor in watched]
+        for descriptor in watched:
+            os.close(descriptor)
+    return told
+
+
+def test_a_job_is_a_child_of_the_supervisor_with_a_session_and_an_environment_of_its_own(
+    driven: dict[str, Any],
+) -> None:
+    for end, job in driven["jobs"].items():
+        assert job["parent"] == driven["pid"] and job["session"] == job["pid"] != driven["nursery"]
+        assert job["arguments"][0] == end and job["loaded"] is True
+        assert job["environment"] == {
+            "WORD": end, "ONLY_OF_THE_SUPERVISOR": None, "RONDO_PARENT_PID": str(job["pid"]),
+        }  # fmt: skip
+
+
+def test_how_a_job_ended_is_told_as_of_any_child(driven: dict[str, Any]) -> None:
+    assert driven["ended"] == [0, 3, 0, 3]
+
+
+def test_a_job_has_the_descriptors_that_it_names_and_no_other_s(driven: dict[str, Any]) -> None:
+    assert [driven["jobs"][end]["has"] for end in ("0", "3", "wait")] == [1, 0, 0]
+
+
+def test_a_nursery_has_one_thread_so_that_forks_are_whole(driven: dict[str, Any]) -> None:
+    assert driven["threads"] == 1
+
+
+def test_the_nursery_and_its_jobs_die_with_the_supervisor(driven: dict[str, Any]) -> None:
+    assert driven["gone"] == [True, True]
+
+
+if __name__ == "__main__":
+    process.set_child_subreaper()
+    asyncio.run(drive(Path(sys.argv[1])))
