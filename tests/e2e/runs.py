@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,28 +47,45 @@ def command(folder: Path, *arguments: str, sets: tuple[str, ...] = ()) -> list[s
     return [sys.executable, "-m", "rondo.launch.cli", "train", str(QUICKSTART), *chosen, *arguments]
 
 
-def start(line: list[str], folder: Path) -> subprocess.Popen[str]:
-    """The command in a session of its own, its output in a pipe."""
-    return subprocess.Popen(
-        line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+class Running(subprocess.Popen[str]):
+    """A command in a session of its own, whose output is read all the while: nothing that it prints can hold it up."""
+
+    def __init__(self, line: list[str], folder: Path) -> None:
+        super().__init__(
+            line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.stdout is not None
+        with self.stdout:
+            for line in self.stdout:
+                self.lines.put(line)
+        self.lines.put(None)
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, limit_s: float = 560.0) -> Ended:
-    output, _ = process.communicate(timeout=limit_s)
-    return Ended(process.returncode, output, run_dir)
+def start(line: list[str], folder: Path) -> Running:
+    return Running(line, folder)
+
+
+def finish(process: Running, run_dir: Path, limit_s: float = 560.0) -> Ended:
+    """Its end, with the output that nobody has read."""
+    process.wait(limit_s)
+    return Ended(process.returncode, "".join(iter(process.lines.get, None)), run_dir)
 
 
 def train(folder: Path, *arguments: str, sets: tuple[str, ...] = ()) -> Ended:
     return finish(start(command(folder, *arguments, sets=sets), folder), folder / "quickstart")
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
+def read_until(process: Running, text: str) -> str:
     """The line of the output that holds `text`."""
-    assert process.stdout is not None
-    for line in process.stdout:
+    for line in iter(process.lines.get, None):
         if text in line:
             return line
+    process.lines.put(None)
     raise AssertionError(f"the run ended before it printed {text!r}")
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from rondo.comm.journal import files, read
 from rondo.launch.diff import first_difference
 from rondo.launch.records import step_records
 from rondo.launch.timeline import read_run
-from tests.e2e.runs import ROOT, Ended, command, finish, left_behind, start
+from tests.e2e.runs import ROOT, Ended, Running, command, finish, left_behind, start
 
 NUM_STEPS = 4
 ON_POLICY = (
@@ -18,7 +17,7 @@ ON_POLICY = (
 )  # fmt: skip
 
 
-def train(folder: Path, mode: str, *arguments: str) -> subprocess.Popen[str]:
+def train(folder: Path, mode: str, *arguments: str) -> Running:
     folder.mkdir(exist_ok=True)
     text = (ROOT / "tests" / "e2e" / "updates.py").read_text()
     module = folder / "updates.py"
@@ -26,7 +25,7 @@ def train(folder: Path, mode: str, *arguments: str) -> subprocess.Popen[str]:
     return start([*command(folder)[:4], str(module), "--set", f"run_dir={folder}", *arguments], folder)
 
 
-def whole(process: subprocess.Popen[str], folder: Path, *, beyond: str, restarts: dict[str, int]) -> Ended:
+def whole(process: Running, folder: Path, *, beyond: str, restarts: dict[str, int]) -> Ended:
     """The run that has come to its end; `beyond`: what becomes of weights out of their bounds."""
     ended = finish(process, folder / "updates")
     assert ended.code == 0, ended.output

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rondo.launch.timeline import read_run
-from tests.e2e.runs import ROOT, Ended, finish, left_behind, read_until, start
+from tests.e2e.runs import ROOT, Ended, Running, finish, left_behind, read_until, start
 
 RONDO = [sys.executable, "-m", "rondo.launch.cli"]
 TASK = ROOT / "tests" / "parity" / "task.py"
@@ -35,35 +34,35 @@ class Run:
 
     def train(
         self, mode: str = "fully_async", *, task: Path = TASK, sets: Sequence[str] = (), kills: Sequence[str] = ()
-    ) -> subprocess.Popen[str]:
+    ) -> Running:
         self.folder.mkdir(parents=True)
         chosen = [f"run_dir={self.folder}", *([] if mode == "fully_async" else [f"groups={GROUPS[mode]}"]), *sets]
         line = [*RONDO, "train", str(task), "--plain"]
         line += [part for text in chosen for part in ("--set", text)]
         return start([*line, *(part for kill in kills for part in ("--kill", kill))], self.folder)
 
-    def resume(self) -> subprocess.Popen[str]:
+    def resume(self) -> Running:
         return start([*RONDO, "resume", str(self.path)], self.folder)
 
-    def ended(self, process: subprocess.Popen[str]) -> Ended:
+    def ended(self, process: Running) -> Ended:
         """The run that has come to its end, with nothing left."""
         ended = finish(process, self.path)
         assert ended.code == 0, ended.output
         assert left_behind(self.folder) == []
         return ended
 
-    def stop(self, process: subprocess.Popen[str], at_step: int) -> None:
+    def stop(self, process: Running, at_step: int) -> None:
         """Ask it to save and leave once `at_step` is told."""
         read_until(process, f"step={at_step}/")
         process.send_signal(signal.SIGTERM)
         stopped = finish(process, self.path)
         assert stopped.code == 75, stopped.output
 
-    def kill(self, process: subprocess.Popen[str], at_step: int) -> None:
+    def kill(self, process: Running, at_step: int) -> None:
         """SIGKILL the supervisor, and with it everything it started, once `at_step` is told."""
         read_until(process, f"step={at_step}/")
         process.kill()
-        process.communicate(timeout=60)
+        process.wait(60)
 
 
 def scored_in_waits(run: Path) -> int:
