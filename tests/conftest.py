@@ -27,7 +27,7 @@ settings.load_profile(os.environ.get("RONDO_HYPOTHESIS", "steady"))
 
 LONGEST = (
     "test_docs.py", "parity/test_parity.py", "e2e/test_runs.py", "chaos/test_bus.py", "e2e/test_updates.py",
-    "e2e/test_omni.py", "e2e/test_evaluated.py", "e2e/test_explained.py", "e2e/test_routed.py", "e2e/test_endpoint.py",
+    "e2e/test_omni.py", "e2e/test_evaluated.py", "e2e/test_explained.py", "e2e/test_routed.py",
     "runtime/test_supervisor.py",
     "comm/test_groups.py", "comm/partitions/test_crash_points.py",
     "launch/test_check_target.py", "models/test_fsdp_media.py", "models/test_fsdp.py", "roles/test_media.py",

@@ -12,6 +12,7 @@ from rondo.launch.rundir import supervisor_record
 from rondo.launch.status import ask
 from rondo.launch.steps import read_steps
 from rondo.runtime.checkpoints import newest_complete
+from tests.e2e.agent import ask_the_policy
 from tests.e2e.runs import Ended, command, finish, left_behind, read_until, start, train
 from tests.launch.hand import crossing
 
@@ -89,10 +90,12 @@ def trained_in(trace: dict[str, Any]) -> set[int]:
     return {event["args"].get("step", -1) for event in trace["traceEvents"] if event["name"] == "train"}
 
 
-def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> None:
-    """Before that its store dies: the run begins again at its checkpoint, under the next attempt."""
+def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, capsys: Any) -> None:
+    """Before that its store dies: the run begins again at its checkpoint, under the next attempt. When it goes on, an agent asks
+    its policy."""
     # The checkpoint of step 2 is whole before that of step 4 is begun, and so before step 5 is committed.
-    sets = ("num_steps=100000", "train.save_every=2", f"groups={FEWER}")  # everything starts three times
+    endless = ("num_steps=100000", "train.save_every=2", "rollout.endpoint.max_sessions=8")
+    sets = (*endless, f"groups={FEWER}")  # everything starts three times
     running = start(command(tmp_path, "--kill", "store@5", sets=sets), tmp_path)
     read_until(running, "global_restart")
     read_until(running, "step=7/")
@@ -121,6 +124,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
         read_until(resumed, "step=")  # a process writes its spans down from time to time
     # What its two ranks did meanwhile: one of them may have been a little ahead.
     assert {9, 10} <= trained_in(ask(record, "/timeline?steps=9:11")) <= {9, 10, 11}
+    endpoint = ask_the_policy(resumed, stopped.run_dir, capsys)
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     # The first step is left out, and so are those of the last second before everything was killed, at step 5.
     assert words.stdout.startswith(tuple(f"run quickstart: steps {first} to " for first in range(1, 6)))
@@ -132,7 +136,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path) -> 
     assert ended.code == 75, ended.output
     assert ended.summary["attempt"] == 2
     goes_on_whole(ended)
-    assert left_behind(tmp_path) == []
+    assert not endpoint.exists() and left_behind(tmp_path) == []
 
 
 def goes_on_whole(run: Ended) -> None:
