@@ -15,7 +15,9 @@ from typing import Any
 import orjson
 import pytest
 
+from rondo.runtime import nursery as module
 from rondo.runtime import process
+from rondo.runtime.errors import WorkerDied
 from rondo.runtime.launcher import Job, Surroundings
 from rondo.runtime.nursery import Nursery
 
@@ -46,7 +48,8 @@ def _same_file(one: int, inode: int) -> bool:
 
 
 async def drive(folder: Path) -> None:
-    """Two jobs to their ends, one of which keeps a descriptor; then one that is there when this process is killed."""
+    """Two jobs to their ends, one of which keeps a descriptor; one of a nursery that is stopped, and of the next one; then one
+    that is there when this process is killed."""
     around = Surroundings(folder, folder, ("127.0.0.1", 1))
     with tempfile.TemporaryFile() as kept, Nursery(around, 0, [kept.fileno()]) as nursery:
 
@@ -58,10 +61,19 @@ async def drive(folder: Path) -> None:
 
         one, two = await asyncio.gather(nursery.start(job("0", (kept.fileno(),))), nursery.start(job("3")))
         ended = [one.wait(), two.wait(), one.poll(), two.poll()]
-        three = await nursery.start(job("wait"))
         (pid,) = nursery.pids.values()
+        os.kill(pid, signal.SIGSTOP)
+        patience_s, module._ANSWER_S, silence = module._ANSWER_S, 0.1, ""
+        try:
+            await nursery.start(job("0"))
+        except WorkerDied as error:
+            silence = str(error)
+        module._ANSWER_S = patience_s
+        three = await nursery.start(job("wait"))
+        stopped, (pid,) = pid, nursery.pids.values()
         threads = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
         told = {"ended": ended, "pid": os.getpid(), "nursery": pid, "threads": threads, "three": three.pid}
+        told |= {"silence": silence, "stopped": stopped}
         sys.stdout.write(orjson.dumps(told).decode() + "\n")
         sys.stdout.flush()
         signal.pause()
@@ -111,6 +123,11 @@ def test_a_job_has_the_descriptors_that_it_names_and_no_other_s(driven: dict[str
 
 def test_a_nursery_has_one_thread_so_that_forks_are_whole(driven: dict[str, Any]) -> None:
     assert driven["threads"] == 1
+
+
+def test_a_nursery_that_stands_still_is_killed_and_replaced(driven: dict[str, Any]) -> None:
+    assert driven["silence"].startswith("the nursery must start what it is told, got silence. ")
+    assert driven["stopped"] != driven["nursery"] and process.stat(driven["stopped"]) is None
 
 
 def test_the_nursery_and_its_jobs_die_with_the_supervisor(driven: dict[str, Any]) -> None:
