@@ -195,7 +195,7 @@ class RolloutRole:
             self._ctx, rollout.endpoint, self._engine, self._tokenizer, model_name=config.name,
             model_path=self._job.model_path, max_length=rollout.max_prompt_tokens + rollout.max_new_tokens,
             stop_token_ids=self._params(rollout.temperature).stop_token_ids,
-            seeds=isinstance(self._engine, EmbeddedEngine),
+            seeds=isinstance(self._engine, EmbeddedEngine), tells_experts=config.train.router_replay,
         )  # fmt: skip
 
     async def _open_beside(self) -> Engine | None:

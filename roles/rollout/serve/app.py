@@ -53,6 +53,7 @@ def server(
     kind: Kind = "agent",
     control: bool = True,
     seeds: bool = True,
+    tells_experts: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     trajectories: Trajectories | None = None,
 ) -> web.Application:
@@ -60,6 +61,7 @@ def server(
 
     `stop_token_ids` end every answer; by default the tokenizer's end of sequence does. `control` False refuses what changes
     the engine for others: pauses, weights, the abort of everything. `seeds`: whether the engine honours them.
+    `tells_experts`: whether its completions have their routed experts.
     """
     if stop_token_ids is None:
         stop_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -67,6 +69,7 @@ def server(
     service = Service(
         engine, tokenizer, desk, trajectories if trajectories is not None else Trajectories(), model_name,
         model_path or model_name, max_length, tuple(stop_token_ids), control, seeds,
+        tells_experts,
     )  # fmt: skip
     tokens = [token] if isinstance(token, str) else list(token)
     app = web.Application(middlewares=[_guard(tokens)], client_max_size=max_body_bytes)

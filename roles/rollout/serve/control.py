@@ -103,7 +103,7 @@ async def server_info(service: Service, request: web.Request) -> web.Response:
             "max_total_num_tokens": tokens,
             "enable_deterministic_inference": service.seeds,
             "enable_priority_scheduling": False,
-            "enable_return_routed_experts": False,
+            "enable_return_routed_experts": service.tells_experts,
             "internal_states": [{"max_running_requests": stats.num_slots, "max_total_num_tokens": tokens}],
             "stats": asdict(stats),
             "trajectories": asdict(service.trajectories.stats()),

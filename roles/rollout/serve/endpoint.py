@@ -41,6 +41,7 @@ async def endpoint(
     max_length: int,
     stop_token_ids: tuple[int, ...],
     seeds: bool,
+    tells_experts: bool,
 ) -> AsyncIterator[None]:
     """Answers while the body lasts; without a config nothing is done. ConfigError where the port cannot be had."""
     if config is None:
@@ -53,7 +54,8 @@ async def endpoint(
         tokens.append(read_token_file(token_path, "rollout.endpoint.token_file"))
     app = server(
         engine, tokenizer, model_name=model_name, token=tokens, max_length=max_length, model_path=model_path,
-        stop_token_ids=stop_token_ids, control=False, seeds=seeds, max_body_bytes=config.max_body_bytes,
+        stop_token_ids=stop_token_ids, control=False, seeds=seeds, tells_experts=tells_experts,
+        max_body_bytes=config.max_body_bytes,
         trajectories=Trajectories(
             max_sessions=config.max_sessions, max_tokens=config.max_tokens, max_age_s=config.max_age_s
         ),

@@ -28,7 +28,8 @@ DONE = b"data: [DONE]\n\n"
 class Service:
     """One server. `control`: whether who asks may pause it and change its weights; not so where a run owns the engine.
 
-    `seeds`: whether the engine's draws are decided by the seed of a request. `max_length` is in tokens, prompt included.
+    `seeds`: whether the engine's draws are decided by the seed of a request. `tells_experts`: whether its answers have their
+    routed experts. `max_length` is in tokens, prompt included.
     """
 
     engine: Engine
@@ -41,6 +42,7 @@ class Service:
     stop_token_ids: tuple[int, ...]
     control: bool
     seeds: bool
+    tells_experts: bool
     started: float = field(default_factory=time.time)
 
     def require_model(self, name: str | None) -> None:

@@ -171,13 +171,16 @@ async def serving(
     max_length: int = 1024,
     turn_s: float = 0.0,
     own: Any = None,
+    experts: Callable[[int, int], np.ndarray] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """A server whose model answers what `says` makes of its prompt, or computes with `forward`."""
+    """A server whose model answers what `says` makes of its prompt, or computes with `forward`; `experts` as SlotEngine's."""
     own = own or tokenizer()
     speaker = forward or Speaker(says, own)
     async with computing() as compute:
-        engine = EmbeddedEngine(SlotEngine(speaker, num_slots=num_slots, max_length=max_length), compute, turn_s=turn_s)
+        slots = SlotEngine(speaker, num_slots=num_slots, max_length=max_length, experts=experts)
+        engine = EmbeddedEngine(slots, compute, turn_s=turn_s)
+        settings |= {"tells_experts": experts is not None}
         app = server(engine, own, model_name=MODEL, token=TOKEN, max_length=max_length, **settings)
         try:
             async with listening(app, "127.0.0.1", 0) as url, SGLangClient(url, api_key=TOKEN) as client:

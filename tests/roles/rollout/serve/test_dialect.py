@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -292,7 +293,23 @@ async def test_what_only_sglang_can_do_is_answered_with_501_and_words() -> None:
     async with serving() as served:
         for path in ("/update_weights_from_tensor", "/weights_checker", "/release_memory_occupation"):
             assert (await refused(served, {}, path))[0] == 501
+        assert (await served.get("/server_info"))["enable_return_routed_experts"] is False
         assert (await refused(served, asking(return_routed_experts=True)))[0] == 501
+        assert served.speaker.num_calls == 0  # it is not generated first
+
+
+async def test_routed_experts_are_told_where_the_engine_tells_them() -> None:
+    def experts(slot: int, length: int) -> np.ndarray:
+        return np.arange(length * 4, dtype=np.uint8).reshape(length, 2, 2)
+
+    async with serving(experts=experts) as served:
+        assert (await served.get("/server_info"))["enable_return_routed_experts"] is True
+        asked = asking(return_routed_experts=True, routed_experts_start_len=2)
+        told = await served.post("/generate", asked)
+        meta = told["meta_info"]
+    length = meta["prompt_tokens"] + meta["completion_tokens"] - 1
+    found = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(-1, 2, 2)
+    assert np.array_equal(found, experts(0, length)[2:])
 
 
 async def test_without_the_token_nobody_learns_more_than_whether_it_is_up() -> None:
