@@ -72,10 +72,6 @@ async def generate(service: Service, request: web.Request) -> web.StreamResponse
         fields.flag("return_routed_experts"),
         fields.integer("routed_experts_start_len", 0, least=0),
     )
-    if wanted.experts and not service.tells_experts:
-        raise TurnedDown(
-            501, "return_routed_experts must be false with this engine, which does not tell them. Remove it"
-        )
     rids = _rids(fields.take("rid"), len(prompts))
     asks: list[Ask] = []
     wanteds: list[_Wanted] = []
@@ -175,8 +171,8 @@ def _answer(service: Service, ask: Ask, answer: Answer, wanted: _Wanted) -> dict
     if answer.finish is not None:
         meta["e2e_latency"] = answer.seconds
         meta["weight_versions"] = spans(answer.policy_versions)
-        if wanted.experts and answer.routed_experts is not None:  # an answer that was never begun has none
-            meta["routed_experts"] = _experts(answer.routed_experts, wanted.experts_from)
+        if wanted.experts:
+            meta["routed_experts"] = _experts(answer, wanted.experts_from)
     found: dict[str, Any] = {"text": answer.text, "output_ids": tokens, "meta_info": meta}
     if wanted.prompt:
         found["prompt_token_ids"] = ask.prompt.tolist()
@@ -218,9 +214,13 @@ def _top(service: Service, answer: Answer, texts: bool) -> list[list[tuple[float
     ]
 
 
-def _experts(told: np.ndarray, start: int) -> str:
+def _experts(answer: Answer, start: int) -> str:
     """Base64 of little-endian int32 [T + R - 1 - start, layers, top_k]."""
-    return base64.b64encode(told[start:].astype("<i4").tobytes()).decode()
+    if answer.routed_experts is None:
+        raise TurnedDown(
+            501, "return_routed_experts must be false with this engine, which does not tell them. Remove it"
+        )
+    return base64.b64encode(answer.routed_experts[start:].astype("<i4").tobytes()).decode()
 
 
 def _record(service: Service, session: str | None, ask: Ask, answer: Answer) -> None:
