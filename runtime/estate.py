@@ -4,7 +4,7 @@ Owns the making of these in the right order and their end in the other. Does not
 Invariant: however the run ends, and if this process is killed, no process and no file of the estate is left.
 
     with Estate(run_dir, longest_name="rollout-0.0", on_register=accept) as estate:
-        estate.surroundings.start_group(...)
+        estate.surroundings.start_service(...)
 """
 
 from __future__ import annotations

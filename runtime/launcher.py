@@ -61,7 +61,8 @@ class Surroundings:
         }
 
     def markers(self, name: str, incarnation: int) -> frozenset[bytes]:
-        """By these entries of its environment a process is known to belong to this life of a group."""
+        """By these entries of its environment a process is known to belong to this life of a group. What the nursery forked shows
+        the nursery's environment to others, and is known by its session; all that it starts has its own."""
         entries = {RT_DIR: str(self.rt_dir), GROUP: name, INCARNATION: str(incarnation)}
         return frozenset(f"{key}={value}".encode() for key, value in entries.items())
 

@@ -25,10 +25,10 @@ import contextlib
 import gc
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -207,16 +207,16 @@ def _fork_for(supervisor: int) -> int:
         with os.fdopen(read, "rb") as told:
             os.waitpid(between, 0)
             return int(told.read())
-    between = os.getpid()
+    itself = os.pidfd_open(os.getpid())
     pid = os.fork()
     if pid != 0:
         os.write(write, str(pid).encode())
         os._exit(0)
     os.close(read)
     os.close(write)
-    while os.getppid() == between:
-        time.sleep(0.0005)  # nothing tells who has a new parent
-    die_with_parent(supervisor)
+    select.select([itself], [], [], _ANSWER_S)  # readable once the one between has ended and its child has a new parent
+    os.close(itself)
+    die_with_parent(supervisor)  # ends this process where that is another
     return 0
 
 
