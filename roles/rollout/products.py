@@ -1,13 +1,16 @@
 """Matrix products with weights that change seldom.
 
-Owns one weight's storage for fast products. On x86 processors large weights lie in oneDNN's blocked layout: with a few dozen
-rows a product mostly waits for the weight to arrive from memory, and the plain layout costs a second pass that rearranges it
-(a 9 M parameter model decodes a fifth faster). Elsewhere, and for weights that fit into a cache, it is a plain product.
+Owns one weight's storage for fast products. Where the processor can, large weights lie in oneDNN's blocked layout: with a few
+dozen rows a product mostly waits for the weight to arrive from memory, and the plain layout costs a second pass that rearranges
+it (a 9 M parameter model decodes a fifth faster). Elsewhere, and for weights that fit into a cache, it is a plain product.
+Which processor can depends on the dtype (bfloat16 needs AVX-512 or AVX-NE-CONVERT) and on torch's build, so it is tried.
 
 Invariant: `product(x)` is `F.linear(x, weight)` to rounding, for the weight last given to `set`.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +19,28 @@ BLOCKED_FROM = 2**17
 """Elements from which the blocked layout wins; below, the weight is cached and the call's overhead decides."""
 
 
+@functools.cache
+def blocked_works(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies by weights of `dtype` in the blocked layout: tried once, on a tiny one."""
+    weight, x, residual = (torch.eye(*shape, dtype=dtype) for shape in ((32, 16), (4, 16), (4, 32)))
+    try:
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
+        plain = torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], "")
+        added = torch.ops.mkldnn._linear_pointwise.binary(x, residual, blocked, None, "add")
+    except (
+        RuntimeError,
+        AttributeError,
+    ):  # no oneDNN in this build; none of this processor's instructions for the dtype
+        return False
+    return torch.equal(plain, F.linear(x, weight)) and torch.equal(added, 2 * plain)
+
+
 class Product:
     """x [N, in] -> x W^T [N, out]. `num_rows` is the usual N, by which the layout is chosen; any N is correct."""
 
     def __init__(self, weight: torch.Tensor, num_rows: int) -> None:
-        blocked = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self._blocked = blocked and weight.numel() >= BLOCKED_FROM
+        large = weight.device.type == "cpu" and weight.numel() >= BLOCKED_FROM
+        self._blocked = large and blocked_works(weight.dtype)
         self._num_rows = num_rows
         self._weight = torch.empty(0)
         self.set(weight)

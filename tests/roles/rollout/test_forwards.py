@@ -196,7 +196,7 @@ def test_a_model_in_training_mode_generates_in_evaluation_mode() -> None:
         assert gap(model, requests, done) < 2e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(16, 24), (512, 256)])
 def test_a_product_is_a_linear_layer_for_the_weight_it_was_last_given(
     shape: tuple[int, int], dtype: torch.dtype
