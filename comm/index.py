@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rondo.comm import formats
 from rondo.comm.group import LIVE, OLDEST, SETTLED, Group
 from rondo.comm.journal import Event
 from rondo.comm.partitions.fold import Partitions
@@ -511,6 +512,7 @@ class Index:
     def dump(self) -> dict[str, Any]:
         """The whole state as plain JSON; `load(rules, dump())` is an equal index."""
         return {
+            **formats.stamp(),
             **{name: getattr(self, name) for name in self._PLAIN},
             "staleness": [[age, count] for age, count in sorted(self.staleness.items())],
             "steps": [[step, list(groups)] for step, groups in self.steps.items()],
@@ -522,10 +524,14 @@ class Index:
         }
 
     @classmethod
-    def load(cls, rules: Rules, state: dict[str, Any]) -> Index:
+    def load(cls, rules: Rules, state: dict[str, Any], where: object = "the dump of an index") -> Index:
+        """An index from a dump of this or an older release; what that one did not know is as in a new index. ConfigError where a
+        newer one wrote it."""
+        state = formats.state_of(state, where)
         index = cls(rules)
         for name in cls._PLAIN:
-            setattr(index, name, state[name])
+            setattr(index, name, state.get(name, getattr(index, name)))
+        index.counts = {**cls(rules).counts, **index.counts}
         index.staleness = dict(state["staleness"])
         index.steps = {step: list(groups) for step, groups in state["steps"]}
         index.groups = {group["id"]: Group.load(group) for group in state["groups"]}

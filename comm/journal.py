@@ -21,6 +21,7 @@ from typing import Any
 
 import orjson
 
+from rondo.comm import formats
 from rondo.runtime.errors import CorruptData
 
 Event = dict[str, Any]
@@ -65,8 +66,13 @@ def _scan(path: Path) -> Iterator[tuple[Event, int]]:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Events of one file. A torn last line ends it; a broken line before the last raises CorruptData."""
-    return (event for event, _ in _scan(path))
+    """Events of one file, in today's form whichever release wrote them. A torn last line ends it; a broken line before the last
+    raises CorruptData, one of a newer release ConfigError."""
+    number = formats.FORMAT
+    for event, _ in _scan(path):
+        if event["event"] == "snapshot":
+            number = formats.format_of(event["state"], f"journal {path}")
+        yield formats.event_of(event, number)
 
 
 class Journal:

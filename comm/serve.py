@@ -45,7 +45,8 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
         state = orjson.loads((checkpoint / "index.json").read_bytes())["index"]
     else:
         state = Index(config.rules).dump()
-    index = Index.load(config.rules, state)
+    index = Index.load(config.rules, state, checkpoint)
+    state = index.dump()  # in today's form, as everything behind it
     if journal.empty:
         journal.append([{"event": "snapshot", "state": state}])
     else:
