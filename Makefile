@@ -9,7 +9,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_ROUTER_VENV ?= .venv-sglang-router
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-sglang sglang sglang-router lint types clean
+.PHONY: demo test test-long test-sglang sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
@@ -20,6 +20,10 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),sglang)  ## train the quick start
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(OPTIONS)
+
+# The same tests; those that try random examples, schedules and kills try all of them (tests/strength.py).
+test-long: export RONDO_TEST_LONG = 1
+test-long: test
 
 # Where an environment cannot be built, the tests that need it are skipped, and say so.
 test-sglang: $(READY)  ## against a real SGLang server, without a GPU

@@ -1,9 +1,10 @@
 """How the whole suite runs: what hypothesis tries, which files come first, and what the garbage collector leaves alone.
 
 Owns nothing of any test. Examples are the same in every run and have no time limit, so that neither chance nor a busy machine
-decides whether the suite passes; RONDO_HYPOTHESIS=random looks for new ones.
+decides whether the suite passes; RONDO_HYPOTHESIS=random looks for new ones. How many there are: `strength.py`.
 
     RONDO_HYPOTHESIS=random pytest tests/comm/test_records.py
+    RONDO_TEST_LONG=1 pytest tests/comm                             # as `make test-long`
 """
 
 from __future__ import annotations

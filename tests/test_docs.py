@@ -126,6 +126,7 @@ def test_a_program_of_the_docs_does_what_it_says(command: str) -> None:
         (("demo",), "rondo train examples/quickstart.py"),
         (("demo", "KILL=actor"), "rondo train examples/quickstart.py --kill actor@75"),
         (("test",), "-m pytest"),
+        (("test-long",), "-m pytest"),
         (("demo", "ENGINE=sglang"), "--set rollout.sglang.python=.venv-sglang/bin/python"),
         (("test-sglang",), "-m pytest tests/sglang"),
     ],

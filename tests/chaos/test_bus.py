@@ -32,8 +32,9 @@ from tests.chaos.worker import TOKEN, N, P
 from tests.comm.inprocess import MEMBERS
 from tests.comm.memory import ROOT
 from tests.comm.served import Roster
+from tests.strength import strength
 
-NUM_ACTS = int(os.environ.get("RONDO_CHAOS_ACTS", "75"))
+NUM_ACTS = int(os.environ.get("RONDO_CHAOS_ACTS", strength(quick=40, full=75)))
 SEED = int(os.environ.get("RONDO_CHAOS_SEED", "1"))
 NAMES = ("coordinator", *MEMBERS)
 

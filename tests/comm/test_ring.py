@@ -13,6 +13,7 @@ from rondo.comm.ring import CONTROL_BYTES, RecordRef, RingTail, RingView, RingWr
 from rondo.comm.words import drain, new_doorbell
 from rondo.runtime.errors import CorruptData, OutOfSpace
 from tests.comm.memory import MemorySegment, TestRing, tokens
+from tests.strength import strength
 
 quick = settings(deadline=None, derandomize=True, database=None)
 
@@ -374,7 +375,7 @@ sizes = st.integers(1, 20).map(lambda n: n * 64)
 
 
 @given(st.sampled_from([1024, 1600, 2048]), st.integers(0, 200), st.data())
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=strength(quick=50, full=150))
 def test_no_put_under_a_granted_promise_is_ever_out_of_space(capacity: int, start: int, data: st.DataObject) -> None:
     """Grants, puts (smaller than promised, whole or in parts, any order) and releases, interleaved at will.
 
@@ -410,7 +411,7 @@ def test_no_put_under_a_granted_promise_is_ever_out_of_space(capacity: int, star
 
 
 @given(st.data())
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=strength(quick=30, full=60))
 def test_the_writer_itself_never_runs_out_under_granted_promises(data: st.DataObject) -> None:
     ring = TestRing(2048)
     promises: list[int] = []

@@ -21,6 +21,7 @@ from rondo.roles import sft
 from rondo.roles.config import SftConfig
 from rondo.roles.datasets import RowError, open_dataset
 from rondo.runtime.errors import ConfigError
+from tests.strength import strength
 
 ROWS = """
 def rows():
@@ -128,7 +129,7 @@ def test_a_demonstration_that_is_too_long_is_named(folder: Path) -> None:
         train(folder, config_of(folder, batch_size=25, micro_batch_tokens=3))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=strength(quick=80, full=200), deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40), num_ranks=st.integers(1, 5))
 def test_a_cut_takes_every_row_once_within_the_limit_and_gives_every_rank_as_much_work(
     lengths: list[int], num_ranks: int

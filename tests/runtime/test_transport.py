@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rondo.runtime import transport as wire
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, Refused
 from rondo.runtime.transport import FrameProtocol, connect, listen, pack, parse_address, unpack
+from tests.strength import strength
 
 TOKEN = "a token of this run"
 PREFIX = struct.Struct("<HBxIIQ")
@@ -196,7 +197,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=strength(quick=50, full=150), deadline=None)
 @given(values)
 def test_any_nesting_of_values_comes_back_equal(value: Any) -> None:
     assert same(over_a_wire(value), value)
@@ -269,7 +270,7 @@ with_buffers = st.tuples(
 long_header: st.SearchStrategy[Any] = st.sampled_from([120_000, 131_072, 300_000]).map(lambda n: (1, n, b"h" * n, []))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=strength(quick=20, full=60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(small | with_buffers | long_header, max_size=8), st.randoms(use_true_random=False))
 def test_frames_survive_any_cut_of_the_stream(frames: list[Any], random: Any) -> None:
     recorder = Recorder()

@@ -30,6 +30,7 @@ from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import Task
 from rondo.runtime.errors import CorruptData
 from tests.comm.inprocess import InProcess, Store, ask
+from tests.strength import strength
 
 BUDGET_S = float(os.environ.get("RONDO_MODEL_S", "0"))
 WRITERS, READERS = ("rollout-0", "rollout-1"), ("actor_fwd-0", "actor-0")
@@ -285,7 +286,7 @@ def check(max_examples: int, *, derandomize: bool) -> None:
 
 
 def test_a_partition_keeps_its_promises_whatever_is_done_in_whatever_order() -> None:
-    check(30, derandomize=True)
+    check(strength(quick=12, full=30), derandomize=True)
     until = time.monotonic() + BUDGET_S
     while time.monotonic() < until:
         check(100, derandomize=False)

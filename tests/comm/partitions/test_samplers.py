@@ -22,8 +22,9 @@ from rondo.comm.partitions.spec import (
 )
 from rondo.runtime.errors import ConfigError, SamplerFailed
 from tests.comm.partitions.hand import Hand
+from tests.strength import strength
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=strength(quick=25, full=60), deadline=None)
 SAMPLERS = [
     Sequential(), Balanced(), Balanced(equal_size=False), TokenBudget(40), VersionWindow(), Groups(2), Ordered(3),
     Ordered(3, window=4), Own("tests.comm.partitions.own_samplers:Shuffled", {"seed": 1}),

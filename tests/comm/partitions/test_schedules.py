@@ -1,4 +1,4 @@
-"""The waiting code of partitions under 200 orders of its callbacks. RONDO_SCHEDULES=N runs N."""
+"""The waiting code of partitions under many orders of its callbacks. RONDO_SCHEDULES=N runs N."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from rondo.runtime.waits import wait_for
 from tests.comm.inprocess import InProcess, Store
 from tests.comm.partitions.scripted import ROWS_A_PUT, key, leftovers, numbers_of, put, score
 from tests.schedules import Stuck, explore
+from tests.strength import strength
 
-NUM_SCHEDULES = int(os.environ.get("RONDO_SCHEDULES", "200"))
+NUM_SCHEDULES = int(os.environ.get("RONDO_SCHEDULES", strength(quick=60, full=200)))
 NUM_ROWS, LONG = 8, 6000  # a put fills a ring: the next one waits until its rows are read and cleared
 
 

@@ -11,6 +11,7 @@ from rondo.comm.partitions.fold import Partitions
 from rondo.comm.partitions.runs import compress, count, cut, even, expand
 from tests.comm.cost import lines
 from tests.comm.partitions.hand import Hand
+from tests.strength import strength
 
 KEYS = [f"k{i}" for i in range(6)]
 
@@ -98,7 +99,10 @@ class Folding(RuleBasedStateMachine):
 
 
 Folding.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=strength(quick=25, full=60),
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestFolding = Folding.TestCase
 
