@@ -23,6 +23,7 @@ import asyncio
 import hmac
 import math
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
@@ -91,19 +92,12 @@ class AdminServer:
         self._app.router.add_route(method, path, handler)
         self._scopes[(method, path)] = scope
 
-    async def start(self) -> int:
-        """Listens and returns the port. ConfigError when the address cannot be had."""
+    async def start(self, listening: socket.socket | None = None) -> int:
+        """Answers on `listening`, which `listen` gave; without it, on the settings' address. Returns the port."""
+        listening = listen(self._config) if listening is None else listening
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=_CLOSE_S)
         await self._runner.setup()
-        try:
-            site = web.TCPSite(self._runner, self._config.host, self._config.port)
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(
-                f"admin.port must be free on {self._config.host}, got {self._config.port} ({error.strerror}). "
-                "Set admin.port to 0 for a free one, or stop the program that uses it"
-            ) from error
+        await web.SockSite(self._runner, listening).start()
         self.port = self._runner.addresses[0][1]
         return self.port
 
@@ -222,6 +216,20 @@ class AdminServer:
                 await response.write(b"data: " + _dumps(record) + b"\n\n")
         finally:
             pending.cancel()
+
+
+def listen(config: AdminConfig) -> socket.socket:
+    """The socket of an endpoint, before there is anything to show. ConfigError when it cannot be had, nor the token be read."""
+    if config.token_file is not None:
+        read_token_file(config.token_file)
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"admin.port must be free on {config.host}, got {config.port} ({error.strerror}). "
+            "Set admin.port to 0 for a free one, or stop the program that uses it"
+        ) from error
 
 
 def prometheus_lines(metrics: Mapping[str, Any], prefix: str = "rondo") -> Iterator[str]:

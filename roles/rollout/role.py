@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import orjson
 
 from rondo.comm.bus import POLL_S
 from rondo.comm.coordinator import EVALUATION_READER
@@ -50,6 +49,7 @@ from rondo.roles.rollout.slots import SlotEngine
 from rondo.roles.streams import ROUTED, base_columns
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.record import JsonLines
 from rondo.runtime.waits import totals
 
 
@@ -511,8 +511,8 @@ class RolloutRole:
             "finish_reason": first.completion.finish_reason, "versions": sorted(set(first.completion.policy_versions.tolist())),
         }  # fmt: skip
         path = self._ctx.run_dir / "samples" / f"step_{lease.step:06d}.jsonl"
-        with path.open("ab", buffering=0) as file:
-            file.write(orjson.dumps(line, default=str) + b"\n")
+        with JsonLines(path, what="samples") as lines:
+            lines.write(line)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
