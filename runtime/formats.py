@@ -42,6 +42,6 @@ def check(fields: Mapping[str, Any], newest: int, where: object) -> int:
     if not isinstance(found, int) or not 0 <= found <= newest:
         raise ConfigError(
             f"{where} must be of format {newest} or older, got {found}, which rondo {fields.get('release', '?')} wrote. "
-            f"This is rondo {release()}: go on with that release or a newer one"
+            f"This is rondo {release()}: go on with that release or a newer one."
         )
     return found

@@ -126,7 +126,7 @@ def test_a_run_directory_of_a_newer_release_is_refused_and_one_without_a_number_
         assert existing_run(run.path) == run.path
     assert str(caught.value) == (
         f"{tmp_path / 'demo'} must be of format {formats.RUN} or older, got 99, which rondo 9.9.9 wrote. "
-        f"This is rondo {formats.release()}: go on with that release or a newer one"
+        f"This is rondo {formats.release()}: go on with that release or a newer one."
     )
 
 
