@@ -183,10 +183,14 @@ class RolloutRole:
         if "slot" not in held:
             yield None
             return
-        slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
-        place = {"attempt": held["attempt"], "version": held["version"], "checksum": held["checksum"]}
-        yield held["version"], await asyncio.to_thread(functools.partial(slab.read, held["slot"], **place))
-        await job.bus.call("proved", reader, held["version"])
+        try:
+            slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
+            place = {"attempt": held["attempt"], "version": held["version"], "checksum": held["checksum"]}
+            yield held["version"], await asyncio.to_thread(functools.partial(slab.read, held["slot"], **place))
+        except Exception:  # where it is cancelled the process ends, and what it holds with it
+            await job.bus.call("let_go", reader)
+            raise
+        await job.bus.call("let_go", reader)
 
     def _endpoint(self) -> AbstractAsyncContextManager[None]:
         """Answers agents beside the samples of the run, where the settings ask for it."""
