@@ -99,7 +99,7 @@ class RunDir:
     def _fill(self, resolved: dict[str, Any], config_file: Path | None) -> None:
         """The settings last: a directory without them is none yet."""
         for folder in _FOLDERS:
-            (self.path / folder).mkdir(exist_ok=True)
+            (self.path / folder).mkdir(0o700 if folder == "samples" else 0o777, exist_ok=True)  # prompts and answers
         if config_file is not None:
             shutil.copyfile(config_file, self.path / "config.py")
         write_json(self.path / "environment.json", environment(), PRIVATE)
