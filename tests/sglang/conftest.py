@@ -1,7 +1,8 @@
 """What the tests against real SGLang share: where it is installed, and one server for all of them.
 
-They run where SGLANG_VENV names an environment that `rondo sglang install` has made; elsewhere they are skipped, and say why.
-`make test-sglang` makes and names it. Tests that kill a server start one of their own.
+They run where SGLANG_VENV names an environment that `rondo sglang install` has made, and those of the public router where
+SGLANG_ROUTER_VENV names one of its own; elsewhere they are skipped, and say why. `make test-sglang` makes and names both. With CI
+set, an environment that is named and cannot be used ends the tests. Tests that kill a server start one of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 
 from rondo.launch.sglang_env import has_sglang
 from rondo.roles.rollout.sglang.owned import FOLDER
-from tests.sglang.servers import Served, launch, moe, python, serve
+from tests.sglang.servers import Served, launch, moe, serve
 
 _HERE = Path(__file__).parent
 _LIMIT_S = 1200
@@ -24,22 +25,32 @@ _LIMIT_S = 1200
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for item in items if _HERE in item.path.parents]
-    why = missing() if mine else None
+    why = {name: missing(name) for name in {environment_of(item) for item in mine}}
+    unusable = [reason for name, reason in why.items() if reason is not None and os.environ.get(name)]
+    if unusable and os.environ.get("CI"):
+        pytest.exit(f"tests of SGLang must run where CI is set, got: {'; '.join(unusable)}", returncode=1)
     for item in mine:
         item.add_marker("sglang")
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_LIMIT_S))
-        if why is not None:
-            item.add_marker(pytest.mark.skip(reason=why))
+        reason = why[environment_of(item)]
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def missing() -> str | None:
-    """Why there is no SGLang to test against."""
-    folder = os.environ.get("SGLANG_VENV")
+def environment_of(item: pytest.Item) -> str:
+    """The variable that names what a test needs."""
+    return "SGLANG_ROUTER_VENV" if item.path.name == "test_router.py" else "SGLANG_VENV"
+
+
+def missing(name: str) -> str | None:
+    """Why there is nothing to test against in the environment that `name` names."""
+    folder = os.environ.get(name)
     if not folder:
-        return "SGLANG_VENV names no environment of SGLang: `make test-sglang` sets it"
-    if not Path(python()).exists() or has_sglang(python()) is None:
-        return f"SGLANG_VENV names {folder}, which has no SGLang: `rondo sglang install` has not built it, and says why"
+        return f"{name} names no environment: `make test-sglang` makes and names it"
+    found = Path(folder, "bin", "python")
+    if not found.exists() or (name == "SGLANG_VENV" and has_sglang(str(found)) is None):
+        return f"{name} names {folder}, where it is not installed: `make test-sglang` could not build it, and says why"
     return None
 
 

@@ -19,10 +19,6 @@ from rondo.runtime.errors import ConfigError
 from tests.roles.rollout.dispatch.stub import Nursery, record_of, stubs
 
 _PYTHON = Path(os.environ.get("SGLANG_ROUTER_VENV", "")) / "bin" / "python"
-pytestmark = pytest.mark.skipif(
-    not _PYTHON.exists(),
-    reason="SGLANG_ROUTER_VENV names no environment of sglang-router: `make test-sglang` makes one",
-)
 
 
 @contextmanager
