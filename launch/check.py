@@ -30,11 +30,12 @@ from rondo.launch.check_findings import Finding
 from rondo.launch.check_sglang import look_at_sglang
 from rondo.launch.check_target import Target, judge_devices, judge_target, segment_bytes
 from rondo.launch.config import RunConfig, resolve
-from rondo.launch.machine import folder_problem, memory_limit_bytes, num_cores, port_problem, show_bytes
+from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.memory import free_memory_bytes
 
 _CHILD_S = 600.0
 _LAST_PORT = 65535
@@ -59,7 +60,7 @@ class Facts:
 def require(config: RunConfig, folder: Path) -> Facts:
     """Checks all; ConfigError with every error, a line each. A model that is built stays in `folder`, for the run."""
     child, facts = _in_child(config, folder)
-    findings = [*child, *judge(config, facts, memory_limit_bytes())]
+    findings = [*child, *judge(config, facts, free_memory_bytes())]
     errors = [finding.text for finding in findings if finding.level == "error"]
     if errors:
         raise ConfigError("\n".join(errors))
@@ -71,14 +72,14 @@ def inspect(config: RunConfig, target: Target | None = None) -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
         child, facts = _in_child(config, Path(folder))
     if target is None:
-        return [*child, *judge(config, facts, memory_limit_bytes())]
+        return [*child, *judge(config, facts, free_memory_bytes())]
     sizes = (facts.num_parameters, facts.num_tensors)
     known = None if sizes[0] is None or sizes[1] is None else (sizes[0], sizes[1])
     return [*child, *_settings(config, facts), *judge_target(config, target, known, facts.shape)]
 
 
 def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Finding]:
-    """What this machine and the facts say about the settings. `memory`: bytes, and what limits them."""
+    """What this machine and the facts say about the settings. `memory`: free bytes, and what limits them."""
     return [
         *_settings(config, facts),
         *_host(config),
@@ -250,11 +251,12 @@ def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator
     if needed > limit:
         yield Finding(
             "error",
-            f"shared memory must fit into the memory of {whose}, {show_bytes(limit)}, got {show_bytes(needed)} ({shown}). "
-            "Lower bus.ring_bytes, set train.hot_snapshot=False, or use a machine with more memory",
+            f"shared memory must fit into what is free of {whose}'s memory, {show_bytes(limit)}, got {show_bytes(needed)} "
+            f"({shown}). "
+            "Lower bus.ring_bytes, set train.hot_snapshot=False, end what else runs here, or use a machine with more memory",
         )
     else:
-        yield Finding("ok", f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} ({shown})")
+        yield Finding("ok", f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} that are free ({shown})")
 
 
 def _in_child(config: RunConfig, folder: Path) -> tuple[list[Finding], Facts]:

@@ -1,7 +1,7 @@
-"""Machine: how much of this computer a run may use. Reads /proc and /sys; imports nothing heavy.
+"""Machine: what of this computer a run may use. Imports nothing heavy.
 
-Owns three questions: how many cores, how much memory, is a port free. A control group's limit counts, for containers
-and batch jobs, before the machine's own memory does.
+Owns three questions: how many cores, is a port free, can files be made in a folder. How much memory is free is
+`rondo.runtime.memory`'s.
 """
 
 from __future__ import annotations
@@ -12,27 +12,10 @@ from pathlib import Path
 
 from rondo.runtime.errors import ConfigError
 
-_ROOT = Path("/")
-
 
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
-
-
-def memory_limit_bytes(root: Path = _ROOT) -> tuple[int, str]:
-    """The bytes of memory that this process may use, and what limits them: "the cgroup" or "the machine".
-
-    The smallest limit among the process's control groups and their parents (version 1 and 2), and MemTotal.
-    """
-    total = next(
-        int(line.split()[1]) * 1024
-        for line in (root / "proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal:")
-    )
-    limits = [limit for folder, file in _memory_groups(root) if (limit := _limit(folder / file)) is not None]
-    smallest = min(limits, default=total)
-    return (smallest, "the cgroup") if smallest < total else (total, "the machine")
 
 
 def port_problem(host: str, port: int) -> str | None:
@@ -64,35 +47,3 @@ def folder_problem(path: Path) -> str | None:
                 return f"{found} is a file"
             return None if os.access(found, os.W_OK | os.X_OK) else f"no permission to write to {found}"
     raise ConfigError(f"{path} must have a parent folder, got none. Check the path")
-
-
-def _memory_groups(root: Path) -> list[tuple[Path, str]]:
-    """Folders of the memory control groups of this process, from the innermost out, with the limit's file name."""
-    found: list[tuple[Path, str]] = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except FileNotFoundError:
-        return found
-    for line in lines:
-        _, controllers, inside = line.split(":", 2)
-        if controllers == "":
-            base, file = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # Inside a container the path is the host's, and the container's own group is mounted at the base.
-        folder = base / inside.strip("/")
-        while folder != base:
-            found.append((folder, file))
-            folder = folder.parent
-        found.append((base, file))
-    return found
-
-
-def _limit(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return None if text == "max" else int(text)

@@ -5,7 +5,8 @@ snapshots, heartbeats). Nothing has a name in the file system, so nothing can le
 
 Invariants: who shows no token gets no descriptor; the first asker of a name fixes its size, everyone after it and after
 every restart gets the same memory; a segment cannot shrink and its pages are there from the start, so no access ends in
-SIGBUS; dropped memory lives until its last mapping goes.
+SIGBUS; what is granted at any moment, made or not, fits into the memory that is free; dropped memory lives until its last mapping
+goes.
 
     server = SegmentServer(rt_dir / "handover.sock", token, on_register)     # in the supervisor, on a thread of its own
     client = SegmentClient(rt_dir / "handover.sock", token)                  # in every worker
@@ -27,6 +28,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from typing import Any
 import orjson
 
 from rondo.runtime.errors import Closed, OutOfSpace, PeerGone, ProtocolError, Refused, RondoError, describe, restore
+from rondo.runtime.memory import free_memory_bytes
 from rondo.runtime.waits import blocking
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -44,6 +47,10 @@ _REPLY_S = 5.0
 _BYTES_PER_S = 256 << 20
 """Pages are made at several times this rate; a request's deadline grows with its bytes at it."""
 _LONGEST_S = 3600.0
+_PIECE_BYTES = 256 << 20
+"""So much is made at once: what is there by now is not counted as promised."""
+QUICK_BYTES = 4 << 20
+"""Memory up to this size is made in milliseconds; more is asked for on a connection of its own, and beside an event loop."""
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -134,14 +141,49 @@ class _Memory:
         self.lock = threading.Lock()
 
 
+class _Admission:
+    """Who may take how much: what was granted and is not made yet counts as taken, so that askers at one time cannot all pass."""
+
+    def __init__(self, free: Callable[[], tuple[int, str]]) -> None:
+        self._free = free
+        self._lock = threading.Lock()
+        self._promised_bytes = 0
+
+    def grant(self, name: str, num_bytes: int) -> None:
+        """OutOfSpace where the kernel would make pages until it must kill somebody."""
+        with self._lock:
+            free, whose = self._free()
+            free -= self._promised_bytes
+            if num_bytes > free:
+                raise OutOfSpace(
+                    f"segment {name} must fit into the {max(0, free)} bytes of memory that are free in {whose}, got "
+                    f"{num_bytes}. Make it smaller, or give the run more memory"
+                )
+            self._promised_bytes += num_bytes
+
+    def end(self, num_bytes: int) -> None:
+        """So much of what was granted is there by now, or will never be."""
+        with self._lock:
+            self._promised_bytes -= num_bytes
+
+
 class SegmentServer:
     """Hands memory, doorbells and registrations over. One thread accepts, one serves each client.
 
-    `on_register` runs on a client's thread; an error of our tree that it raises refuses the process.
+    `on_register` runs on a client's thread; an error of our tree that it raises refuses the process. `free` tells the bytes that
+    may still be taken, and what limits them.
     """
 
-    def __init__(self, path: Path | str, token: str, on_register: Callable[[Registration], None]) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        token: str,
+        on_register: Callable[[Registration], None],
+        *,
+        free: Callable[[], tuple[int, str]] = free_memory_bytes,
+    ) -> None:
         self.path = Path(path)
+        self._admission = _Admission(free)
         self._token = token
         self._on_register = on_register
         self._lock = threading.Lock()
@@ -222,7 +264,7 @@ class SegmentServer:
         with memory.lock:
             if memory.fd < 0:
                 try:
-                    memory.fd, memory.num_bytes = _make_memory(name, num_bytes), num_bytes
+                    memory.fd, memory.num_bytes = _make_memory(name, num_bytes, self._admission), num_bytes
                 except OutOfSpace:
                     with self._lock:
                         self._memories.pop(name, None)
@@ -299,29 +341,26 @@ class SegmentServer:
         raise ProtocolError(f"a request must ask for segment, doorbell, drop or register, got {kind!r}")
 
 
-def _make_memory(name: str, num_bytes: int) -> int:
-    available = _available_bytes()
-    if num_bytes > available:  # the kernel would make pages until it must kill somebody
-        raise OutOfSpace(
-            f"segment {name} must fit into the {available} bytes of memory that are free, got {num_bytes}. "
-            "Make it smaller, or give the run more memory"
-        )
-    fd = os.memfd_create(f"rondo:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _make_memory(name: str, num_bytes: int, admission: _Admission) -> int:
+    admission.grant(name, num_bytes)
+    fd, made = -1, 0
     try:
-        os.posix_fallocate(fd, 0, num_bytes)  # every page is made now: a later access never fails
+        fd = os.memfd_create(f"rondo:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        while made < num_bytes:
+            piece = min(_PIECE_BYTES, num_bytes - made)
+            os.posix_fallocate(fd, made, piece)  # every page is made now: a later access never fails
+            made += piece
+            admission.end(piece)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
-        os.close(fd)
+        _close(fd)
         raise OutOfSpace(
             f"segment {name} must fit into memory, got {num_bytes} bytes ({error.strerror}). "
             "Make it smaller, or give the run more memory"
         ) from error
+    finally:
+        admission.end(num_bytes - made)
     return fd
-
-
-def _available_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _send(connection: socket.socket, reply: dict[str, Any], fd: int) -> None:
@@ -354,13 +393,15 @@ def _close(fd: int) -> None:
 
 
 class SegmentClient:
-    """A process's connection to the server. Safe from any thread; every call blocks for one short round trip.
+    """A process's connection to the server. Safe from any thread; every call blocks for one short round trip. More than
+    `QUICK_BYTES` is made on a connection of its own: the calls of other threads are answered meanwhile.
 
     PeerGone when the server is not there or leaves, TimeoutError past `deadline_s` (and a second for each 256 MiB asked
     for), Refused for a wrong token.
     """
 
     def __init__(self, path: Path | str, token: str, deadline_s: float = 10.0) -> None:
+        self._path, self._token = path, token
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -384,7 +425,8 @@ class SegmentClient:
         segment is the caller's to close; every call gives another mapping of the same memory.
         """
         deadline_s = self._deadline_s + min(num_bytes / _BYTES_PER_S, _LONGEST_S)
-        reply, fd = self._ask(deadline_s, ask="segment", name=name, num_bytes=num_bytes)
+        with SegmentClient(self._path, self._token) if num_bytes > QUICK_BYTES else nullcontext(self) as client:
+            reply, fd = client._ask(deadline_s, ask="segment", name=name, num_bytes=num_bytes)
         if "missing" in reply:
             raise NoSuchSegment(reply["missing"])
         return Segment(name, reply["num_bytes"], fd)

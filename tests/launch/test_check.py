@@ -148,9 +148,9 @@ def test_shared_memory_that_does_not_fit_is_told_with_the_numbers(make: Make) ->
     facts = replace(FACTS, num_parameters=100 * (1 << 20), num_tensors=0)
     (text,) = judged(make(), facts, (2 * GIB, "the cgroup"))
     assert text == (
-        "shared memory must fit into the memory of the cgroup, 2.0 GiB, got 3.2 GiB (rollout rings 64 MiB, "
+        "shared memory must fit into what is free of the cgroup's memory, 2.0 GiB, got 3.2 GiB (rollout rings 64 MiB, "
         "column rings 8 MiB, weight slab 800 MiB, hot snapshots 2.3 GiB, one step of the longest samples 31 KiB). "
-        "Lower bus.ring_bytes, set train.hot_snapshot=False, or use a machine with more memory"
+        "Lower bus.ring_bytes, set train.hot_snapshot=False, end what else runs here, or use a machine with more memory"
     )
     assert judged(make("train.hot_snapshot=False"), facts, (2 * GIB, "the cgroup")) == []
 

@@ -1,4 +1,4 @@
-"""What this machine offers: cores, memory under control groups, ports."""
+"""What this machine offers: ports, folders."""
 
 from __future__ import annotations
 
@@ -7,37 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.machine import folder_problem, memory_limit_bytes, port_problem, show_bytes
+from rondo.launch.machine import folder_problem, port_problem, show_bytes
 
 GIB = 1 << 30
-
-
-def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal:       {16 * GIB // 1024} kB\nMemFree: 1 kB\n")
-    (root / "proc/self/cgroup").write_text(cgroup)
-    for name, text in files.items():
-        path = root / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "files", "expected"),
-    [
-        ("0::/\n", {"memory.max": "max"}, (16 * GIB, "the machine")),
-        ("0::/\n", {"memory.max": str(4 * GIB)}, (4 * GIB, "the cgroup")),
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": str(2 * GIB)}, (2 * GIB, "the cgroup")),
-        ("4:memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": str(3 * GIB)}, (3 * GIB, "the cgroup")),
-        ("4:cpu,memory:/x\n", {"memory/memory.limit_in_bytes": str(5 * GIB)}, (5 * GIB, "the cgroup")),
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, (16 * GIB, "the machine")),
-    ],
-)
-def test_the_smallest_limit_of_version_1_and_2_counts(
-    tmp_path: Path, cgroup: str, files: dict[str, str], expected: tuple[int, str]
-) -> None:
-    assert memory_limit_bytes(machine(tmp_path, cgroup, files)) == expected
 
 
 def test_a_port_that_is_listened_on_is_a_problem_and_0_is_not() -> None:

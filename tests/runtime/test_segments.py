@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from rondo.runtime.process import start_time
 from rondo.runtime.segments import NoSuchSegment, Registration, SegmentClient, SegmentServer
 
 TOKEN = "a-token-of-the-run"
+LARGE = 8 << 20
 CHILD = """
 import os, sys
 from rondo.runtime.segments import SegmentClient
@@ -166,10 +169,67 @@ def test_closing_leaves_the_mapping_to_the_arrays_that_view_it(server: SegmentSe
 
 def test_more_memory_than_there_is_is_an_error_and_leaves_nothing(server: SegmentServer) -> None:
     with connect(server) as client:
-        with pytest.raises(OutOfSpace, match=r"slab must fit into the \d+ bytes of memory that are free, got 4611"):
+        with pytest.raises(
+            OutOfSpace, match=r"slab must fit into the \d+ bytes of memory that are free in .*, got 4611"
+        ):
             client.segment("slab", 1 << 62)
         assert server.stats().segments == ()
         assert client.segment("slab", 4096).num_bytes == 4096
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Making pages of "large" segments begins with the first event, and ends with the second."""
+    begun, end, fallocate = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def made(fd: int, at: int, num_bytes: int) -> None:
+        if num_bytes >= LARGE:
+            begun.set()
+            assert end.wait(60)
+        fallocate(fd, at, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", made)
+    yield begun, end
+    end.set()
+
+
+def test_what_was_granted_counts_while_it_is_made(
+    tmp_path: Path, slow: tuple[threading.Event, threading.Event]
+) -> None:
+    with contextlib.ExitStack() as opened:
+        free = LARGE + 4096
+        server = SegmentServer(tmp_path / "handover.sock", TOKEN, lambda _: None, free=lambda: (free, "the cgroup"))
+        server.start()
+        opened.callback(server.close)
+        client, pool = opened.enter_context(connect(server)), opened.enter_context(ThreadPoolExecutor())
+        opened.callback(slow[1].set)
+        first = pool.submit(client.segment, "first", LARGE)
+        assert slow[0].wait(60)
+        with pytest.raises(OutOfSpace, match="fit into the 4096 bytes of memory that are free in the cgroup, got 8192"):
+            client.segment("second", 8192)
+        assert client.segment("second", 4096).num_bytes == 4096
+        slow[1].set()
+        assert first.result(60).num_bytes == LARGE
+        assert client.segment("third", LARGE).num_bytes == LARGE  # by now it is the kernel's to count
+        with pytest.raises(OutOfSpace):
+            client.segment("fourth", 1 << 62)  # and what was refused is not counted
+        assert client.segment("fifth", LARGE).num_bytes == LARGE
+
+
+def test_a_client_is_answered_while_large_memory_is_made_for_it(
+    server: SegmentServer, slow: tuple[threading.Event, threading.Event]
+) -> None:
+    with connect(server) as client, ThreadPoolExecutor() as pool:
+        askers = [pool.submit(client.segment, "large", LARGE) for _ in range(3)]
+        assert slow[0].wait(60)
+        beside = pool.submit(client.segment, "small", 4096)
+        try:
+            assert beside.result(5).num_bytes == 4096
+        finally:
+            slow[1].set()
+        for number, asker in enumerate(askers):  # all have the same memory
+            asker.result(60).view()[number] = 1
+        assert bytes(client.segment("large", 0).view()[:3]) == b"\1" * 3
 
 
 def test_a_doorbell_rung_in_one_process_is_heard_in_another(server: SegmentServer) -> None:
