@@ -32,6 +32,9 @@ from rondo.runtime.segments import Segment, SegmentClient
 
 POLL_S = 3600.0  # longest time one call waits at the coordinator before it is asked again
 
+MADE_S = 3900.0
+"""Longer than making the largest segment may take."""
+
 Prepare = Callable[["Round"], Awaitable[None]]
 
 
@@ -175,8 +178,9 @@ class Bus:
         self._partitions: dict[str, Partition] = {}
 
     async def open(self) -> None:
-        """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head."""
-        self._own_name = (await self.call("open_ring", self.member.rank))["ring"]
+        """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head. Making tens of
+        gigabytes takes minutes, in which whoever makes it keeps the deadline."""
+        self._own_name = (await self.call("open_ring", self.member.rank, deadline_s=MADE_S))["ring"]
         self._own = self._open.enter_context(self._writer(self._own_name))
 
     def close(self) -> None:

@@ -46,6 +46,8 @@ ROLLOUT_READER = engine_reader(0)
 """Who proves the weights that the leases of a replica depend on that generates on one rank."""
 EVALUATION_READER = "evaluation.0"
 """Who holds the weights that a replica evaluates beside the training."""
+_SPARE_BYTES = 1 << 16
+"""Of an overflow ring beyond its records: it is empty and used once, so nothing wraps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self.config = config
         self.index = index
         self._journal = journal
-        self._rings = Rings(segments, self._seen)
+        self._rings = Rings(segments, self._seen, lambda: self._wakes.wake_all())
         self.partitions = PartitionService(
             lambda: self.index.partitions, self._journal_and_apply, self._lives, lambda: self.index.step, segments
         )
@@ -233,6 +235,8 @@ class Coordinator(PartitionEndpoints, Actor):
         name = f"ring/{member}/{rank}"
         rollout = member in self.config.rollout_groups
         num_bytes = self.config.rollout_ring_bytes if rollout else self.config.column_ring_bytes
+        await self._rings.make(name, num_bytes)
+        self._fence(member, incarnation)
         if name not in self._rings:
             self._make_ring(name, num_bytes, member)
         return {"ring": name, "bytes": num_bytes}
@@ -387,14 +391,20 @@ class Coordinator(PartitionEndpoints, Actor):
 
     def _room(self, name: str, member: str, entries: list[int], *, oldest: bool) -> str | None:
         """A ring that can promise these records; the oldest uncommitted step gets an overflow ring when none can."""
+        found = self._place(name, entries, oldest=oldest)
+        if found is not None and found not in self._rings:
+            self._make_ring(found, sum(entries) + _SPARE_BYTES, member, overflow=True)
+        return found
+
+    def _place(self, name: str, entries: list[int], *, oldest: bool) -> str | None:
+        """The ring of `_room`, which may have to be made yet; None also while memory for it is made."""
         if name in self.index.space.rings and self.index.space.has_room(name, entries):
+            self._rings.give_up(name)
             return name
         if not oldest:
             return None
-        overflow = f"overflow/{member}/{self.index.attempt}.{self.index.num_overflow}"
-        self._rings.discard(overflow)  # one that a coordinator made and died before it could journal has another size
-        self._make_ring(overflow, sum(entries) + (1 << 16), member, overflow=True)  # empty and used once: nothing wraps
-        return overflow
+        overflow = f"overflow/{name.removeprefix('ring/')}/{self.index.attempt}.{self.index.num_overflow}"
+        return self._rings.prepare(name, overflow, sum(entries) + _SPARE_BYTES, fresh=True)
 
     @endpoint
     async def renew(self, member: str, incarnation: int, groups: list[list[int]]) -> dict[str, Any]:
@@ -509,11 +519,18 @@ class Coordinator(PartitionEndpoints, Actor):
         if not planned or not spec.outputs:
             return True
         oldest = min(event["step"] for event in planned) <= self.index.step
-        for rank in range(len(planned[0]["spans"])):
-            sizes = [self._output_bytes(event["spans"][rank], spec) for event in planned]
+        wanted = [
+            [self._output_bytes(event["spans"][rank], spec) for event in planned]
+            for rank in range(len(planned[0]["spans"]))
+        ]
+        places = [
+            self._place(f"ring/{member}/{rank}", [size for size in sizes if size], oldest=oldest)
+            for rank, sizes in enumerate(wanted)
+        ]
+        if None in places:
+            return False
+        for rank, sizes in enumerate(wanted):
             ring = self._room(f"ring/{member}/{rank}", member, [size for size in sizes if size], oldest=oldest)
-            if ring is None:
-                return False
             for event, size in zip(planned, sizes, strict=True):
                 event["reserve"][rank] = [ring, [size] if size else []]
         return True

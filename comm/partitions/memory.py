@@ -2,7 +2,7 @@
 
 Owns the choice between them by the ring's name, and files of their own kind. Does not own what lies inside (`ring.py`).
 
-    "part/3/0"                        a segment of the supervisor
+    "part/3/writer.0/1"               a segment of the supervisor
     "file:/scratch/part-3-1-8f2c"     a file, every byte of it reserved on the disk before it is mapped
 
 Invariant: readers, writers and the coordinator treat both alike; a file is gone from its folder when its ring is dropped, and

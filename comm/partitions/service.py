@@ -89,7 +89,7 @@ class PartitionService:
         self._alive = alive
         self._version = version
         self._memories = Memories(segments)
-        self._rings = Rings(self._memories, self._seen)
+        self._rings = Rings(self._memories, self._seen, self._made)
         self._stats: dict[int, StatsWriter] = {}
         self._waiters: dict[int, list[_Waiter]] = {}
         self._clock = clock
@@ -172,6 +172,7 @@ class PartitionService:
                 _wake(waiter)
             for ring in table.shelf.rings:
                 self._rings.drop(ring)
+            self._rings.forget(f"part/{table.id}/")
             self._memories.drop(stats_name(table.id))
             self._bury(table)
         self._partitions().dropped.clear()
@@ -215,14 +216,24 @@ class PartitionService:
         for name in own:  # too small, and empty: they make place for one that is large enough
             if shelf.ring_bytes + size > table.spec.capacity_bytes and not shelf.rings[name].order:
                 self._drop_ring(table, name)
-        if shelf.ring_bytes + size <= table.spec.capacity_bytes or not shelf.of(member, rank):
-            self._make_ring(table, f"part/{table.id}/{shelf.next_ring}", size, member, rank)
+        producer = f"part/{table.id}/{member}.{rank}"
+        taken = shelf.ring_bytes + self._rings.making_bytes(f"part/{table.id}/", producer)
+        if taken + size <= table.spec.capacity_bytes or not shelf.of(member, rank):
+            name = f"{producer}/{shelf.next_ring}"
         elif table.spec.spill_dir:
-            path = Path(table.spec.spill_dir) / f"part-{table.id}-{shelf.next_ring}-{os.urandom(8).hex()}"
-            self._make_ring(table, f"{FILE}{path}", size, member, rank)
+            name = f"{FILE}{Path(table.spec.spill_dir) / f'part-{table.id}-{shelf.next_ring}-{os.urandom(8).hex()}'}"
         else:
             return None
+        made = self._rings.prepare(producer, name, size)
+        if made is None:
+            return None
+        self._make_ring(table, made, size, member, rank)
         return True
+
+    def _made(self) -> None:
+        """Memory is there that somebody asked for."""
+        for table in list(self._partitions().tables.values()):
+            self._after(table, urgent=True)
 
     def _make_ring(self, table: Table, name: str, size: int, member: str, rank: int) -> None:
         capacity = self._rings.open(name, size)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,7 +12,8 @@ from rondo.comm.audit import audit
 from rondo.comm.epochs import GroupSpec
 from rondo.comm.meeting import fields_of
 from rondo.comm.spans import rows_of, spans_of
-from rondo.runtime.errors import Refused
+from rondo.runtime.errors import OutOfSpace, Refused
+from rondo.runtime.segments import QUICK_BYTES
 from tests.comm.served import ROW_BYTES, Served, prove, put_group, score, served
 
 
@@ -221,12 +225,12 @@ async def test_an_overflow_ring_is_taken_away_when_it_is_empty():
 async def test_memory_that_a_killed_coordinator_made_for_an_overflow_ring_is_not_taken_for_a_new_one():
     async with served(max_staleness=0) as run:
         rollout, *_ = await everyone(run)
-        run.client().segment("overflow/rollout-0/0.0", 8192)  # made, and killed before the journal had it
+        run.client().segment("overflow/rollout-0/0/0.0", 8192)  # made, and killed before the journal had it
         run.coordinator.index.space.reserve(
             "other", "ring/rollout-0/0", [run.coordinator.index.space.rings["ring/rollout-0/0"].capacity]
         )
         (grant, *_) = (await rollout.call("lease", 1, []))["grants"]
-        assert grant["ring"] == "overflow/rollout-0/0.0"
+        assert grant["ring"] == "overflow/rollout-0/0/0.0"
         assert run.coordinator.index.space.rings[grant["ring"]].capacity > 8192
         put_group(rollout, grant, [0, 1])
         await rollout.call("renew", [])
@@ -271,7 +275,7 @@ async def test_an_overflow_ring_left_empty_by_a_death_is_taken_away_at_the_next_
         rollout, *_ = await everyone(run)
         (first, *_) = (await rollout.call("lease", 8, []))["grants"]
         # Killed between the ring's event and the grant's; a put comes while nobody looks.
-        run.coordinator._make_ring("overflow/rollout-0/0.0", 1 << 16, "rollout-0", overflow=True)
+        run.coordinator._make_ring("overflow/rollout-0/0/0.0", 1 << 16, "rollout-0", overflow=True)
         await run.stop()
         put_group(rollout, first, [0, 1])
         await run.start()
@@ -358,3 +362,61 @@ async def test_grants_whose_answer_was_lost_are_granted_again_the_same() -> None
         assert (await rollout.call("lease", 8, []))["grants"] == lost
         held = [[grant["group"], grant["epoch"]] for grant in lost[1:]]
         assert (await rollout.call("lease", 8, held))["grants"] == lost[:1]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Making pages of large segments begins with the first event, and ends with the second."""
+    begun, end, fallocate = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def made(fd: int, at: int, num_bytes: int) -> None:
+        if num_bytes > QUICK_BYTES:
+            begun.set()
+            assert end.wait(60)
+        fallocate(fd, at, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", made)
+    yield begun, end
+    end.set()
+
+
+async def test_others_are_answered_while_a_large_ring_is_made_and_all_who_ask_for_it_get_the_same(slow) -> None:
+    begun, end = slow
+    async with served(max_staleness=0, ring_bytes=2 * QUICK_BYTES) as run:
+        asking = [asyncio.create_task(run.bus("rollout-0")) for _ in range(2)]  # the second one's answer was lost
+        await asyncio.to_thread(begun.wait, 60)
+        actor = await asyncio.wait_for(run.bus("actor-0"), 5)
+        await asyncio.wait_for(actor.call("commit", 0, 0, 7, []), 5)
+        assert not any(task.done() for task in asking) and "ring/rollout-0/0" not in run.coordinator.index.space.rings
+        end.set()
+        for bus in [await task for task in asking]:
+            await prove(bus)
+        assert run.coordinator.index.space.rings["ring/rollout-0/0"].capacity > QUICK_BYTES
+        (grant,) = (await bus.call("lease", 1, []))["grants"]
+        put_group(bus, grant, [0, 1])
+        await bus.call("renew", [])
+        assert run.coordinator.index.counts["ready"] == 1
+
+
+async def test_others_are_answered_while_a_large_overflow_ring_is_made(slow) -> None:
+    begun, end = slow
+    async with served(max_staleness=0, row_bytes=QUICK_BYTES) as run:
+        rollout, *_, actor = await everyone(run)
+        leasing = asyncio.create_task(rollout.call("lease", 1, []))  # two rows of 4 MiB do not fit the ring of 1 MiB
+        await asyncio.to_thread(begun.wait, 60)
+        await asyncio.wait_for(actor.call("committed"), 5)
+        assert not leasing.done()
+        end.set()
+        (grant,) = (await leasing)["grants"]
+        assert grant["ring"] == "overflow/rollout-0/0/0.0"
+        put_group(rollout, grant, [0, 1])
+        await rollout.call("renew", [])
+        assert run.coordinator.index.counts["ready"] == 1
+
+
+async def test_memory_that_cannot_be_had_is_told_to_who_asked_for_it_and_can_be_asked_for_again() -> None:
+    async with served(max_staleness=0, ring_bytes=1 << 62) as run:
+        for _ in range(2):
+            with pytest.raises(OutOfSpace, match="ring/rollout-0/0 must fit into"):
+                await run.bus("rollout-0")
+        assert (await (await run.bus("actor-0")).call("committed"))["version"] is None

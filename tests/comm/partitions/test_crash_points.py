@@ -20,7 +20,7 @@ from tests.comm.test_crash_points import Log, in_child, plant
 
 NUM_ROWS, CLEARED = 4, 3
 RING_BYTES = ring_bytes(1 << 13)
-MEMORY = {stats_name(0): STATS_BYTES, "part/0/0": 1 << 16, "part/0/1": 1 << 16}
+MEMORY = {stats_name(0): STATS_BYTES, "part/0/rollout-0.0/0": 1 << 16, "part/0/actor_fwd-0.0/1": 1 << 16}
 SETTINGS = {"capacity_bytes": 1 << 17, "chunk_bytes": 1 << 16, "clear_after": ("train",)}
 
 
