@@ -48,6 +48,8 @@ EVALUATION_READER = "evaluation.0"
 """Who holds the weights that a replica evaluates beside the training."""
 _SPARE_BYTES = 1 << 16
 """Of an overflow ring beyond its records: it is empty and used once, so nothing wraps."""
+MANY_FAILURES = 8
+"""So many failed prompt groups in a row are told of, long before they end the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._committed_at = clock()
         self._evaluators: dict[str, tuple[str, int]] = {}
         self._draining = False
+        self._told_failures = 0  # prompt groups that had failed in a row when that was told last
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -144,20 +147,30 @@ class Coordinator(PartitionEndpoints, Actor):
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
         now, events = self._clock(), []
+        limit = self.config.straggler_deadline_s
         for group in self.index.running():
-            if now - self._renewed.setdefault(group.id, now) > self.config.lease_deadline_s:
-                why = f"no progress for {self.config.lease_deadline_s:g} s at {group.holder}"
-                events.append({"event": "lose", "group": group.id, "epoch": group.epoch, "why": why})
-            limit = self.config.straggler_deadline_s
             if limit is not None and now - self._granted.setdefault(group.id, now) > limit:
                 why = f"straggler: not finished within {limit:g} s"
                 events.append(self._settle(group.id, group.epoch, "failed", why))
+            elif now - self._renewed.setdefault(group.id, now) > self.config.lease_deadline_s:
+                why = f"no progress for {self.config.lease_deadline_s:g} s at {group.holder}"
+                events.append({"event": "lose", "group": group.id, "epoch": group.epoch, "why": why})
         if events:
             self._emit(*events)
+        self._tell_of_failures()
         fatal = self.index.imbalance() or self.index.starving()
         if fatal and not self._draining:
             self._draining = True  # told once; the supervisor ends the run
             self._report("fatal", {"cause": fatal})
+
+    def _tell_of_failures(self) -> None:
+        """One report each time twice as many prompt groups in a row have failed."""
+        num = self.index.consecutive_failed
+        if num >= 2 * self._told_failures and num >= MANY_FAILURES:
+            self._report("failing", {"groups": num, "error": self.index.last_error})
+            self._told_failures = num
+        elif num < self._told_failures:
+            self._told_failures = 0
 
     async def ticking(self, period_s: float) -> None:
         while True:
@@ -423,8 +436,9 @@ class Coordinator(PartitionEndpoints, Actor):
     async def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:
         """A group ends before it is ready: `filtered`, or `error` when its data failed (retried, then quarantined)."""
         self._fence(member, incarnation)
-        if group not in self.index.groups:
-            return
+        held = self.index.groups.get(group)
+        if held is None or held.state != "running" or held.epoch != epoch:
+            return  # its lease ended meanwhile
         if outcome == "error":
             self._emit({"event": "error", "group": group, "epoch": epoch, "why": why})
             left = self.index.groups.get(group)
@@ -655,12 +669,6 @@ class Coordinator(PartitionEndpoints, Actor):
         self._emit({"event": "proved", "reader": f"{member}/{reader}", "version": version})
 
     @endpoint
-    async def let_go(self, member: str, incarnation: int, reader: str) -> None:
-        """This reader has done with the slot that it held, and serves what it served before."""
-        self._fence(member, incarnation)
-        self._emit({"event": "let_go", "reader": f"{member}/{reader}"})
-
-    @endpoint
     async def evaluated(self, member: str, incarnation: int, label: str, result: dict[str, Any]) -> None:
         """The result of an evaluation; the first one for a label counts."""
         self._fence(member, incarnation)
@@ -697,12 +705,18 @@ class Coordinator(PartitionEndpoints, Actor):
         }
         return {
             "attempt": index.attempt, "version": index.version, "groups": dict(index.counts),
+            "failed_in_a_row": index.consecutive_failed, "failing": self._failing(),
             "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes,
             "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
             "rings": rings, "proved": dict(index.versions.proved), "evaluations": dict(index.evaluations),
             "journal_events": self._journal.num_events, "waiters": len(self._wakes),
             "partitions": self.partitions.status(),
         }  # fmt: skip
+
+    def _failing(self) -> str:
+        """Empty while prompt groups come through."""
+        num = self.index.consecutive_failed
+        return f"{num} prompt groups in a row have failed: {self.index.last_error}" if num >= MANY_FAILURES else ""
 
     def _closed(self) -> bool:
         return self.index.done and self._due_evaluation() is None and not self._unevaluated()

@@ -48,13 +48,15 @@ class Rules:
     num_slots: int = 2
     spare_groups: int = 0
     max_consecutive_filtered: int = 1000
+    max_consecutive_failed: int = 100
     max_data_failures: int = 2
     max_infra_failures: int = 5
     num_positions: int | None = None  # data-set rows times passes; None is endless
 
 
 class Index:
-    """The fold. `apply` is total and deterministic: equal events give equal `dump()`."""
+    """The fold. `apply` is total and deterministic: equal events give equal `dump()`, and an event that means nothing any more,
+    since its lease, its ring or its group is gone, changes nothing."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -71,6 +73,8 @@ class Index:
         self.row_bytes = 0  # put as samples, likewise
         self.num_overflow = 0  # overflow rings ever made: names the next one
         self.consecutive_filtered = 0
+        self.consecutive_failed = 0  # failed and quarantined prompt groups since one was ready or filtered
+        self.last_error = ""  # of the last of them
         self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
         self.members: dict[str, list[int]] = {}  # group name -> [incarnation, ranks, 1 if alive]
         self.evaluations: dict[str, Event] = {}
@@ -117,7 +121,8 @@ class Index:
         self.space.add(event["ring"], event["bytes"], event["member"], overflow=overflow)
 
     def _on_ring_dropped(self, event: Event) -> None:
-        self.space.remove(event["ring"])
+        if event["ring"] in self.space.rings:
+            self.space.remove(event["ring"])
 
     def _on_started(self, event: Event) -> None:
         self.members[event["member"]] = [event["incarnation"], event["ranks"], 1]
@@ -152,6 +157,8 @@ class Index:
         self.rounds.join(event["stream"], event["member"], event["ranks"], event["tokens"])
 
     def _on_admit(self, event: Event) -> None:
+        if event["group"] < self.next_group or event["step"] < self.step:
+            return
         group = Group(event["group"], event["step"], event["position"], self.rules.samples_per_group)
         self.groups[group.id] = group
         self.steps.setdefault(group.step, []).append(group.id)
@@ -161,7 +168,9 @@ class Index:
         self._list(group)
 
     def _on_grant(self, event: Event) -> None:
-        group = self.groups[event["group"]]
+        group = self.groups.get(event["group"])
+        if group is None or group.state != "waiting" or event["ring"] not in self.space.rings:
+            return
         group.epoch, group.rank = event["epoch"], event.get("rank", 0)
         self._hold(group, event["member"])
         self._move(group, "running")
@@ -170,6 +179,8 @@ class Index:
     def _on_put(self, event: Event) -> None:
         """A record became visible. Its rows are accepted one by one; whoever comes second is refused and counted."""
         ring, pos = event["ring"], event["pos"]
+        if ring not in self.space.rings:
+            return
         touched: dict[int, Group] = {}
         row = 0  # of the record
         for group_id, first, count in event["spans"]:
@@ -191,7 +202,7 @@ class Index:
             if group.state == "running" and group.whole:
                 self.space.release(group.reservation())
                 self._hold(group, None)
-                self.consecutive_filtered = 0
+                self.consecutive_filtered = self.consecutive_failed = 0
                 self._move(group, "ready")
             self._offer(group)
         if not touched:
@@ -222,16 +233,21 @@ class Index:
 
     def _on_lose(self, event: Event) -> None:
         """A lease ended without progress. The memory stays reserved until its holder abandons it or is proved dead."""
-        group = self.groups[event["group"]]
-        if group.state == "running" and group.epoch == event["epoch"]:
+        group = self._leased(event)
+        if group is not None:
             self._lose(group, event["why"], infra=True)
 
     def _on_error(self, event: Event) -> None:
         """The holder reports that this group's data failed (a reward that raised, a prompt that does not fit)."""
-        group = self.groups[event["group"]]
-        if group.state == "running" and group.epoch == event["epoch"]:
+        group = self._leased(event)
+        if group is not None:
             self.space.release(group.reservation())
             self._lose(group, event["why"], infra=False)
+
+    def _leased(self, event: Event) -> Group | None:
+        """The group of an event whose lease is the one that the event means; None when it has ended meanwhile."""
+        group = self.groups.get(event["group"])
+        return group if group is not None and group.state == "running" and group.epoch == event["epoch"] else None
 
     def _on_abandon(self, event: Event) -> None:
         self.space.release(f"group.{event['group']}.{event['epoch']}")
@@ -241,22 +257,32 @@ class Index:
 
         A deadline revokes the right to put, never the memory: that stays reserved until the holder abandons it or dies.
         """
-        group = self.groups[event["group"]]
-        if group.state not in ("waiting", "running") or group.epoch != event["epoch"]:
+        group = self.groups.get(event["group"])
+        if group is None or group.state not in ("waiting", "running") or group.epoch != event["epoch"]:
             return
         if event["outcome"] == "filtered":
             self.space.release(group.reservation())
             self.consecutive_filtered += 1
+            self.consecutive_failed = 0
         group.error = event["why"]
         self._end(group, event["outcome"])
 
     def _on_rounds(self, event: Event) -> None:
         """Rounds that were planned together; one event, since half of a plan would lose the rows of the other half."""
         for made in event["rounds"]:
+            if not self._fits(made):
+                continue
             self.rounds.add(made, self.groups)
             for rank, reserve in enumerate(made["reserve"]):
                 if reserve is not None and reserve[1]:
                     self.space.reserve(f"{made['key']}.{rank}", reserve[0], reserve[1])
+
+    def _fits(self, made: Event) -> bool:
+        """Whether a round names groups and rings that are there, and is new."""
+        groups = {group for spans in made["spans"] for group, _, _ in spans}
+        rings = {reserve[0] for reserve in made["reserve"] if reserve is not None}
+        live = all(group in self.groups and self.groups[group].state == "ready" for group in groups)
+        return live and rings <= self.space.rings.keys() and self.rounds.get(made["key"]) is None
 
     def _on_ack(self, event: Event) -> None:
         self.space.release(f"{event['key']}.{event['rank']}")
@@ -266,6 +292,8 @@ class Index:
 
     def _on_commit(self, event: Event) -> None:
         """Version `version` exists on every rank. Version v > 0 trained step v - 1 on exactly the named rows."""
+        if self.version is not None and event["version"] <= self.version:
+            return
         self.version, self.checksum = event["version"], event["checksum"]
         step = self.version - 1
         trained = {group_id for group_id, _, _ in event["spans"]}
@@ -273,7 +301,7 @@ class Index:
             group = self.groups.get(group_id)
             if group is None or group.state not in LIVE:
                 continue
-            if group_id in trained:
+            if group_id in trained and group.state == "ready":
                 for oldest, count in Counter(group.info[OLDEST]).items():
                     self.staleness[step - oldest] = self.staleness.get(step - oldest, 0) + count
                 self._end(group, "trained")
@@ -291,9 +319,6 @@ class Index:
 
     def _on_hold(self, event: Event) -> None:
         self.versions.hold(event["slot"], event["reader"])
-
-    def _on_let_go(self, event: Event) -> None:
-        self.versions.let_go(event["reader"])
 
     def _on_proved(self, event: Event) -> None:
         self.versions.prove(event["reader"], event["version"])
@@ -352,6 +377,8 @@ class Index:
             self._move(group, "waiting")
 
     def _end(self, group: Group, outcome: str) -> None:
+        if outcome in ("failed", "quarantined"):
+            self.consecutive_failed, self.last_error = self.consecutive_failed + 1, group.error
         self._hold(group, None)
         self._move(group, outcome)
         self.rounds.withdraw(group.id, group.step)
@@ -492,6 +519,11 @@ class Index:
                 f"consecutive filtered prompt groups must stay at most {self.rules.max_consecutive_filtered}, "
                 f"got {self.consecutive_filtered}. Every prompt gives equal rewards: check the reward function or the filter."
             )
+        if self.consecutive_failed > self.rules.max_consecutive_failed:
+            return (
+                f"failed prompt groups in a row must be at most {self.rules.max_consecutive_failed} "
+                f"(rollout.max_consecutive_failed), got {self.consecutive_failed}. The last one failed so: {self.last_error}"
+            )
         return ""
 
     # ---- persistence ------------------------------------------------------------------------------------------------
@@ -508,6 +540,8 @@ class Index:
         "row_bytes",
         "num_overflow",
         "consecutive_filtered",
+        "consecutive_failed",
+        "last_error",
         "members",
         "evaluations",
     )

@@ -53,22 +53,21 @@ class Versions:
         return min(candidates, key=lambda i: (self.slots[i].state != "free", self.slots[i].version), default=None)
 
     def begin(self, slot: int, version: int) -> None:
-        self.slots[slot] = Slot("writing", version)
+        if 0 <= slot < len(self.slots):
+            self.slots[slot] = Slot("writing", version)
 
     def publish(self, slot: int, version: int, checksum: int) -> None:
         """Complete what `begin` began. Repeated, it leaves those who hold the slot by now their hold."""
-        self.slots[slot] = Slot("ready", version, checksum, self.slots[slot].holders)
+        if 0 <= slot < len(self.slots):
+            self.slots[slot] = Slot("ready", version, checksum, self.slots[slot].holders)
 
     def hold(self, slot: int, reader: str) -> None:
-        self.slots[slot].holders.add(reader)
+        if 0 <= slot < len(self.slots):
+            self.slots[slot].holders.add(reader)
 
     def prove(self, reader: str, version: int) -> None:
         """`reader` verified and installed `version`; its hold on any slot ends."""
         self.proved[reader] = version
-        self.let_go(reader)
-
-    def let_go(self, reader: str) -> None:
-        """`reader` reads nothing any more, whether or not it got anywhere; what it serves stays as it was."""
         for slot in self.slots:
             slot.holders.discard(reader)
 

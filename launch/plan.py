@@ -72,6 +72,7 @@ def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) 
         num_slots=config.num_weight_slots,
         spare_groups=rollout.spare_groups,
         max_consecutive_filtered=rollout.max_consecutive_filtered,
+        max_consecutive_failed=rollout.max_consecutive_failed,
         max_data_failures=config.reward.max_failures,
         max_infra_failures=config.bus.max_infra_failures,
         num_positions=None if passes is None else passes * num_rows,

@@ -20,12 +20,10 @@ from rondo.launch.timeline import chrome_trace, newest_steps, parse_steps, read_
 from rondo.runtime.admin import Handler
 from rondo.runtime.broadcast import Broadcast
 from rondo.runtime.errors import RondoError
-from rondo.runtime.record import read_lines
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.spec import COORDINATOR_NAME
 from rondo.runtime.supervision import State
 from rondo.runtime.supervisor import Supervisor
-from rondo.runtime.telling import tell_every
 
 _PERIOD_S = 2.0
 _ANSWER_S = 1.0
@@ -49,7 +47,9 @@ class RunProvider:
     async def poll(self) -> None:
         """Ask every process what it waits for, and the coordinator for its counters, until cancelled."""
         try:
-            await tell_every("polls", _PERIOD_S, self._ask_all)
+            while True:
+                await self._ask_all()
+                await asyncio.sleep(_PERIOD_S)
         finally:
             for ref in self._refs.values():
                 ref.close()
@@ -86,7 +86,7 @@ class RunProvider:
         return {"ready": ready, "healthy": self._supervisor.snapshot().phase != "failing"} | {
             "step": self._last_step.get("step"), "version": self._last_step.get("version", self._bus.get("version")),
             "attempt": self._bus.get("attempt"),
-        }  # fmt: skip
+        } | ({"failing": failing} if (failing := self._bus.get("failing")) else {})  # fmt: skip
 
     def roles(self) -> Any:
         return [asdict(group) for group in self._supervisor.snapshot().groups]
@@ -106,7 +106,8 @@ class RunProvider:
         if not files:
             return []
         with files[-1].open("rb") as file:
-            return list(read_lines(deque(file, maxlen=_NUM_SAMPLES), files[-1]))
+            lines = deque(file, maxlen=_NUM_SAMPLES)
+        return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
 
     def metrics(self) -> Mapping[str, Any]:
         figures = {name: value for name, value in self._last_step.items() if isinstance(value, int | float)}
@@ -121,6 +122,7 @@ class RunProvider:
                 }
             },
             "groups": {"state": self._bus.get("groups", {})},
+            "groups_failed_in_a_row": self._bus.get("failed_in_a_row", 0),
             "refused_rows": self._bus.get("refused_rows", 0),
             "restarts": {"group": {group.name: group.restarts for group in groups}},
             "rss_bytes": {"group": {group.name: group.rss_bytes for group in groups}},

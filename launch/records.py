@@ -1,6 +1,7 @@
 """Reading back what a run wrote: the lines of metrics.jsonl and events.jsonl.
 
-Owns which records count; `runtime/record.py` writes, and says which lines are whole.
+Owns the reading only; `runtime/record.py` writes. A run may be alive, or may have died in the middle of a line: a last
+line without its end is left out, any other line that is not JSON is an error that names it.
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rondo.runtime.record import read_lines
+import orjson
+
+from rondo.runtime.errors import CorruptData
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file, oldest first; nothing when there is no file."""
+    """The records of a JSONL file, oldest first; nothing when there is no file. CorruptData for a broken line."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
-        yield from read_lines(file, path)
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise CorruptData(f"{path}:{number} must be a line of JSON, got {error}. Remove the line") from error
+            yield record
 
 
 def step_records(path: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ Nothing here can hold up the run: events are folded in microseconds and drawn fo
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import itertools
 import sys
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rondo.launch.machine import show_bytes
 from rondo.launch.records import evaluation_figures
-from rondo.runtime.telling import tell_every, telling
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -132,11 +132,16 @@ class PlainView:
 
     def __init__(self, num_steps: int) -> None:
         self.progress = Progress(num_steps)
+        self._heard = True
 
     def on_event(self, record: Mapping[str, Any]) -> None:
         line = self.progress.add(record)
-        if line is not None:
-            say(line)
+        if line is None or not self._heard:
+            return
+        try:
+            print(line, flush=True)
+        except OSError:  # whoever read it is gone (`rondo train | head`): the run goes on, its files tell the rest
+            self._heard = False
 
     async def run(self) -> None:
         """Nothing to draw: lines are printed as events come."""
@@ -175,21 +180,18 @@ class LiveView:
         self.progress.add(record)
 
     async def run(self) -> None:
-        await tell_every("view", _REFRESH_S, self._refresh)
-
-    async def _refresh(self) -> None:
-        self._live.refresh()
+        while True:
+            self._live.refresh()
+            await asyncio.sleep(_REFRESH_S)
 
     def __enter__(self) -> LiveView:
-        with telling("view"):
-            self._live.__enter__()
+        self._live.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with telling("view"):
-            self._live.__exit__(kind, error, trace)
+        self._live.__exit__(kind, error, trace)
 
     def render(self) -> RenderableType:
         """The picture now: progress, reward, role groups, last events."""
@@ -232,12 +234,6 @@ _FIGURES = (
     "loss", "grad_norm", "lr", "staleness_mean", "staleness_max", "step_s", "train_s", "wait_s", "longest_wait_s", "tokens", "kl",
     "clip_fraction", "log_prob_gap",
 )  # fmt: skip
-
-
-def say(text: str) -> None:
-    """Prints a line; where nobody reads it any more (`rondo train | head -1`), the run goes on, and its files tell the rest."""
-    with telling("stdout"):
-        print(text, flush=True)
 
 
 def step_line(record: Mapping[str, Any], num_steps: int) -> str:

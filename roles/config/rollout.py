@@ -141,7 +141,9 @@ class RolloutConfig(Section):
     spare_groups: int = Field(0, ge=0)
     """Prompt groups sampled beyond a step's need; the last to finish are dropped."""
     max_consecutive_filtered: int = Field(1000, ge=1)
-    """So many filtered prompt groups in a row end the run."""
+    """More filtered prompt groups in a row than this end the run."""
+    max_consecutive_failed: int = Field(100, ge=1)
+    """More failed or quarantined prompt groups in a row than this end the run, with the last error as its cause."""
     on_new_weights: Literal["continue", "recompute", "interrupt"] = "continue"
     """What becomes of samples in flight when new weights come: 'continue' goes on with the cache that the old ones filled,
     'recompute' fills it anew at once, 'interrupt' hands them back, to be taken up again from where they were."""

@@ -420,3 +420,44 @@ async def test_memory_that_cannot_be_had_is_told_to_who_asked_for_it_and_can_be_
             with pytest.raises(OutOfSpace, match="ring/rollout-0/0 must fit into"):
                 await run.bus("rollout-0")
         assert (await (await run.bus("actor-0")).call("committed"))["version"] is None
+
+
+async def test_a_lease_that_is_late_in_both_ways_at_the_last_attempt_ends_once_and_the_coordinator_goes_on() -> None:
+    async with served(max_staleness=0, max_infra_failures=0, straggler_deadline_s=100.0) as run:
+        rollout, *_ = await everyone(run)
+        await rollout.call("lease", 8, [])
+        run.clock = 500.0
+        run.coordinator.tick()
+        counts = run.coordinator.index.counts
+        assert (counts["failed"], counts["quarantined"], counts["running"]) == (3, 0, 0)
+        assert (await rollout.call("lease", 8, []))["grants"]  # three others
+
+
+async def test_prompt_groups_that_keep_failing_are_told_of_and_end_the_run_with_their_last_error() -> None:
+    async with served(max_staleness=0, max_data_failures=0, max_consecutive_failed=17) as run:
+        rollout, *_ = await everyone(run)
+        reports: list[tuple[str, dict]] = []
+        run.coordinator._report = lambda kind, data: reports.append((kind, data))
+
+        async def fail(num: int) -> None:
+            for _ in range(num):
+                grant = (await rollout.call("lease", 1, []))["grants"][0]
+                why = f"ZeroDivisionError in the reward of group {grant['group']}"
+                await rollout.call("settle", grant["group"], grant["epoch"], "error", why)
+                await rollout.call("abandon", grant["group"], grant["epoch"])
+                run.coordinator.tick()
+
+        await fail(7)
+        assert run.coordinator.status()["failing"] == ""
+        grant = (await rollout.call("lease", 1, []))["grants"][0]
+        put_group(rollout, grant, [0, 1])  # one that comes through
+        await fail(8)
+        told = "8 prompt groups in a row have failed: ZeroDivisionError in the reward of group 15"
+        assert run.coordinator.status()["failing"] == told
+        await fail(10)
+        assert [data["groups"] for kind, data in reports if kind == "failing"] == [8, 16]
+        ((_, fatal),) = [report for report in reports if report[0] == "fatal"]
+        assert fatal["cause"] == (
+            "failed prompt groups in a row must be at most 17 (rollout.max_consecutive_failed), got 18. "
+            "The last one failed so: ZeroDivisionError in the reward of group 25"
+        )
