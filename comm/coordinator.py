@@ -123,7 +123,7 @@ class Coordinator(PartitionEndpoints, Actor):
         known = dict(self.index.space.rings)
         for name, space in known.items():
             self._rings.open(name, known=space)
-        self._emit(*self._rings.read(known))
+        self._emit(*self._rings.read(known, once_more=True))
         self.partitions.start()
         roster = await self._supervisor.call("roster", deadline_s=30, retry=True)
         for member, incarnation in roster["dead"]:
@@ -194,7 +194,7 @@ class Coordinator(PartitionEndpoints, Actor):
     async def member_dead(self, group: str, incarnation: int) -> None:
         """Every process of this incarnation is gone: its puts are read once more, then its leases move on."""
         if self.index.members.get(group, [None, 0, 0])[::2] == [incarnation, 1]:
-            self._poll(group)
+            self._poll(group, once_more=True)
             self.partitions.read_member(group)
             self._emit(self._death(group, incarnation))
             self.partitions.member_died()
@@ -259,9 +259,9 @@ class Coordinator(PartitionEndpoints, Actor):
         event = {"event": "ring", "ring": name, "bytes": capacity, "member": member, "overflow": overflow}
         self._journal_and_apply([event])
 
-    def _poll(self, member: str) -> None:
+    def _poll(self, member: str, *, once_more: bool = False) -> None:
         """See what this member has put up to now."""
-        events = self._rings.read(self.index.space.owned_by(member))
+        events = self._rings.read(self.index.space.owned_by(member), once_more=once_more)
         if events:
             self._emit(*events)
 

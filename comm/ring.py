@@ -51,7 +51,7 @@ from rondo.comm.records import (
     write_payload,
 )
 from rondo.comm.spans import num_rows
-from rondo.comm.words import Words, ring_doorbell
+from rondo.comm.words import Words, be_settled, ring_doorbell, settle
 from rondo.runtime.errors import CorruptData, OutOfSpace
 
 CONTROL_BYTES = 4096
@@ -173,6 +173,7 @@ class RingWriter(RingLog):
 
     def __init__(self, segment: Memory, doorbell_fd: int | None, name: str) -> None:
         super().__init__(segment, name, readonly=False)
+        be_settled()
         self._words.store(MAGIC_WORD, RING_MAGIC)
         self._bytes = np.frombuffer(self._data, np.uint8)
         self._gathered = io.BytesIO()
@@ -244,11 +245,12 @@ class RingTail(RingLog):
         """Every record that became visible since the last poll, oldest first; an empty list when there is none.
 
         Call `words.drain(doorbell_fd)` first, always in this order: only then is the head loaded here sure to be as new
-        as the last ring, and only then, where `words.PEEK_IS_SAFE` is False, are the bytes below it complete.
+        as the last ring. `words.py` says when to look at all where `PEEK_IS_SAFE` is False.
         Raises CorruptData at a record that breaks its checksum; the cursor stays before it.
         """
         seen: list[tuple[RecordRef, Descriptor]] = []
         head = self.head
+        settle()
         while self.cursor < head:
             header, descriptor = self._header(self.cursor)
             if header.kind == RECORD:

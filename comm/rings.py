@@ -37,9 +37,11 @@ class _Ring:
     doorbell: int
     segment: Segment
 
-    def news(self) -> bool:
-        """Whether there is something to read; a look costs no system call where a look is enough."""
-        return not PEEK_IS_SAFE or self.tail.head > self.tail.cursor
+    def news(self, once_more: bool) -> bool:
+        """Whether there is something to read, by the rule of `words.py`; no system call where a look is enough."""
+        if PEEK_IS_SAFE and self.tail.head == self.tail.cursor:
+            return False
+        return drain(self.doorbell) > 0 or PEEK_IS_SAFE or once_more
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class _Making:
 
 
 class Rings:
-    """Lives on a running event loop. `seen` gets the put events of a ring whose doorbell was rung; `made` is called when memory that
+    """Lives on a running event loop. `seen` gets the put events of a ring whose doorbell was rung, `made` is called when memory
     `prepare` had not got is there, or cannot be had."""
 
     def __init__(
@@ -134,9 +136,10 @@ class Rings:
         asyncio.get_running_loop().add_reader(ring.doorbell, self._rung, name)
         return tail.capacity
 
-    def read(self, names: Iterable[str]) -> list[Event]:
-        """Put events of all records that nobody has seen yet."""
-        return [event for name in names if self._rings[name].news() for event in self._read(name)]
+    def read(self, names: Iterable[str], *, once_more: bool = False) -> list[Event]:
+        """Put events of all records that have rung and nobody has seen yet. once_more: also of those that have not, or whose
+        doorbell a coordinator drained that is dead; at its successor's start, and when the producer is dead."""
+        return [event for name in names if self._rings[name].news(once_more) for event in self._read(name)]
 
     def release(self, name: str, tail: int) -> None:
         """Let the producer overwrite everything before `tail`."""
@@ -160,14 +163,12 @@ class Rings:
         return self._making.pop(producer).task.result() if producer is not None else None
 
     def _rung(self, name: str) -> None:
-        events = self._read(name)
+        events = self._read(name) if drain(self._rings[name].doorbell) or PEEK_IS_SAFE else []
         if events:
             self._seen(events)
 
     def _read(self, name: str) -> list[Event]:
-        ring = self._rings[name]
-        drain(ring.doorbell)
-        return [_put_event(name, ref, descriptor) for ref, descriptor in ring.tail.poll()]
+        return [_put_event(name, ref, descriptor) for ref, descriptor in self._rings[name].tail.poll()]
 
     def _shut(self, name: str) -> None:
         ring = self._rings.pop(name)

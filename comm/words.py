@@ -18,14 +18,22 @@ A doorbell that rings between `drain` and `load` costs one look in vain; none is
 its store and its doorbell has put the record all the same: whoever learns of the death looks at the head once more.
 
 Order of memory: x86-64 keeps stores in order and loads in order, so there (`PEEK_IS_SAFE`) a reader may look at a head
-without draining first and finds the payload complete. Elsewhere only the eventfd's lock orders the producer's stores
-before the consumer's loads: look only after a `drain` that returned more than 0.
+without draining first and finds the payload complete. Elsewhere the eventfd's lock orders the stores of what has rung before the
+loads of who drained it, and of nothing else: not of a record whose head is there and whose doorbell is not. So there
+
+    look only after a `drain` that returned more than 0        but once more after a death, and at a consumer's own start
+    words.load(HEAD), then `settle`, then read up to that head and no further
+
+`settle` is membarrier(2): every processor that runs a producer (`be_settled`) passes a full barrier, so what was stored before
+the head that was seen is there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+from functools import cache
 
 import numpy as np
 
@@ -34,6 +42,9 @@ LINE_BYTES = 64
 
 PEEK_IS_SAFE = platform.machine() in ("x86_64", "AMD64")
 """Whether a head may be looked at without draining its doorbell first."""
+
+_NR_MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365}.get(platform.machine())
+_GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 1 << 1, 1 << 2
 
 
 class Words:
@@ -60,6 +71,25 @@ class Words:
     def store(self, index: int, value: int) -> None:
         """Raises TypeError on a read-only view, ValueError when `value` is outside 0 to 2**64 - 1."""
         self._words[index << 3] = value
+
+
+def settle() -> None:
+    """Between a head and what is read below it: the stores of its producer before it are there. Nothing where `PEEK_IS_SAFE`; a
+    kernel without the call leaves a record open to be seen early between its head and its doorbell."""
+    if not PEEK_IS_SAFE:
+        membarrier(_GLOBAL_EXPEDITED)
+
+
+@cache
+def be_settled() -> None:
+    """To be called by a process before its first store of a head: `settle` reaches it from then on."""
+    if not PEEK_IS_SAFE:
+        membarrier(_REGISTER_GLOBAL_EXPEDITED)
+
+
+def membarrier(command: int) -> bool:
+    """Whether the kernel has done it; microseconds."""
+    return _NR_MEMBARRIER is not None and ctypes.CDLL(None).syscall(_NR_MEMBARRIER, command, 0, 0) == 0
 
 
 def new_doorbell() -> int:

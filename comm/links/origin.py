@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from rondo.comm.records import HEADER_BYTES, PAD, RECORD
 from rondo.comm.ring import RingView
-from rondo.comm.words import PEEK_IS_SAFE
+from rondo.comm.words import PEEK_IS_SAFE, settle
 from rondo.runtime.errors import CorruptData, Refused
 
 
@@ -51,6 +51,7 @@ class Origin(RingView):
     def look(self) -> None:
         """See new records. Where `PEEK_IS_SAFE` is False: after a doorbell was drained."""
         self._seen = self.head
+        settle()
 
     def again(self, pos: int, num_bytes: int) -> None:
         """A chunk did not arrive as it was: it goes first now."""

@@ -107,7 +107,7 @@ class PartitionService:
             for name, ring in table.shelf.rings.items():
                 self._rings.open(name, known=ring)
             self._show(table)
-            self.read(table)
+            self.read(table, once_more=True)
 
     def close(self) -> None:
         """Stop listening; memory stays where it is."""
@@ -118,7 +118,7 @@ class PartitionService:
     def read_member(self, member: str) -> None:
         """See what this member has put up to now: it is about to be declared dead."""
         for table in self._partitions().tables.values():
-            self._emit(table, self._rings.read(table.shelf.of(member)))
+            self._emit(table, self._rings.read(table.shelf.of(member), once_more=True))
 
     def member_died(self) -> None:
         """The fold has taken a dead member's claims back: whoever waits may get them, and its empty rings are let go."""
@@ -244,9 +244,9 @@ class PartitionService:
         self._journal_and_apply([{"event": "part", "do": "unring", "part": table.id, "ring": name}])
         self._rings.drop(name)
 
-    def read(self, table: Table) -> None:
+    def read(self, table: Table, *, once_more: bool = False) -> None:
         """See every put into this partition up to now."""
-        self._emit(table, self._rings.read(list(table.shelf.rings)))
+        self._emit(table, self._rings.read(list(table.shelf.rings), once_more=once_more))
 
     def status(self) -> dict[str, Any]:
         """Every partition by name, for metrics and the admin endpoint; O(tasks), never a scan of rows."""

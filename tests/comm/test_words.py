@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from rondo.comm.litmus import Litmus, litmus
-from rondo.comm.words import LINE_BYTES, Words, drain, new_doorbell, ring_doorbell
+from rondo.comm.words import LINE_BYTES, Words, drain, membarrier, new_doorbell, ring_doorbell
 from tests.comm.memory import ROOT, MemorySegment
 
 
@@ -99,3 +99,8 @@ def test_the_ring_and_what_it_stands_on_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_kernel_settles_what_other_processors_have_stored() -> None:
+    assert membarrier(1 << 2) and membarrier(1 << 1)  # registered, then done
+    assert not membarrier(1 << 30)
