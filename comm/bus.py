@@ -130,13 +130,44 @@ class Round:
     records: Mapping[tuple[str, int, int], Record]
 
 
+class Views:
+    """Rings mapped read-only, each at its first use and until it is let go. To be used by one thread at a time."""
+
+    def __init__(self, segments: SegmentClient) -> None:
+        self._segments = segments
+        self._open: dict[str, tuple[RingView, Segment]] = {}
+
+    def __getitem__(self, ring: str) -> RingView:
+        """Raises NoSuchSegment for a ring that was taken away."""
+        if ring not in self._open:
+            segment = self._segments.segment(ring, 0)
+            self._open[ring] = RingView(segment, ring), segment
+        return self._open[ring][0]
+
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        """Let go of every ring that is not wanted."""
+        for ring in [ring for ring in self._open if not wanted(ring)]:
+            view, segment = self._open.pop(ring)
+            view.close()
+            segment.close()
+
+    def close(self) -> None:
+        self.keep(lambda _: False)
+
+    def __enter__(self) -> Views:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Bus:
     def __init__(self, member: Member, coordinator: ActorRef, segments: SegmentClient) -> None:
         self.member = member
         self._coordinator = coordinator
         self._segments = segments
         self._open = ExitStack()
-        self._views: dict[str, tuple[RingView, Segment]] = {}
+        self._views = Views(segments)
         # stream -> the rings that the rounds of its newest two answers view: those worked on, and those asked for ahead
         self._named: dict[str, deque[set[str]]] = {}
         self._joined: dict[str, int] = {}  # stream -> tokens a micro-batch
@@ -158,8 +189,7 @@ class Bus:
             ahead.drop()
         for partition in self._partitions.values():
             partition.close()
-        for ring in list(self._views):
-            self._forget(ring)
+        self._views.close()
         self._open.close()
 
     async def call(self, method: str, *args: Any, deadline_s: float = 60.0, **kwargs: Any) -> Any:
@@ -313,12 +343,11 @@ class Bus:
         rings = {ring for records in named for ring, _, _ in records}
         self._named.setdefault(stream, deque(maxlen=2)).append(rings)
         viewed = set().union(*(rings for newest in self._named.values() for rings in newest))
-        for ring in [name for name in self._views if name.startswith("overflow/") and name not in viewed]:
-            self._forget(ring)
+        self._views.keep(lambda name: name in viewed or not name.startswith("overflow/"))
         return [self._round(fields, records) for fields, records in zip(answer, named, strict=True)]
 
     def _round(self, fields: Mapping[str, Any], named: set[tuple[str, int, int]]) -> Round:
-        records = {(ring, pos, seq): self.view(ring).read(pos, seq) for ring, pos, seq in named}
+        records = {(ring, pos, seq): self._views[ring].read(pos, seq) for ring, pos, seq in named}
         held = {group["group"]: _Held(group, records) for group in fields["groups"]}
         spans = fields["spans"]
         of = [held[group] for group, _, count in spans for _ in range(count)]
@@ -327,16 +356,9 @@ class Bus:
         plain = {name: fields[name] for name in ("key", "index", "step", "last", "update", "closes", "ring")}
         return Round(**plain, rows=rows, spans=spans, records=records)
 
-    def view(self, ring: str) -> RingView:
-        if ring not in self._views:
-            segment = self._segments.segment(ring, 0)
-            self._views[ring] = (RingView(segment, ring), segment)
-        return self._views[ring][0]
-
-    def _forget(self, ring: str) -> None:
-        view, segment = self._views.pop(ring)
-        view.close()
-        segment.close()
+    def views(self) -> Views:
+        """Views of the rings for whoever reads on another thread: those of the rounds come and go with the rounds."""
+        return Views(self._segments)
 
     def check(self, made: Round) -> None:
         """Raise CorruptData when memory of this round was overwritten while it was read: the work is discarded."""

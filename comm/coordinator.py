@@ -669,6 +669,12 @@ class Coordinator(PartitionEndpoints, Actor):
         self._emit({"event": "proved", "reader": f"{member}/{reader}", "version": version})
 
     @endpoint
+    async def let_go(self, member: str, incarnation: int, reader: str) -> None:
+        """This reader has done with the slot that it held, and serves what it served before."""
+        self._fence(member, incarnation)
+        self._emit({"event": "let_go", "reader": f"{member}/{reader}"})
+
+    @endpoint
     async def evaluated(self, member: str, incarnation: int, label: str, result: dict[str, Any]) -> None:
         """The result of an evaluation; the first one for a label counts."""
         self._fence(member, incarnation)

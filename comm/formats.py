@@ -13,12 +13,10 @@ form needs a step in `_STATES` or `_EVENTS`.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rondo.runtime.errors import ConfigError
+from rondo.runtime import formats
 
 FORMAT = 1
 
@@ -29,29 +27,14 @@ _EVENTS: tuple[Callable[[Fields], Fields], ...] = (lambda event: event,)
 """Likewise for the events of a journal."""
 
 
-@functools.cache
-def release() -> str:
-    """The release that runs here."""
-    try:
-        return importlib.metadata.version("rondo-rl")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def stamp() -> Fields:
     """What a dump says of its own form."""
-    return {"format": FORMAT, "release": release()}
+    return formats.stamp(FORMAT)
 
 
 def format_of(state: Mapping[str, Any], where: object) -> int:
     """The format of a dump that lies `where`. ConfigError when only a newer release can read it."""
-    found = int(state.get("format", 0))
-    if found > FORMAT:
-        raise ConfigError(
-            f"{where} must be of format {FORMAT} or older, got {found}, which rondo {state.get('release', '?')} wrote. "
-            f"This is rondo {release()}: go on with that release or a newer one."
-        )
-    return found
+    return formats.check(state, FORMAT, where)
 
 
 def state_of(state: Fields, where: object) -> Fields:

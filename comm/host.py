@@ -6,11 +6,12 @@ by the folder, and leave or die. The host starts none of them and kills none.
 
     rondo bus FOLDER                                    # in a process of its own; or: async with Host(folder): ...
 
-    FOLDER, mode 0700    token, lock, supervisor.sock, handover.sock, coordinator.sock, coordinator.log, run/ (with the journal)
+    FOLDER, mode 0700    bus (says that the folder is a bus's), token, lock, supervisor.sock, handover.sock, coordinator.sock,
+                         coordinator.log, run/ (with the journal)
 
-Invariants: one host a folder (a lock says so); a member's incarnation is over when its last process is gone, proved by a pidfd
-or said by the process itself, and the next one begins when the coordinator has heard so; what a host held ends with it
-(`partitions/checkpoint.py` keeps rows), so a host begins with an empty folder.
+Invariants: one host a folder (a lock says so); nothing is written or removed in a folder that is no bus's; a member's incarnation
+is over when its last process is gone, proved by a pidfd or said by the process itself, and the next one begins when the
+coordinator has heard so; what a host held ends with it (`partitions/checkpoint.py` keeps rows), so one begins with an empty bus.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from rondo.runtime.segments import SegmentServer
 from rondo.runtime.waits import waiting
 
 HOST, HANDOVER, COORDINATOR, TOKEN = "supervisor.sock", "handover.sock", "coordinator.sock", "token"
-_LOG, _RUN = "coordinator.log", "run"
+_MARK, _LOG, _RUN = "bus", "coordinator.log", "run"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_PATH_BYTES = 107  # of a Unix socket
 _READY_S = 60.0
@@ -99,7 +100,7 @@ class Host(Actor):
 
     async def __aenter__(self) -> Host:
         self.failed = asyncio.get_running_loop().create_future()
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_own(self.folder)
         try:
             self._open.enter_context(_locked(self.folder))
             token = self._begin_anew()
@@ -292,6 +293,21 @@ class Host(Actor):
 
         self._pidfds[pidfd] = pid
         loop.add_reader(pidfd, ended)
+
+
+def _make_own(folder: Path) -> None:
+    """A new or empty folder becomes a bus's, one that is a bus's stays so. ConfigError for any other."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = sorted(path.name for path in folder.iterdir())
+    except (FileExistsError, NotADirectoryError):
+        found = ["a file"]
+    if found and _MARK not in found:
+        raise ConfigError(
+            f"the folder of a bus must be new, empty or that of an earlier bus, got {', '.join(found[:4])} in {folder}. "
+            "Choose another one."
+        )
+    (folder / _MARK).touch(0o600)
 
 
 @contextlib.contextmanager

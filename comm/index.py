@@ -320,6 +320,9 @@ class Index:
     def _on_hold(self, event: Event) -> None:
         self.versions.hold(event["slot"], event["reader"])
 
+    def _on_let_go(self, event: Event) -> None:
+        self.versions.let_go(event["reader"])
+
     def _on_proved(self, event: Event) -> None:
         self.versions.prove(event["reader"], event["version"])
 

@@ -235,12 +235,15 @@ def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = 
     view[at : at + HEADER_BYTES + len(descriptor)] = b"".join((fields, crc, descriptor))
 
 
-def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header, memoryview]:
+def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header, bytes]:
     """The checked header of the record for log offset `pos` at byte `at`, and its descriptor's bytes.
 
     `limit` is how many bytes there are up to the end of the ring. Raises CorruptData when anything disagrees.
     """
-    magic, *fields = HEADER_FIELDS.unpack_from(view, at)
+    first = bytes(
+        view[at : at + HEADER_BYTES]
+    )  # what is checked is what is used, though a producer may write here meanwhile
+    magic, *fields = HEADER_FIELDS.unpack_from(first)
     header = Header._make(fields)
     if magic != _MAGIC or header.pos != pos:
         found = f"one for {header.pos}" if magic == _MAGIC else f"the bytes {magic.hex()}"
@@ -250,9 +253,9 @@ def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header
             f"the record at {pos} must have between {HEADER_BYTES} and {limit} bytes, got {header.num_bytes} "
             f"with a descriptor of {header.descriptor_bytes}."
         )
-    descriptor = view[at + HEADER_BYTES : at + HEADER_BYTES + header.descriptor_bytes]
-    (wanted,) = _CRC.unpack_from(view, at + HEADER_FIELDS.size)
-    crc = zlib.crc32(descriptor, zlib.crc32(view[at : at + HEADER_FIELDS.size]))
+    descriptor = bytes(view[at + HEADER_BYTES : at + HEADER_BYTES + header.descriptor_bytes])
+    (wanted,) = _CRC.unpack_from(first, HEADER_FIELDS.size)
+    crc = zlib.crc32(descriptor, zlib.crc32(first[: HEADER_FIELDS.size]))
     if crc != wanted:
         raise CorruptData(f"the record at {pos} must match its checksum {wanted:08x}, got {crc:08x}.")
     return header, descriptor
@@ -264,7 +267,7 @@ def read_generation(view: memoryview, at: int) -> tuple[int, int]:
     return pos, seq
 
 
-def read_descriptor(header: Header, descriptor: memoryview) -> Descriptor:
+def read_descriptor(header: Header, descriptor: bytes) -> Descriptor:
     """Decode what `read_header` checked. Nothing in it points into the ring any more."""
     fields = orjson.loads(descriptor)
     columns: list[ColumnLayout] = []

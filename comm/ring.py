@@ -159,7 +159,7 @@ class RingLog:
         mapped."""
         del self._words, self._data
 
-    def _header(self, pos: int) -> tuple[Header, memoryview]:
+    def _header(self, pos: int) -> tuple[Header, bytes]:
         at = pos % self.capacity
         return read_header(self._data, at, pos, self.capacity - at)
 

@@ -68,6 +68,10 @@ class Versions:
     def prove(self, reader: str, version: int) -> None:
         """`reader` verified and installed `version`; its hold on any slot ends."""
         self.proved[reader] = version
+        self.let_go(reader)
+
+    def let_go(self, reader: str) -> None:
+        """`reader` reads nothing any more, whether or not it got anywhere; what it serves stays as it was."""
         for slot in self.slots:
             slot.holders.discard(reader)
 

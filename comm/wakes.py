@@ -40,6 +40,8 @@ def helped(event: Event, owner: str | None) -> tuple[str, ...]:
             return (ROUNDS,)
         case "proved":
             return lease(event["reader"].partition("/")[0]), SLOTS
+        case "let_go":
+            return (SLOTS,)
         case "published":
             return (WEIGHTS,)
         case "admit" | "grant" | "hold" | "publishing":

@@ -77,11 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left, as `head` does. Python would complain once more when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        code = EXIT_FAILED
+    _finish_stdout()
     return code
+
+
+def _finish_stdout() -> None:
+    """What is left goes out now: where it cannot, Python would complain at the end, with an exit code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def train(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from rondo.launch.rundir import existing_run
+from rondo.launch.rundir import existing_run, read_json
 from rondo.launch.steps import Step, read_steps
 from rondo.launch.timeline import Figures, parse_steps, read_run
 from rondo.runtime.errors import ConfigError
@@ -435,8 +435,8 @@ def show(path: Path, steps: str | None = None, *, as_json: bool = False) -> int:
         raise ConfigError(f"--steps must name steps of the run, got {steps}. It has {told[0].step} to {told[-1].step}")
     if steps is None and len(chosen) > 2:
         chosen = chosen[1:]  # the first one waits for everything that starts
-    settings = orjson.loads((run / "config.resolved.json").read_bytes())
-    machine = orjson.loads((run / "environment.json").read_bytes())
+    settings = read_json(run / "config.resolved.json")
+    machine = read_json(run / "environment.json")
     processor = processor_of(figures, chosen[0].start, chosen[-1].start + chosen[-1].step_s)
     found = explain(chosen, Setup.of(settings, machine["num_cores"]), processor)
     if as_json:

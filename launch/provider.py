@@ -20,10 +20,12 @@ from rondo.launch.timeline import chrome_trace, newest_steps, parse_steps, read_
 from rondo.runtime.admin import Handler
 from rondo.runtime.broadcast import Broadcast
 from rondo.runtime.errors import RondoError
+from rondo.runtime.record import read_lines
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.spec import COORDINATOR_NAME
 from rondo.runtime.supervision import State
 from rondo.runtime.supervisor import Supervisor
+from rondo.runtime.telling import tell_every
 
 _PERIOD_S = 2.0
 _ANSWER_S = 1.0
@@ -47,9 +49,7 @@ class RunProvider:
     async def poll(self) -> None:
         """Ask every process what it waits for, and the coordinator for its counters, until cancelled."""
         try:
-            while True:
-                await self._ask_all()
-                await asyncio.sleep(_PERIOD_S)
+            await tell_every("polls", _PERIOD_S, self._ask_all)
         finally:
             for ref in self._refs.values():
                 ref.close()
@@ -106,8 +106,7 @@ class RunProvider:
         if not files:
             return []
         with files[-1].open("rb") as file:
-            lines = deque(file, maxlen=_NUM_SAMPLES)
-        return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+            return list(read_lines(deque(file, maxlen=_NUM_SAMPLES), files[-1]))
 
     def metrics(self) -> Mapping[str, Any]:
         figures = {name: value for name, value in self._last_step.items() if isinstance(value, int | float)}

@@ -1,7 +1,6 @@
 """Reading back what a run wrote: the lines of metrics.jsonl and events.jsonl.
 
-Owns the reading only; `runtime/record.py` writes. A run may be alive, or may have died in the middle of a line: a last
-line without its end is left out, any other line that is not JSON is an error that names it.
+Owns which records count; `runtime/record.py` writes, and says which lines are whole.
 """
 
 from __future__ import annotations
@@ -10,26 +9,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from rondo.runtime.errors import CorruptData
+from rondo.runtime.record import read_lines
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file, oldest first; nothing when there is no file. CorruptData for a broken line."""
+    """The records of a JSONL file, oldest first; nothing when there is no file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise CorruptData(f"{path}:{number} must be a line of JSON, got {error}. Remove the line") from error
-            yield record
+        yield from read_lines(file, path)
 
 
 def step_records(path: Path) -> list[dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 Owns the layout, the claim on the folder and the record of who runs in it. Does not own the files' contents: each is
 written by the piece that knows it. Invariant: at most one live process owns a run directory; the kernel drops the claim
-when that process ends, however it ends, so nothing stale is ever left to clean.
+when that process ends, however it ends, so nothing stale is ever left to clean. Whoever asks who owns it takes no lock.
 
     runs/latest -> quickstart
     runs/quickstart/
-      config.py  config.resolved.json  environment.json  summary.json  supervisor.json (0600, while it runs)
+      config.py  config.resolved.json (0600)  environment.json (0600)  format.json  summary.json
+      supervisor.json (0600, while it runs)
       metrics.jsonl  events.jsonl  timeline/  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
 
 A name that has been used gets the next number (`runs/quickstart-2`); a name whose run is alive is refused.
@@ -20,6 +21,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -30,8 +32,15 @@ from typing import Any
 
 import orjson
 
+from rondo.runtime import formats
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.telling import telling
 
+FORMAT = "format.json"
+PRIVATE = 0o600
+"""Of what may hold secrets: settings hold environments of servers, and command lines hold settings."""
+_LOCK = struct.Struct("hhqqi4x")
+"""`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
 _FOLDERS = ("logs", "journal", "samples", "checkpoints", "dumps")
 _PACKAGES = (
     "rondo-rl",
@@ -68,29 +77,37 @@ class RunDir:
     @classmethod
     def create(cls, parent: Path, name: str, resolved: dict[str, Any], config_file: Path | None = None) -> RunDir:
         """Makes and claims a new run directory under `parent`. ConfigError when a run of that name is alive."""
+        number = 1
         try:
             parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                path = parent / (name if number == 1 else f"{name}-{number}")
+                path.mkdir(exist_ok=True)
+                made = cls(path, _claim(path))
+                if not made.config_json.exists():
+                    break
+                made.close()
+                number += 1
+            made._fill(resolved, config_file)
+            _point(parent / "latest", made.path.name)
         except OSError as error:
             raise ConfigError(
-                f"run_dir must be a folder to write to, got {parent}: {error.strerror}. Choose another"
+                f"run_dir must be a folder to write to, got {error.filename or parent}: {error.strerror}. Choose another"
             ) from error
-        number = 1
-        while True:
-            path = parent / (name if number == 1 else f"{name}-{number}")
-            path.mkdir(exist_ok=True)
-            made = cls(path, _claim(path))
-            if not made.config_json.exists():
-                break
-            made.close()
-            number += 1
-        for folder in _FOLDERS:
-            (made.path / folder).mkdir(exist_ok=True)
-        if config_file is not None:
-            shutil.copyfile(config_file, made.path / "config.py")
-        write_json(made.path / "environment.json", environment())
-        write_json(made.config_json, resolved)
-        _point(parent / "latest", made.path.name)
         return made
+
+    def _fill(self, resolved: dict[str, Any], config_file: Path | None) -> None:
+        """The settings last: a directory without them is none yet."""
+        for folder in _FOLDERS:
+            (self.path / folder).mkdir(0o700 if folder == "samples" else 0o777, exist_ok=True)  # prompts and answers
+        if config_file is not None:
+            shutil.copyfile(config_file, self.path / "config.py")
+        write_json(self.path / "environment.json", environment(), PRIVATE)
+        write_json(self.path / FORMAT, formats.stamp(formats.RUN))
+        self.write_settings(resolved)
+
+    def write_settings(self, resolved: dict[str, Any]) -> None:
+        write_json(self.config_json, resolved, PRIVATE)
 
     @classmethod
     def claim(cls, path: Path) -> RunDir:
@@ -144,7 +161,7 @@ class RunDir:
     def write_supervisor(self, *, rt_dir: Path, admin_host: str, admin_port: int, token_path: Path) -> None:
         """Tells `status` and `stop` how to reach this process."""
         record = SupervisorRecord(os.getpid(), str(rt_dir), admin_host, admin_port, str(token_path))
-        write_json(self.path / "supervisor.json", asdict(record), mode=0o600)
+        write_json(self.path / "supervisor.json", asdict(record), PRIVATE)
 
     def close(self) -> None:
         """Lets go of the directory. Safe to call twice."""
@@ -164,48 +181,65 @@ class RunDir:
 
 
 def existing_run(path: Path) -> Path:
-    """The real path of a run directory. ConfigError when there is none."""
+    """The real path of a run directory. ConfigError when there is none, or a newer release made it."""
     if not (path / "config.resolved.json").is_file():
         parent = path.parent
         runs = sorted(found.parent.name for found in parent.glob("*/config.resolved.json")) if parent.is_dir() else []
         known = f"Runs in {parent}: {', '.join(runs)}" if runs else f"There are no runs in {parent}"
         raise ConfigError(f"RUN must be a run directory, got {path}. {known}")
-    return path.resolve()
+    path = path.resolve()
+    if (path / FORMAT).exists():
+        formats.check(read_json(path / FORMAT), formats.RUN, path)
+    return path
 
 
 def owner(path: Path) -> int | None:
-    """The pid of the live process that owns a run directory, or None."""
+    """The pid of the live process that owns a run directory, or None; 0 of one that has not said it yet."""
     try:
-        fd = os.open(path / ".owner", os.O_RDWR)
+        fd = os.open(path / ".owner", os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_pid(fd)
+        held = _LOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0)))
+        return _read_pid(fd) if held[0] != fcntl.F_UNLCK else None
     finally:
         os.close(fd)
-    return None
 
 
 def supervisor_record(path: Path) -> SupervisorRecord | None:
     """How to reach the run that is alive in a run directory; None while it starts, and when none is."""
     try:
-        fields = orjson.loads((path / "supervisor.json").read_bytes())
-    except FileNotFoundError:
+        record = SupervisorRecord(**read_json(path / "supervisor.json"))
+    except (ConfigError, TypeError):
         return None
-    record = SupervisorRecord(**fields)
     return record if record.pid == owner(path) else None
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run directory. ConfigError where there is none, or not a whole one."""
+    try:
+        found = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"{path.stat().st_size} bytes that are not: {error}"
+        raise ConfigError(
+            f"{path} must be whole JSON, got {why}. Start another run, or put a copy of the file there"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must be a JSON object, got {type(found).__name__}. Start another run")
+    return found
+
+
 def write_json(path: Path, data: Any, mode: int = 0o644) -> None:
-    """Writes a whole file or none: aside first, then renamed over."""
+    """Writes a whole file or none, also where the power fails: aside first, flushed, then renamed over."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(fd, "wb") as file:
-        file.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
-        file.write(b"\n")
-    aside.replace(path)
+    try:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def environment() -> dict[str, Any]:
@@ -228,18 +262,18 @@ def environment() -> dict[str, Any]:
 
 
 def _claim(path: Path) -> int:
-    fd = os.open(path / ".owner", os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(path / ".owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+    except (BlockingIOError, PermissionError):
         pid = _read_pid(fd)
         os.close(fd)
         raise ConfigError(
             f"the run directory {path} must have no other owner, got a live run with pid {pid}. "
             f"Stop it with `rondo stop {path}`, or choose another name with --set name=..."
         ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    with telling(".owner"):  # on a full disk there is an owner whose pid nobody knows
+        os.pwrite(fd, b"%-20d\n" % os.getpid(), 0)
     return fd
 
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from rondo.launch.records import evaluation_figures, evaluation_records, read_records, step_records
-from rondo.launch.rundir import write_json
+from rondo.launch.rundir import read_json, write_json
 from rondo.models.media.inputs import MODALITIES
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.telling import telling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,6 +76,8 @@ class Summary:
     cpu_share: float | None = None
     """Processor time of all processes over wall time times cores, 0 to 1."""
     first_cause: str | None = None
+    untold: Mapping[str, int] = field(default_factory=dict)
+    """What could not be written down or shown while the run went on, and how often."""
 
 
 def summarize(
@@ -91,6 +93,7 @@ def summarize(
     cores: Mapping[str, float] | None = None,
     cpu_share: float | None = None,
     started: float | None = None,
+    untold: Mapping[str, int] | None = None,
 ) -> Summary:
     """Reads a run directory. What the files do not hold comes from the supervisor's outcome; `started` is the wall-clock
     time of its start, in seconds since the epoch."""
@@ -99,7 +102,9 @@ def summarize(
     since = started if started is not None else 0.0  # a resumed run has steps from before
     told = (r["time"] for r in read_records(metrics) if "step" in r and "reward_mean" in r)
     first_time = next((at for at in told if at >= since), None)
-    counts = _audit(run)
+    counts: dict[str, Any] = {}
+    with telling("the audit"):
+        counts = _audit(run)
     return Summary(
         name=run.resolve().name,
         exit_code=exit_code,
@@ -124,6 +129,7 @@ def summarize(
         cores=dict(cores or {}),
         cpu_share=cpu_share,
         first_cause=first_cause,
+        untold=dict(untold or {}),
     )
 
 
@@ -183,10 +189,10 @@ def write(run: Path, summary: Summary) -> Path:
 
 
 def read(run: Path) -> Summary | None:
-    """The summary of a finished run; None when there is none yet."""
+    """The summary of a finished run; None when there is none yet, or a power loss tore it."""
     try:
-        tree = orjson.loads((run / "summary.json").read_bytes())
-    except FileNotFoundError:
+        tree = read_json(run / "summary.json")
+    except ConfigError:
         return None
     known = {item.name for item in fields(Summary)}
     return Summary(**{name: value for name, value in tree.items() if name in known})
@@ -199,8 +205,8 @@ def print_table(summary: Summary, console: Console | None = None) -> None:
 
     console = console or Console()
     if not console.is_terminal:
-        for name, value in rows(summary):
-            console.print(f"{name:<24}{value}", markup=False, highlight=False, soft_wrap=True)
+        for name, value in rows(summary):  # a Console would end the process where nobody reads
+            print(f"{name:<24}{value}", file=console.file, flush=True)
         return
     table = Table(title=f"run {summary.name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -251,6 +257,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "cores", " ".join(f"{name}={value:.3f}" for name, value in summary.cores.items())
     if summary.cpu_share is not None:
         yield "cpu_share", f"{summary.cpu_share:.2f}"
+    if summary.untold:
+        yield "untold", " ".join(f"{name}={count}" for name, count in summary.untold.items())
     if summary.attempt:
         yield "attempt", str(summary.attempt)
     yield "exit_code", str(summary.exit_code)
@@ -272,7 +280,7 @@ def _audit(run: Path) -> dict[str, Any]:
     journal = run / "journal"
     if not journal.is_dir() or not files(journal):
         return {}
-    settings = orjson.loads((run / "config.resolved.json").read_bytes())
+    settings = read_json(run / "config.resolved.json")
     found = audit(
         journal,
         settings["rollout"]["samples_per_prompt"],

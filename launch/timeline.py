@@ -21,6 +21,7 @@ import orjson
 
 from rondo.launch.rundir import existing_run
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.record import read_lines
 from rondo.runtime.timeline import FOLDER, FORMAT
 
 _SHOWN_AT = "https://ui.perfetto.dev or chrome://tracing"
@@ -98,8 +99,7 @@ class Reader:
             return
         whole = data[: data.rfind(b"\n") + 1]  # a killed writer may leave a part of a line
         file.offset += len(whole)
-        for line in whole.splitlines():
-            fields = orjson.loads(line)
+        for fields in read_lines(whole.splitlines(keepends=True), path):
             if isinstance(fields, list):
                 if file.shift is not None:
                     name, lane, start, duration, step, args, still = fields

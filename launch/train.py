@@ -1,14 +1,17 @@
 """`rondo train` and `rondo resume`: a run from its directory to its summary.
 
-Owns the order: check, claim the directory, prepare the model, start supervisor, view and admin endpoint, and when all of it
-has ended write the summary and the picture. Owns no rule: each piece knows its own.
+Owns the order: check, listen, claim the directory, prepare the model, start supervisor, view and admin endpoint, and when all
+of it has ended write the summary and the picture. Owns no rule: each piece knows its own. Invariant: once the supervisor has
+started, nothing but its outcome decides the exit code; the rest only tells (`runtime/telling.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import uvloop
 
 from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
@@ -29,17 +31,18 @@ from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
 from rondo.launch.provider import RunProvider, serve_trace
-from rondo.launch.rundir import RunDir, write_json
+from rondo.launch.rundir import RunDir, read_json, write_json
 from rondo.launch.steps import Records
 from rondo.launch.summary import print_table, summarize, write
-from rondo.launch.view import open_view
+from rondo.launch.view import open_view, say
 from rondo.runtime import timeline
-from rondo.runtime.admin import AdminServer
+from rondo.runtime.admin import AdminServer, listen
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
 from rondo.runtime.supervision import Limits
 from rondo.runtime.supervisor import Supervisor
+from rondo.runtime.telling import PROCESS, tell_every, telling
 
 _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
@@ -59,10 +62,10 @@ def main(
 
     `groups`: other role classes than the plan's, in the same places. `before` sees the directory before anything is started.
     """
-    with _prepared(config, config.name, options) as run:
+    with _prepared(config, config.name, options) as (run, admin):
         if before is not None:
             before(run)
-        return _run(config, run, options, attempt=0, groups=groups)
+        return _run(config, run, options, admin, attempt=0, groups=groups)
 
 
 def fine_tune(config: RunConfig, options: TrainOptions) -> int:
@@ -71,8 +74,8 @@ def fine_tune(config: RunConfig, options: TrainOptions) -> int:
     assert actor is not None
     group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft_role:SftRole",), actor.threads)
     placed = {"extra": {"sft-0": 0} if actor.devices else {}, "ranks": {"sft-0": actor.processes}}
-    with _prepared(config, f"{config.name}-sft", options, **placed) as run:
-        return _run(config, run, options, attempt=0, groups=(group,))
+    with _prepared(config, f"{config.name}-sft", options, **placed) as (run, admin):
+        return _run(config, run, options, admin, attempt=0, groups=(group,))
 
 
 def resume(path: Path, sets: Sequence[str] = ()) -> int:
@@ -84,12 +87,26 @@ def resume(path: Path, sets: Sequence[str] = ()) -> int:
                 f"RUN must have a whole checkpoint to go on from, got none in {run.checkpoints}. "
                 "Start it again with `rondo train`; set train.save_every to have checkpoints earlier."
             )
-        config = unresolve(orjson.loads(run.config_json.read_bytes()))
-        os.chdir(orjson.loads((run.path / "environment.json").read_bytes())["cwd"])  # relative paths of the settings
+        config = unresolve(read_json(run.config_json))
+        read_json(run.path / PREPARED)
+        _work_where_it_began(run.path)
         if sets:
             config = _placed_anew(config, run, sets)
-        print(f"run {run.path.name} goes on from {checkpoint.name}", flush=True)
-        return _run(config, run, TrainOptions(run.path / "config.py"), attempt=run.next_attempt())
+        with listen(config.admin) as admin:
+            say(f"run {run.path.name} goes on from {checkpoint.name}")
+            return _run(config, run, TrainOptions(run.path / "config.py"), admin, attempt=run.next_attempt())
+
+
+def _work_where_it_began(run: Path) -> None:
+    """The settings' relative paths count from there."""
+    cwd = read_json(run / "environment.json")["cwd"]
+    try:
+        os.chdir(cwd)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder that the run was started in must be there, got {cwd}: {error.strerror}. Its settings may name files "
+            f'from there: make it again, or set "cwd" in {run / "environment.json"} to where they lie now'
+        ) from error
 
 
 def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str]) -> RunConfig:
@@ -111,11 +128,11 @@ def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str]) -> RunConf
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
         facts = require(changed, Path(folder))
     assert facts.num_rows is not None
-    prepared = orjson.loads((run.path / PREPARED).read_bytes())
+    prepared = read_json(run.path / PREPARED)
     write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.groups)})
     rules = coordinator_config(changed, facts.num_rows, routed_bytes(changed, facts.shape))
     write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))
-    write_json(run.config_json, resolve(changed))
+    run.write_settings(resolve(changed))
     return changed
 
 
@@ -123,6 +140,7 @@ def _run(
     config: RunConfig,
     run: RunDir,
     options: TrainOptions,
+    admin: socket.socket,
     *,
     attempt: int,
     groups: tuple[GroupSpec, ...] | None = None,
@@ -131,13 +149,24 @@ def _run(
     groups = groups or group_specs(config)
     timeline.begin(run.path, "supervisor", incarnation=attempt, attempt=attempt)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        outcome = runner.run(_supervise(config, run, options, attempt, groups))
+        outcome = runner.run(_supervise(config, run, options, admin, attempt, groups))
     timeline.end()
-    Records(run.path).advance(final=True)
+    with telling("steps"):
+        Records(run.path).advance(final=True)
+    with telling("summary"):
+        _sum_up(run.path, outcome, time.time() - started, started)
+    say(f"run directory: {run.path}")
+    if outcome.exit_code == 75:
+        say(f"stopped before the end: `rondo resume {run.path}` goes on")
+    return outcome.exit_code
+
+
+def _sum_up(run: Path, outcome: Outcome, wall_s: float, started: float) -> None:
+    """The run's result: on the disk as far as it can be, and on stdout in any case."""
     summary = summarize(
-        run.path,
+        run,
         exit_code=outcome.exit_code,
-        wall_s=time.time() - started,
+        wall_s=wall_s,
         attempt=outcome.attempt,
         first_cause=outcome.first_cause,
         restarts=_by_role(outcome.restarts),
@@ -146,26 +175,29 @@ def _run(
         cores=outcome.cores,
         cpu_share=outcome.cpu_share,
         started=started,
+        untold={**outcome.untold, **PROCESS.counts()},
     )
-    write(run.path, summary)
-    _plot(run.path)
-    print_table(summary)
-    print(f"run directory: {run.path}")
-    if outcome.exit_code == 75:
-        print(f"stopped before the end: `rondo resume {run.path}` goes on")
-    return outcome.exit_code
+    with telling("summary.json"):
+        write(run, summary)
+    with telling("curves.png"):
+        _plot(run)
+    with telling("stdout"):
+        print_table(summary)
 
 
 @contextmanager
-def _prepared(config: RunConfig, name: str, options: TrainOptions, **placed: Mapping[str, int]) -> Iterator[RunDir]:
-    """A new run directory with all that its processes read, once every check has passed. The folder that a model was
-    built in is gone before anything starts, so that a killed run leaves none."""
+def _prepared(
+    config: RunConfig, name: str, options: TrainOptions, **placed: Mapping[str, int]
+) -> Iterator[tuple[RunDir, socket.socket]]:
+    """A new run directory with all that its processes read, once every check has passed, and the socket of its admin endpoint.
+    The folder that a model was built in is gone before anything starts, so that a killed run leaves none."""
     with ExitStack() as stack:
         with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
             facts = require(config, Path(folder))
+            admin = stack.enter_context(listen(config.admin))
             run = stack.enter_context(RunDir.create(config.run_dir, name, resolve(config), options.config_path))
             _prepare(config, run, facts, **placed)
-        yield run
+        yield run, admin
 
 
 def _prepare(
@@ -189,7 +221,12 @@ def _prepare(
 
 
 async def _supervise(
-    config: RunConfig, run: RunDir, options: TrainOptions, attempt: int, groups: tuple[GroupSpec, ...]
+    config: RunConfig,
+    run: RunDir,
+    options: TrainOptions,
+    listening: socket.socket,
+    attempt: int,
+    groups: tuple[GroupSpec, ...],
 ) -> Outcome:
     """Supervisor, view and admin endpoint beside each other, until the supervisor has ended everything."""
     begun: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
@@ -199,7 +236,8 @@ async def _supervise(
         if record["kind"] == "started" and not begun.done():
             begun.set_result(Path(record["rt_dir"]))
         for listener in listeners:
-            listener(record)
+            with telling("events as they come"):
+                listener(record)
 
     supervisor = Supervisor(_supervisor_config(config, run, options, attempt, groups), on_event)
     view = open_view(run.path.name, config.num_steps, lambda: supervisor.snapshot().groups, plain=options.plain)
@@ -210,35 +248,37 @@ async def _supervise(
     if not begun.done():
         return await running
     rt_dir = begun.result()
-    token = (rt_dir / "token").read_text()
-    provider = RunProvider(supervisor, rt_dir, token, run.path)
-    listeners.append(provider.on_event)
-    admin = AdminServer(config.admin, provider, token=token)
-    admin.route("GET", "/timeline", serve_trace(run.path), scope="read")
-    port = await admin.start()
-    run.write_supervisor(rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token")
-    print(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}", flush=True)
+    beside = [asyncio.create_task(view.run()), asyncio.create_task(_tell_steps(run.path))]
+    admin: AdminServer | None = None
     with view:
-        beside = [
-            asyncio.create_task(view.run()),
-            asyncio.create_task(provider.poll()),
-            asyncio.create_task(_tell_steps(run.path)),
-        ]
+        with telling("admin endpoint"):
+            token = (rt_dir / "token").read_text()
+            provider = RunProvider(supervisor, rt_dir, token, run.path)
+            listeners.append(provider.on_event)
+            beside.append(asyncio.create_task(provider.poll()))
+            admin = AdminServer(config.admin, provider, token=token)
+            admin.route("GET", "/timeline", serve_trace(run.path), scope="read")
+            port = await admin.start(listening)
+            say(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}")
+            run.write_supervisor(
+                rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token"
+            )
         try:
             return await running
         finally:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            await admin.close()
+            if admin is not None:
+                with telling("admin endpoint"):
+                    await admin.close()
 
 
 async def _tell_steps(run: Path) -> None:
     """Writes down, while the run lasts, who waited for whom in each step."""
-    records = Records(run)
-    while True:
-        await asyncio.sleep(_STEPS_S)
-        await asyncio.to_thread(records.advance)
+    with telling("steps"):
+        records = Records(run)
+        await tell_every("steps", _STEPS_S, functools.partial(asyncio.to_thread, records.advance))
 
 
 def _supervisor_config(
@@ -276,4 +316,4 @@ def _plot(run: Path) -> None:
     """Draw the curves; a run is worth its summary also without a picture."""
     command = [sys.executable, "-m", "rondo.launch.plot", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PLOT_LIMIT_S, check=False)
-    print(done.stdout.strip() or done.stderr.strip(), flush=True)
+    say(done.stdout.strip() or done.stderr.strip())

@@ -10,7 +10,6 @@ Nothing here can hold up the run: events are folded in microseconds and drawn fo
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import itertools
 import sys
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rondo.launch.machine import show_bytes
 from rondo.launch.records import evaluation_figures
+from rondo.runtime.telling import tell_every, telling
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -132,16 +132,11 @@ class PlainView:
 
     def __init__(self, num_steps: int) -> None:
         self.progress = Progress(num_steps)
-        self._heard = True
 
     def on_event(self, record: Mapping[str, Any]) -> None:
         line = self.progress.add(record)
-        if line is None or not self._heard:
-            return
-        try:
-            print(line, flush=True)
-        except OSError:  # whoever read it is gone (`rondo train | head`): the run goes on, its files tell the rest
-            self._heard = False
+        if line is not None:
+            say(line)
 
     async def run(self) -> None:
         """Nothing to draw: lines are printed as events come."""
@@ -180,18 +175,21 @@ class LiveView:
         self.progress.add(record)
 
     async def run(self) -> None:
-        while True:
-            self._live.refresh()
-            await asyncio.sleep(_REFRESH_S)
+        await tell_every("view", _REFRESH_S, self._refresh)
+
+    async def _refresh(self) -> None:
+        self._live.refresh()
 
     def __enter__(self) -> LiveView:
-        self._live.__enter__()
+        with telling("view"):
+            self._live.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.__exit__(kind, error, trace)
+        with telling("view"):
+            self._live.__exit__(kind, error, trace)
 
     def render(self) -> RenderableType:
         """The picture now: progress, reward, role groups, last events."""
@@ -234,6 +232,12 @@ _FIGURES = (
     "loss", "grad_norm", "lr", "staleness_mean", "staleness_max", "step_s", "train_s", "wait_s", "longest_wait_s", "tokens", "kl",
     "clip_fraction", "log_prob_gap",
 )  # fmt: skip
+
+
+def say(text: str) -> None:
+    """Prints a line; where nobody reads it any more (`rondo train | head -1`), the run goes on, and its files tell the rest."""
+    with telling("stdout"):
+        print(text, flush=True)
 
 
 def step_line(record: Mapping[str, Any], num_steps: int) -> str:

@@ -9,7 +9,7 @@ its parameters and gradients flow back through the cast. FSDP2's mixed precision
 without it does the same by lending each unit the copies while its forward runs. torch.autocast is not used: it would keep
 norms and the residual stream in float32, and so give other log-probs than several processes, or a scoring model in bfloat16.
 
-Invariant: after `scale_gradients` a gradient is the mean over ranks times the factor, however the step is cut into
+Invariant: after `scale_gradients` a gradient is the sum over ranks times the factor, however the step is cut into ranks and
 micro-batches.
 
     model = shard(load_model(path), world_size=2, param_dtype="bfloat16")
@@ -137,9 +137,11 @@ def set_sync(model: Any, last: bool) -> None:
 
 
 def scale_gradients(model: Any, factor: float) -> None:
-    """Multiply every gradient by `factor`, after the last backward of a step (collective when encoders are replicated)."""
+    """Every gradient becomes its sum over ranks times `factor`, after the last backward of a step (collective when encoders are
+    replicated)."""
     _average_replicated(model)
-    _scale(model, factor)
+    num_ranks = dist.get_world_size() if isinstance(model, FSDPModule) else 1
+    _scale(model, factor * num_ranks)  # FSDP2 leaves means
 
 
 def _average_replicated(model: Any) -> None:

@@ -15,6 +15,7 @@ prompt; so the bound on staleness, which held when it was put, holds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ import orjson
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from rondo.comm.bus import Bus
+from rondo.comm.bus import Bus, Views
 from rondo.comm.group import LIVE, Group
 from rondo.comm.records import Column
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS
 from rondo.runtime.errors import CorruptData
+from rondo.runtime.segments import NoSuchSegment
 
 FILE = "samples.safetensors"
 _HEADER, _LENGTHS = "samples", ".lengths"
@@ -46,26 +48,25 @@ class KeptSample:
 
 def copy_samples(bus: Bus, state: Mapping[str, Any]) -> list[KeptSample]:
     """Copies of all finished samples of the open groups in the index `state`, which is as new as the rings or older: a group
-    that was settled meanwhile, and let go of its records, is left out."""
+    that was settled meanwhile, and let go of its records or its ring, is left out. On any thread."""
     kept: list[KeptSample] = []
-    for fields in state["groups"]:
-        group = Group.load(fields)
-        if group.state not in LIVE or not group.known:
-            continue
-        try:
-            kept += _copies(bus, group)
-        except CorruptData:
-            continue
+    with bus.views() as views:
+        for fields in state["groups"]:
+            group = Group.load(fields)
+            if group.state not in LIVE or not group.known:
+                continue
+            with suppress(CorruptData, NoSuchSegment):
+                kept += _copies(views, group)
     return kept
 
 
-def _copies(bus: Bus, group: Group) -> list[KeptSample]:
+def _copies(views: Views, group: Group) -> list[KeptSample]:
     found: dict[int, dict[str, np.ndarray]] = {sample: {} for sample in group.numbers()}
     for names, first, count, (ring, pos, seq, row) in group.parts:
         base = [name for name in names if name in ROLLOUT_COLUMNS]
         if not base:
             continue
-        record = bus.view(ring).read(pos, seq)
+        record = views[ring].read(pos, seq)
         for name in base:
             for i, array in enumerate(record.arrays(name)[row : row + count]):
                 found[first + i][name] = array.copy()

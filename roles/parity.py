@@ -3,7 +3,7 @@
 Owns the file's form, writing and reading. Does not own the comparison (`launch/diff.py`), nor when a step is committed.
 Written under `deterministic=True` alone, a file a rank in the run directory's `parity/`, a line a step:
 
-    {"step": 3, "version": 4, "checksum": 1893, "rounds": [[[12, 0, 77, 1405], [12, 1, 912, 33]], ...]}
+    {"time": ..., "step": 3, "version": 4, "checksum": 1893, "rounds": [[[12, 0, 77, 1405], [12, 1, 912, 33]], ...]}
                                        (group, sample, checksum of its tokens, checksum of its other columns)
 
 Invariant: a line is written before its step is committed, so none is missing; a step that ran again after a death or a resume
@@ -12,14 +12,14 @@ has a line for each time, and the last one counts. A prompt group's number is it
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import orjson
+
+from rondo.runtime.record import JsonLines, read_lines
 
 FOLDER = "parity"
 
@@ -46,13 +46,12 @@ def row_sum(group: int, sample: int, tokens: np.ndarray, columns: Iterable[np.nd
 
 
 class ParityLog:
-    """This rank's file. A line that a killed predecessor left torn is cut off first."""
+    """This rank's file."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        self._path = run_dir / FOLDER / f"rank_{rank}.jsonl"
-        self._path.parent.mkdir(exist_ok=True)
-        if self._path.exists():
-            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+        path = run_dir / FOLDER / f"rank_{rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        self._lines = JsonLines(path, what="parity")
         self._rounds: list[Sequence[RowSum]] = []
 
     def add(self, rows: Sequence[RowSum]) -> None:
@@ -65,9 +64,7 @@ class ParityLog:
         return rounds
 
     def write(self, version: int, checksum: int, rounds: Sequence[Sequence[RowSum]]) -> None:
-        line = {"step": version - 1, "version": version, "checksum": checksum, "rounds": rounds}
-        with self._path.open("ab", buffering=0) as file:
-            file.write(orjson.dumps(line) + b"\n")
+        self._lines.write({"step": version - 1, "version": version, "checksum": checksum, "rounds": rounds})
 
 
 def read(run_dir: Path) -> dict[int, dict[int, Step]]:
@@ -75,9 +72,7 @@ def read(run_dir: Path) -> dict[int, dict[int, Step]]:
     ranks: dict[int, dict[int, Step]] = {}
     for path in sorted((run_dir / FOLDER).glob("rank_*.jsonl")):
         steps = ranks.setdefault(int(path.stem.removeprefix("rank_")), {})
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                fields = orjson.loads(line)
-                rounds = tuple(tuple((g, s, t, c) for g, s, t, c in rows) for rows in fields["rounds"])
-                steps[fields["step"]] = Step(fields["step"], fields["version"], fields["checksum"], rounds)
+        for fields in read_lines(path.read_bytes().splitlines(keepends=True), path):
+            rounds = tuple(tuple((g, s, t, c) for g, s, t, c in rows) for rows in fields["rounds"])
+            steps[fields["step"]] = Step(fields["step"], fields["version"], fields["checksum"], rounds)
     return ranks

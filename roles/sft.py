@@ -106,8 +106,7 @@ def warm_up(
             loss.backward()
             total += loss.detach()
         num_tokens = sum(sequence.response for sequence in batch)
-        # Gradients are means over ranks: undone here, so that only the number of tokens divides.
-        parallel.scale_gradients(model, world_size / num_tokens)
+        parallel.scale_gradients(model, 1 / num_tokens)
         grad_norm = parallel.clip_grad_norm(model, config.clip_grad_norm)
         if not math.isfinite(grad_norm):
             raise ConfigError(f"the gradient of sft step {step} must be finite, got norm {grad_norm}. Lower sft.lr")

@@ -244,7 +244,7 @@ class Trainer:
         train = self.config.train
         total = self._sums.reduced(dist.group.WORLD if self.world_size > 1 else None)
         denominator = total.denominator(self._algorithm.normalizer, self.config.rollout.max_new_tokens)
-        parallel.scale_gradients(self.model, self.world_size / denominator)
+        parallel.scale_gradients(self.model, 1 / denominator)
         grad_norm = parallel.clip_grad_norm(self.model, train.clip_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr(step)

@@ -3,7 +3,7 @@
 actors and calls    actor, transport, waits, errors
 a run's processes   supervisor, supervision (its pure core), spec, launcher, nursery, worker, context, segments, store
 work that may fail  pool, pool_worker (killable processes for rewards and media)
-what users see      admin, record, section (settings), checkpoints
+what users see      admin, record, telling (it never decides), section (settings), checkpoints, formats
 """
 
 from __future__ import annotations

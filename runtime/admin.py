@@ -1,16 +1,18 @@
 """Admin: the HTTP endpoint of a run, in the leader's event loop. What it shows comes from a `Provider`.
 
 Owns the server, who may ask, and the wire form (JSON, Prometheus text, server-sent events). Does not own any number it
-shows. Invariant: nobody reads from another machine, and nobody changes a run, without a token.
+shows. Invariant: nobody reads from another machine, reads samples or changes a run without a token, whatever route they take.
 
     GET  /livez /readyz                               probes: 200 or 503, no data, no token
-    GET  /healthz /roles /waits /bus /weights /samples   JSON
+    GET  /healthz /roles /waits /bus /weights         JSON
+    GET  /samples                                     JSON: prompts and answers
     GET  /metrics                                     Prometheus text
     GET  /events                                      server-sent events, one `data:` line of JSON each
     POST /stop {"reason": ...}                        control: save and leave
 
     scope      on loopback      on another address
     read       open             token file's, or the run's token
+    content    token file's, or the run's token: what data and policy say, which other users of this machine may not see
     control    the run's token  the run's token
 
 A token is shown as `Authorization: Bearer TOKEN` and compared in constant time. On loopback the Host header must name
@@ -23,18 +25,20 @@ import asyncio
 import hmac
 import math
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import orjson
 from aiohttp import web
+from aiohttp.web_urldispatcher import AbstractRoute
 
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.config import AdminConfig, is_loopback
 from rondo.runtime.errors import ConfigError, RondoError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Scope = Literal["open", "read", "control"]
+Scope = Literal["open", "read", "content", "control"]
 
 _KEEP_ALIVE_S = 15.0
 _CLOSE_S = 1.0
@@ -75,7 +79,7 @@ class AdminServer:
         self._run_token = token
         self._read_token = read_token_file(config.token_file) if config.token_file is not None else None
         self._app = web.Application(middlewares=[self._guard], client_max_size=1 << 20)
-        self._scopes: dict[tuple[str, str], Scope] = {}
+        self._scopes: dict[AbstractRoute, Scope] = {}
         self._runner: web.AppRunner | None = None
         self._streams: set[asyncio.Task[Any]] = set()
         self.port = 0
@@ -87,23 +91,15 @@ class AdminServer:
         return f"http://{host}:{self.port}"
 
     def route(self, method: str, path: str, handler: Handler, *, scope: Scope) -> None:
-        """Mounts another folder's handler. Errors it raises as RondoError come back as JSON."""
-        self._app.router.add_route(method, path, handler)
-        self._scopes[(method, path)] = scope
+        """Mounts another folder's handler; method "*" for any. Errors it raises as RondoError come back as JSON."""
+        self._scopes[self._app.router.add_route(method, path, handler)] = scope
 
-    async def start(self) -> int:
-        """Listens and returns the port. ConfigError when the address cannot be had."""
+    async def start(self, listening: socket.socket | None = None) -> int:
+        """Answers on `listening`, which `listen` gave; without it, on the settings' address. Returns the port."""
+        listening = listen(self._config) if listening is None else listening
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=_CLOSE_S)
         await self._runner.setup()
-        try:
-            site = web.TCPSite(self._runner, self._config.host, self._config.port)
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(
-                f"admin.port must be free on {self._config.host}, got {self._config.port} ({error.strerror}). "
-                "Set admin.port to 0 for a free one, or stop the program that uses it"
-            ) from error
+        await web.SockSite(self._runner, listening).start()
         self.port = self._runner.addresses[0][1]
         return self.port
 
@@ -122,10 +118,10 @@ class AdminServer:
             "/waits": provider.waits,
             "/bus": provider.bus,
             "/weights": provider.weights,
-            "/samples": provider.samples,
         }
         for path, method in shown.items():
             self.route("GET", path, _json_handler(method), scope="read")
+        self.route("GET", "/samples", _json_handler(provider.samples), scope="content")
         self.route("GET", "/livez", self._livez, scope="open")
         self.route("GET", "/readyz", self._readyz, scope="open")
         self.route("GET", "/healthz", self._healthz, scope="read")
@@ -136,8 +132,7 @@ class AdminServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the scope, and turns errors into JSON."""
-        resource = request.match_info.route.resource
-        scope = self._scopes.get((request.method, resource.canonical)) if resource is not None else None
+        scope = self._scopes.get(request.match_info.route)  # none of what is not there
         if scope is not None and not self._allowed(request, scope):
             status = 401 if "Authorization" not in request.headers else 403
             return _error(
@@ -159,9 +154,10 @@ class AdminServer:
         if kind != "Bearer":
             return False
         accepted = [self._run_token]
-        if scope == "read" and self._read_token is not None:
+        if scope != "control" and self._read_token is not None:
             accepted.append(self._read_token)
-        return any(hmac.compare_digest(shown.encode(), token.encode()) for token in accepted)
+        # Headers of other encodings arrive with surrogates.
+        return any(hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode()) for token in accepted)
 
     async def _livez(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -222,6 +218,20 @@ class AdminServer:
                 await response.write(b"data: " + _dumps(record) + b"\n\n")
         finally:
             pending.cancel()
+
+
+def listen(config: AdminConfig) -> socket.socket:
+    """The socket of an endpoint, before there is anything to show. ConfigError when it cannot be had, nor the token be read."""
+    if config.token_file is not None:
+        read_token_file(config.token_file)
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"admin.port must be free on {config.host}, got {config.port} ({error.strerror}). "
+            "Set admin.port to 0 for a free one, or stop the program that uses it"
+        ) from error
 
 
 def prometheus_lines(metrics: Mapping[str, Any], prefix: str = "rondo") -> Iterator[str]:

@@ -30,13 +30,13 @@ class SupervisionConfig(Section):
 
 
 class AdminConfig(Section):
-    """Where the admin endpoint listens. Reading is open on loopback; control, and any other address, need a token."""
+    """Where the admin endpoint listens. Reading is open on loopback; samples, control, and any other address need a token."""
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """0 takes a free port; `rondo status` and the run's first line say which."""
     token_file: Path | None = None
-    """A file (mode 0600) with the token to show. Without it control needs the run's own token, in the run directory."""
+    """A file (mode 0600) with the token to show. Without it samples and control need the run's own token."""
 
     @model_validator(mode="after")
     def _other_addresses_need_a_token(self) -> AdminConfig:

@@ -26,11 +26,13 @@ from typing import Any, ParamSpec, TypeVar
 from rondo.runtime.membership import Membership
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
+from rondo.runtime.telling import telling
 from rondo.runtime.timeline import Span, span
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+REPORTS = "reports"
 _CALL_S = 30.0
 
 
@@ -119,8 +121,15 @@ class WorkerContext:
             await self.supervisor.call("ready", *arguments, deadline_s=_CALL_S, retry=True)
 
     async def report(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Writes a record: kind "metrics" to metrics.jsonl, any other to events.jsonl; the status view sees both."""
-        await self.supervisor.call("report", self.group, kind, dict(data), deadline_s=_CALL_S)
+        """Writes a record: kind "metrics" to metrics.jsonl, any other to events.jsonl; the status view sees both.
+
+        Kind "fatal" ends the run, and raises where it does not arrive; any other only tells (`telling.py`)."""
+        call = self.supervisor.call("report", self.group, kind, dict(data), deadline_s=_CALL_S)
+        if kind == "fatal":
+            await call
+        else:
+            with telling(REPORTS):
+                await call
 
     def init_process_group(self, device: str = "cpu", timeout_s: float = 600.0) -> None:
         """Makes torch's default process group over the ranks of this incarnation: gloo on the CPU, NCCL on a device such as

@@ -1,11 +1,13 @@
 """Ledger: what a run writes down about itself. Records of all its processes, their memory and time, and how it ended.
 
 Owns metrics.jsonl, events.jsonl and the sums in the `Outcome`. Does not own what is worth a record: whoever reports does.
-Every record is {"time": s since the epoch, "kind": ..., "source": role group or service, ...}, flat.
+Every record is {"time": s since the epoch, "kind": ..., "source": role group or service, ...}, flat. What could not be
+written or shown, here or in a worker, is counted (`telling.py`) and is in the sums.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +19,7 @@ from rondo.runtime.incarnation import Incarnation
 from rondo.runtime.record import JsonLines
 from rondo.runtime.spec import Outcome
 from rondo.runtime.supervision import Supervision
+from rondo.runtime.telling import NOT_TOLD, PROCESS, TOLD_AGAIN, telling
 
 _RESERVED = ("time", "kind", "source")
 _SAMPLE_S = 1.0
@@ -30,6 +33,7 @@ class Ledger:
         self._metrics = JsonLines(run_dir / "metrics.jsonl")
         self._events = JsonLines(run_dir / "events.jsonl")
         self._on_event = on_event
+        self._untold: dict[str, int] = {}
         self._began_at = time.monotonic()
         self._sampled_at = self._told_at = 0.0
         self._peak_bytes: dict[str, int] = {}
@@ -42,7 +46,20 @@ class Ledger:
         if taken:
             raise ValueError(f"a record must not hold {', '.join(_RESERVED)}, got {', '.join(taken)}. Rename it")
         lines = self._metrics if kind == "metrics" else self._events
-        self._on_event(lines.write({"kind": kind, "source": source, **data}))
+        if kind in (NOT_TOLD, TOLD_AGAIN) and source != _SELF:
+            self._untold[f"{source} {data['what']}"] = data["num"]
+        written = lines.write({"kind": kind, "source": source, **data})
+        with telling("events as they come"):
+            self._on_event(written)
+
+    def listen(self) -> None:
+        """Records what this process cannot tell, on its event loop, which runs."""
+        loop = asyncio.get_running_loop()
+
+        def hear(kind: str, data: dict[str, Any]) -> None:
+            loop.call_soon_threadsafe(self.record, _SELF, kind, data)
+
+        PROCESS.listener = hear
 
     def sample(self, lives: Iterable[Incarnation], others: Mapping[str, int]) -> None:
         """Looks at memory and processor time, at most once a second. `others`: processes that no life has, pids by name."""
@@ -76,7 +93,7 @@ class Ledger:
             recovery_s[role] = max(recovery_s.get(role, 0.0), seconds)
         cpu_s = self._cpu_by_name()
         timeline.figures("cores", cpu_s)
-        self.record("supervisor", "finished", {"exit_code": exit_code, "wall_s": wall_s})
+        self.record(_SELF, "finished", {"exit_code": exit_code, "wall_s": wall_s})
         return Outcome(
             exit_code=exit_code,
             first_cause=str(cause) if cause is not None else None,
@@ -87,6 +104,7 @@ class Ledger:
             memory_bytes=dict(self._peak_bytes),
             cpu_share=sum(cpu_s.values()) / (wall_s * len(os.sched_getaffinity(0))),
             cores={name: seconds / wall_s for name, seconds in cpu_s.items()},
+            untold=self._untold,
         )
 
     def _cpu_by_name(self) -> dict[str, float]:
@@ -97,6 +115,7 @@ class Ledger:
         return cpu_s
 
     def close(self) -> None:
+        PROCESS.listener = None
         self._metrics.close()
         self._events.close()
 

@@ -126,3 +126,5 @@ class Outcome:
     """Processor time over wall time of the supervisor and of each role group and service: cores that it kept busy."""
     cpu_share: float
     """Processor time of all processes over wall time times cores, 0 to 1."""
+    untold: Mapping[str, int] = field(default_factory=dict)
+    """What workers could not write down for people to read, and how often: "rollout-0 samples"."""

@@ -61,6 +61,7 @@ from rondo.runtime.spec import (
     SupervisorView,
 )
 from rondo.runtime.supervision import Supervision
+from rondo.runtime.telling import telling
 
 TICK_S = 0.25
 _ANSWER_S = 5.0
@@ -125,6 +126,7 @@ class Supervisor(Actor):
 
     async def _supervise(self) -> Outcome:
         async with asyncio.TaskGroup() as self._tasks:
+            self._ledger.listen()
             pids = {"pid": os.getpid(), "janitor_pid": self._estate.janitor.pid}
             self._ledger.record("supervisor", "started", {"rt_dir": str(self._estate.rt_dir), **pids})
             self._helpers: set[asyncio.Task[None]] = set()
@@ -133,7 +135,8 @@ class Supervisor(Actor):
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
-                self._ledger.sample(self._lives.values(), self._nursery.pids)
+                with telling("memory and processor time"):
+                    self._ledger.sample(self._lives.values(), self._nursery.pids)
                 self._reap_orphans()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._finished.wait(), TICK_S)
@@ -165,7 +168,8 @@ class Supervisor(Actor):
                 case DumpStacks():
                     self._help(self._dump_stacks())
                 case Note():
-                    self._note(action)
+                    with telling("notes"):  # what comes after it is done in any case
+                        self._note(action)
                 case Finish():
                     roles = {name: spec.role for name, spec in self._groups.items()}
                     self._outcome = self._ledger.sum_up(self._machine, roles, action.exit_code)
@@ -238,12 +242,13 @@ class Supervisor(Actor):
         """Who waits for what, in dumps/; every worker's stacks, in its log."""
         self._num_dumps += 1
         path = self._config.run_dir / "dumps" / f"no_progress_{self._machine.attempt}_{self._num_dumps}.json"
-        path.parent.mkdir(exist_ok=True)
         names = [
             f"{life.name}.{rank}" for life in self._lives.values() if life.name in self._groups for rank in life.workers
         ]
         answers = await asyncio.gather(*[self._waits_of(name) for name in [COORDINATOR_NAME, *names]])
-        path.write_bytes(orjson.dumps(dict(answers), option=orjson.OPT_INDENT_2))
+        with telling("dumps"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(orjson.dumps(dict(answers), option=orjson.OPT_INDENT_2))
         for life in self._lives.values():
             if life.workers and life.ending is None:
                 life.signal(signal.SIGUSR2)

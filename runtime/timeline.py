@@ -15,13 +15,13 @@ A lane is "role" or "role/activity"; what may overlap in time has a lane of its 
 
 Invariants: recording never waits for a disk and never raises; a process's files take `NUM_FILES * FILE_BYTES` at most, the
 oldest go first; a batch is one write, so that a killed process leaves whole lines but perhaps for the last one; what was
-open when it died is there with the time at which it was last seen open. A disk that is full ends the recording, not the run.
+open when it died is there with the time at which it was last seen open. What a full disk does not take is dropped and counted,
+and the recording goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -34,6 +34,7 @@ from typing import Any
 import orjson
 
 from rondo.runtime import waits
+from rondo.runtime.telling import telling
 
 FOLDER = "timeline"
 """In the run directory."""
@@ -50,8 +51,6 @@ _LONG_NS = 1_000_000_000
 """What has been open for longer is written down while it lasts."""
 _NEAR_NS = 1_000_000
 _MOST_HELD = 1 << 16
-
-log = logging.getLogger("rondo.timeline")
 
 
 class Span:
@@ -108,8 +107,7 @@ _NOTHING = _Nothing()
 class Timeline:
     """The record of one process. `clock` gives monotonic nanoseconds. Spans may come from any thread.
 
-    `start` begins to write once a second; without it `flush` writes what has come so far. OSError when the first file cannot
-    be made.
+    `start` begins to write once a second; without it `flush` writes what has come so far.
     """
 
     def __init__(
@@ -128,7 +126,6 @@ class Timeline:
         self.opened: dict[int, Span] = {}
         self.num_dropped = 0
         self._folder = run_dir / FOLDER / f"{group}.{rank}"
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._header = {
             "timeline": FORMAT, "group": group, "rank": rank, "incarnation": incarnation, "attempt": attempt,
             "pid": os.getpid(), "wall_ns": time.time_ns(), "monotonic_ns": clock(), "boot": _boot_id(),
@@ -141,8 +138,8 @@ class Timeline:
         self._fd, self._written, self._number = -1, 0, 0
         self._cpu_at = 0
         self._ended = threading.Event()
+        self._closed = False
         self._thread: threading.Thread | None = None
-        self._open_file()
 
     def span(self, name: str, lane: str, step: int | None = None, **args: Any) -> Span:
         return Span(self, name, lane, step, args or None)
@@ -200,21 +197,17 @@ class Timeline:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self._fd >= 0:
+        if not self._closed:
             self._cpu_at = 0
-            with contextlib.suppress(OSError):  # told by the thread, or there is nobody left to tell
+            with telling(FOLDER):
                 self.flush()
-            os.close(self._fd)
-            self._fd = -1
+            self._closed = True
+            self._close_file()
 
     def _write_on(self) -> None:
         while not self._ended.wait(FLUSH_S):
-            try:
+            with telling(FOLDER):
                 self.flush()
-            except OSError as error:
-                log.error("the timeline ends here: its file cannot be written", exc_info=error)
-                stop(self)
-                return
 
     def _open_for_long(self, now: int) -> list[Any]:
         spans = [span for span in list(self.opened.values()) if now - span.start_ns > _LONG_NS]
@@ -226,29 +219,42 @@ class Timeline:
         return records
 
     def _append(self, records: list[Any]) -> None:
-        if not records or self._fd < 0:
+        if not records or self._closed:
             return
-        data = b"".join([orjson.dumps(record, default=str) + b"\n" for record in records])
-        self._write(data)
+        try:
+            self._write(b"".join([orjson.dumps(record, default=str) + b"\n" for record in records]))
+        except OSError:
+            self.num_dropped += len(records)
+            raise
         if self._written >= self._file_bytes:
-            os.close(self._fd)
+            self._close_file()
             self._number += 1
+
+    def _write(self, data: bytes) -> None:
+        """All of it, at the beginning of a file after the header, or nothing."""
+        if self._fd < 0:
             self._open_file()
+        if self._written == 0:
+            data = orjson.dumps(self._header) + b"\n" + data
+        written = os.write(self._fd, data)
+        if written != len(data):
+            os.ftruncate(self._fd, self._written)
+            raise OSError(f"a batch must be written whole to {self._folder}, got {written} of {len(data)} bytes")
+        self._written += written
 
     def _open_file(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._header['incarnation']:06d}.{self._number:06d}.jsonl"
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._written = 0
-        self._write(orjson.dumps(self._header) + b"\n")
         for old in sorted(self._folder.glob("*.jsonl"))[: -self._num_files]:
             with contextlib.suppress(FileNotFoundError):
                 old.unlink()
 
-    def _write(self, data: bytes) -> None:
-        written = os.write(self._fd, data)
-        self._written += written
-        if written != len(data):
-            raise OSError(f"a batch must be written whole to {self._folder}, got {written} of {len(data)} bytes")
+    def _close_file(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _wait_record(name: str, held: list[Any], still: int) -> tuple[Any, ...]:
@@ -285,7 +291,7 @@ _current: Timeline | None = None
 
 
 def begin(run_dir: Path, group: str, rank: int = 0, incarnation: int = 0, attempt: int = 0) -> Timeline:
-    """This process records from now on, its waits too. OSError when the run directory cannot be written."""
+    """This process records from now on, its waits too."""
     global _current
     end()
     made = _current = Timeline(run_dir, group, rank, incarnation, attempt)

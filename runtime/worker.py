@@ -16,14 +16,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import uvloop
 
-from rondo.runtime import timeline
+from rondo.runtime import telling, timeline
 from rondo.runtime.actor import Actor, endpoint, serve
-from rondo.runtime.context import Process, WorkerContext
+from rondo.runtime.context import REPORTS, Process, WorkerContext
 from rondo.runtime.guard import PARENT_PID, die_with_parent
 from rondo.runtime.membership import Membership
 from rondo.runtime.record import log_to_stderr
@@ -74,6 +74,7 @@ async def run(me: Membership, references: Sequence[str]) -> None:
             for context, role_class in zip(contexts, classes, strict=True):
                 context.role = getattr(role_class, "role", context.role_group)
             roles: list[Role] = [role(context) for role, context in zip(classes, contexts, strict=True)]
+            telling.PROCESS.listener = _to_supervisor(contexts[0])
             async with asyncio.TaskGroup() as group:
                 for role, reference in zip(roles, references, strict=True):
                     group.create_task(role.run(), name=reference)
@@ -81,6 +82,22 @@ async def run(me: Membership, references: Sequence[str]) -> None:
             me.heartbeat.leave()
     finally:
         process.close()
+
+
+def _to_supervisor(context: WorkerContext) -> Callable[[str, dict[str, Any]], None]:
+    """What this process cannot tell is an event of the run."""
+    loop, reports = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+    def report(kind: str, data: dict[str, Any]) -> None:
+        task = loop.create_task(context.report(kind, data))
+        reports.add(task)
+        task.add_done_callback(reports.discard)
+
+    def hear(kind: str, data: dict[str, Any]) -> None:
+        if data["what"] != REPORTS:  # it would not arrive either
+            loop.call_soon_threadsafe(report, kind, data)
+
+    return hear
 
 
 def _load(references: Sequence[str]) -> list[Any]:
@@ -120,8 +137,9 @@ def _fail(error: BaseException) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """Ends at once: gloo's threads free tensors while Python finalizes, and abort a process that has done its work."""
     timeline.end()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with telling.telling("log"):
+            stream.flush()
     os._exit(code)
 
 

@@ -19,6 +19,7 @@ ROW_BITS = 20
 MAX_ROWS = 1 << ROW_BITS
 """Most rows of one record."""
 ROW_MASK = MAX_ROWS - 1
+_DIGITS = 18
 
 Run = Sequence[int]  # [first row id, number of rows]
 
@@ -69,6 +70,11 @@ def cut(runs: Sequence[Run], sizes: Iterable[int]) -> list[list[list[int]]]:
 def even(total: int, parts: int) -> list[int]:
     """Sizes that differ by at most one: the first ones are the larger."""
     return [(total + parts - 1 - part) // parts for part in range(parts)]
+
+
+def number_of(key: str) -> int | None:
+    """The number that a row's key is, where it is one that an order can have: below 10**18, which JSON and a word hold."""
+    return int(key) if len(key) <= _DIGITS and key.isdecimal() else None
 
 
 class Numbers:

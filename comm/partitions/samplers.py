@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from rondo.comm.partitions.differencing import balanced
-from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, compress, count, cut, even, expand
+from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, compress, count, cut, even, expand, number_of
 from rondo.comm.partitions.spec import (
     Balanced,
     Groups,
@@ -242,24 +242,27 @@ class WindowChooser(Chooser):
 
 
 class GroupsChooser(Chooser):
+    """A group's rows are gathered until there are enough; a further row begins the group's next set."""
+
     def __init__(self, table: Table, task: Task, sampler: Groups) -> None:
         super().__init__(table, task)
         self._size = sampler.rows_per_group
-        self._members: dict[Any, dict[int, None]] = {}
-        self._full: list[tuple[int, int, Any]] = []  # (first row, tie-break, group)
+        self._gathered: dict[Any, list[int]] = {}  # fewer than a whole set each
+        self._whole: list[tuple[list[int], Any]] = []  # (rows in order, group), by their first row
 
     def admit(self, start: int, length: int) -> None:
         entry = self.table.entries.get(start >> ROW_BITS)
         for id in range(start, start + length) if entry is not None else ():
             assert entry is not None
             group = entry.group(id & ROW_MASK)
-            if group is None or not self.is_ready(id):
-                continue
-            members = self._members.setdefault(group, {})
-            if id not in members:
-                members[id] = None
-                if len(members) == self._size:
-                    heapq.heappush(self._full, (min(members), id, group))
+            if group is not None and self.is_ready(id):
+                self._gather(group, id)
+
+    def _gather(self, group: Any, id: int) -> None:
+        rows = self._gathered.setdefault(group, [])
+        rows.append(id)
+        if len(rows) == self._size:
+            heapq.heappush(self._whole, (sorted(self._gathered.pop(group)), group))
 
     def choose(self, ask: Ask) -> Picked | None:
         each = ask.batch // self._size
@@ -268,26 +271,25 @@ class GroupsChooser(Chooser):
                 f"a batch must hold a whole group of {self._size} rows, got a batch of {ask.batch}. Make it larger."
             )
         want = each * ask.ranks
-        if len(self._full) < want and not ask.partial:
+        if len(self._whole) < want and not ask.partial:
             return None
-        whole: list[tuple[tuple[int, int, Any], list[int]]] = []
-        while self._full and len(whole) < want:
-            item = heapq.heappop(self._full)
-            members = self._members.get(item[2], {})
-            for id in [id for id in members if not self.is_ready(id)]:
-                del members[id]
-            if len(members) == self._size:
-                whole.append((item, sorted(members)))
-                del self._members[item[2]]
-        if not whole or (len(whole) < want and not ask.partial):
-            for item, ids in whole:
-                self._members[item[2]] = dict.fromkeys(ids)
-                heapq.heappush(self._full, item)
+        taken: list[tuple[list[int], Any]] = []
+        while self._whole and len(taken) < want:
+            rows, group = heapq.heappop(self._whole)
+            ready = [id for id in rows if self.is_ready(id)]
+            if len(ready) == self._size:
+                taken.append((rows, group))
+                continue
+            for id in ready:  # some were cleared since: the others wait for more of their group
+                self._gather(group, id)
+        if not taken or (len(taken) < want and not ask.partial):
+            for item in taken:
+                heapq.heappush(self._whole, item)
             return None
-        sizes = [each] * ask.ranks if len(whole) == want else even(len(whole), ask.ranks)
+        sizes = [each] * ask.ranks if len(taken) == want else even(len(taken), ask.ranks)
         parts, at = [], 0
         for size in sizes:
-            parts.append(compress([id for _, ids in whole[at : at + size] for id in ids]))
+            parts.append(compress([id for rows, _ in taken[at : at + size] for id in rows]))
             at += size
         return parts
 
@@ -349,9 +351,12 @@ class OrderedChooser(Chooser):
             raise SamplerFailed("rows in a fixed order must have keys, got rows without. Put them with keys=.")
         if self._window is None:
             return int.from_bytes(hashlib.blake2b(f"{self._seed}/{key}".encode(), digest_size=8).digest(), "big")
-        if not key.isdecimal():
-            raise SamplerFailed(f"keys of rows in shuffled windows must be numbers, got {key!r}. Use window=None.")
-        window, place = divmod(int(key), self._window)
+        number = number_of(key)
+        if number is None:
+            raise SamplerFailed(
+                f"keys of rows in shuffled windows must be numbers below 10**18, got {key[:40]!r}. Use window=None."
+            )
+        window, place = divmod(number, self._window)
         return window * self._window + _shuffled(self._seed, window, self._window)[place]
 
 

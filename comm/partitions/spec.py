@@ -73,7 +73,8 @@ class Sequential(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class Groups(Sampler):
-    """Whole groups only: rows that were put with the same `groups` id, `rows_per_group` of them, on the same rank."""
+    """Whole groups only: rows that were put with the same `groups` id, `rows_per_group` of them, on the same rank; a
+    further row of a group waits for another set."""
 
     rows_per_group: int
     kind: ClassVar[str] = "groups"

@@ -19,7 +19,7 @@ import orjson
 
 from rondo.comm.journal import Event
 from rondo.comm.partitions.entry import DEAD, HELD, LIVE, Entry, places_of
-from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, Numbers, Run, compress, count, expand, row_id
+from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, Numbers, Run, compress, count, expand, number_of, row_id
 from rondo.comm.partitions.shelf import Ring, Shelf
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.task import CLAIMED, DONE, GONE, READY, Claim, Task
@@ -162,8 +162,9 @@ class Table:
             for i in range(i0, i0 + length):
                 if entry.keys is not None:
                     del self.keys[entry.keys[i]]
-                    if entry.keys[i].isdecimal():
-                        self.cleared.add(int(entry.keys[i]))
+                    number = number_of(entry.keys[i])
+                    if number is not None:
+                        self.cleared.add(number)
                 if entry.tags is not None:
                     self._unindex_tags(row_id(record, i), entry.tag(i))
             self.num_rows -= length

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import orjson
 
 from rondo.comm.bus import POLL_S
 from rondo.comm.coordinator import EVALUATION_READER
@@ -50,6 +49,7 @@ from rondo.roles.rollout.slots import SlotEngine
 from rondo.roles.streams import ROUTED, base_columns
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.record import JsonLines
 from rondo.runtime.waits import totals
 
 
@@ -183,10 +183,14 @@ class RolloutRole:
         if "slot" not in held:
             yield None
             return
-        slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
-        place = {"attempt": held["attempt"], "version": held["version"], "checksum": held["checksum"]}
-        yield held["version"], await asyncio.to_thread(functools.partial(slab.read, held["slot"], **place))
-        await job.bus.call("proved", reader, held["version"])
+        try:
+            slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
+            place = {"attempt": held["attempt"], "version": held["version"], "checksum": held["checksum"]}
+            yield held["version"], await asyncio.to_thread(functools.partial(slab.read, held["slot"], **place))
+        except Exception:  # where it is cancelled the process ends, and what it holds with it
+            await job.bus.call("let_go", reader)
+            raise
+        await job.bus.call("let_go", reader)
 
     def _endpoint(self) -> AbstractAsyncContextManager[None]:
         """Answers agents beside the samples of the run, where the settings ask for it."""
@@ -511,8 +515,8 @@ class RolloutRole:
             "finish_reason": first.completion.finish_reason, "versions": sorted(set(first.completion.policy_versions.tolist())),
         }  # fmt: skip
         path = self._ctx.run_dir / "samples" / f"step_{lease.step:06d}.jsonl"
-        with path.open("ab", buffering=0) as file:
-            file.write(orjson.dumps(line, default=str) + b"\n")
+        with JsonLines(path, what="samples") as lines:
+            lines.write(line)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 

@@ -208,6 +208,20 @@ async def test_a_folder_has_one_host_and_what_a_killed_one_left_is_no_obstacle(f
         assert part.stats().num_rows == 0
 
 
+async def test_a_folder_that_is_no_bus_is_refused_and_left_as_it_was(folder: Path) -> None:
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / "results.txt").write_text("a year of work")
+    (folder / "token").write_text("of something else")
+    with pytest.raises(ConfigError, match=f"must be new, empty or that of an earlier bus, got run, token in {folder}"):
+        async with Host(folder):
+            pass
+    assert (folder / "run" / "results.txt").read_text() == "a year of work"
+    assert (folder / "token").read_text() == "of something else" and not (folder / "lock").exists()
+    with pytest.raises(ConfigError, match=r"got a file in .*token\. Choose another one"):
+        async with Host(folder / "token"):
+            pass
+
+
 def test_a_signal_ends_the_command_and_leaves_no_process(folder: Path) -> None:
     command = [sys.executable, "-m", "rondo.launch.cli", "bus", str(folder)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:

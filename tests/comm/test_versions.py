@@ -20,7 +20,7 @@ def test_the_newest_version_is_never_written_over() -> None:
     assert versions.writable() == 1 - newest
 
 
-def test_a_held_slot_is_not_writable_until_its_reader_proves_or_dies() -> None:
+def test_a_held_slot_is_not_writable_until_its_reader_proves_lets_go_or_dies() -> None:
     versions = published(0, 1)
     old = versions.writable()
     assert old is not None
@@ -28,6 +28,9 @@ def test_a_held_slot_is_not_writable_until_its_reader_proves_or_dies() -> None:
     assert versions.writable() is None
     versions.prove("rollout-0/rollout", 1)
     assert versions.writable() == old
+    versions.hold(old, "rollout-0/rollout")
+    versions.let_go("rollout-0/rollout")
+    assert versions.writable() == old and versions.proved == {"rollout-0/rollout": 1}
     versions.hold(old, "rollout-0/rollout")
     versions.forget("rollout-0")
     assert versions.writable() == old and versions.proved == {}

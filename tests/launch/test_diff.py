@@ -38,7 +38,7 @@ def test_what_was_written_is_read_back_and_a_step_that_ran_again_counts_once(tmp
     assert (steps[1].checksum, steps[1].version, steps[1].rounds) == (12, 2, ((row(2, 0), row(2, 1)),))
 
 
-def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_incarnation(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_and_ended_by_the_next_incarnation(tmp_path: Path) -> None:
     run = write(tmp_path / "run", BASE)
     path = run / "parity" / "rank_0.jsonl"
     path.write_bytes(path.read_bytes()[:-7])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.rundir import RunDir, existing_run, owner, supervisor_record
+from rondo.launch.rundir import RunDir, existing_run, owner, read_json, supervisor_record, write_json
+from rondo.runtime import formats
 from rondo.runtime.errors import ConfigError
 
 OWN_AND_WAIT = """
@@ -22,6 +24,15 @@ from rondo.launch.rundir import RunDir
 with RunDir.create(Path(sys.argv[1]), "demo", {}):
     print("owned", flush=True)
     sys.stdin.read()
+"""
+
+ASK = """
+import sys
+from pathlib import Path
+from rondo.launch.rundir import owner
+print("asking", flush=True)
+while True:
+    owner(Path(sys.argv[1]))
 """
 
 
@@ -72,6 +83,80 @@ def test_the_claim_of_a_killed_process_is_gone_with_it(tmp_path: Path, other_own
     assert owner(tmp_path / "demo") is None
     with RunDir.claim(tmp_path / "demo") as run:
         assert owner(run.path) == os.getpid()
+
+
+def test_a_claim_never_fails_beside_those_who_ask_who_owns_the_run(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, "demo", {}).close()
+    readers = [
+        subprocess.Popen([sys.executable, "-c", ASK, str(tmp_path / "demo")], stdout=subprocess.PIPE) for _ in "ab"
+    ]
+    try:
+        for reader in readers:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"asking\n"
+        for _ in range(2000):
+            RunDir.claim(tmp_path / "demo").close()
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.communicate()
+
+
+def test_whoever_may_read_a_run_directory_may_ask_who_owns_it(
+    tmp_path: Path, other_owner: subprocess.Popen[str]
+) -> None:
+    (tmp_path / "demo" / ".owner").chmod(0o444)
+    assert owner(tmp_path / "demo") == other_owner.pid
+
+
+def test_settings_and_command_lines_are_for_their_owner_alone(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path, "demo", {}) as run:
+        run.write_settings({"sglang": {"environment": {"TOKEN": "secret"}}})
+        for name in ("config.resolved.json", "environment.json"):
+            assert (run.path / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_directory_of_a_newer_release_is_refused_and_one_without_a_number_is_read(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path, "demo", {}) as run:
+        assert existing_run(run.path) == run.path
+        (run.path / "format.json").write_text('{"format": 99, "release": "9.9.9"}')
+        with pytest.raises(ConfigError) as caught:
+            existing_run(run.path)
+        (run.path / "format.json").unlink()
+        assert existing_run(run.path) == run.path
+    assert str(caught.value) == (
+        f"{tmp_path / 'demo'} must be of format {formats.RUN} or older, got 99, which rondo 9.9.9 wrote. "
+        f"This is rondo {formats.release()}: go on with that release or a newer one."
+    )
+
+
+@pytest.mark.parametrize("file", ["runs", "runs/demo"])
+def test_a_file_where_a_folder_should_be_is_told(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(
+        ConfigError, match=rf"^run_dir must be a folder to write to, got {tmp_path}/{file}: .*\. Choose"
+    ):
+        RunDir.create(tmp_path / "runs", "demo", {})
+
+
+def test_a_full_disk_leaves_no_half_of_a_json_file(tmp_path: Path) -> None:
+    limits, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "summary.json"
+    write_json(path, {"steps": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_json(path, {"steps": 2, "name": "demo"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (read_json(path), list(tmp_path.iterdir())) == ({"steps": 1}, [path])
+
+
+def test_a_torn_record_of_how_to_reach_a_run_counts_for_nothing(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path, "demo", {}) as run:
+        for text in ("", '{"pid": 1', "[]", '{"pid": 1}'):
+            (run.path / "supervisor.json").write_text(text)
+            assert supervisor_record(run.path) is None
 
 
 def test_a_name_that_was_used_gets_the_next_number(tmp_path: Path) -> None:

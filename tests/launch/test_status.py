@@ -100,6 +100,13 @@ def test_a_run_that_was_killed_is_shown_with_what_it_reached(
     )
 
 
+def test_a_torn_summary_counts_as_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDir.create(tmp_path, "demo", {}) as run:
+        (run.path / "summary.json").write_text('{"name": "de')
+    assert show_status(tmp_path / "demo") == 1
+    assert capsys.readouterr().out.startswith("run demo ended without a summary after no step.")
+
+
 def test_a_run_that_starts_is_shown_and_cannot_be_stopped_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

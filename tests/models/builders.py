@@ -110,7 +110,7 @@ def train_step(
         loss = -log_probs.sum()
         loss.backward()
         total += loss.item()
-    parallel.scale_gradients(model, world_size / num_tokens)
+    parallel.scale_gradients(model, 1 / num_tokens)
     norm = parallel.clip_grad_norm(model, 0.5)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, LR, warmup_steps=2, schedule="cosine", total=3)

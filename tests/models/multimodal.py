@@ -234,7 +234,7 @@ def train_step(
         total += loss.detach()
     if world_size > 1:
         dist.all_reduce(total)
-    parallel.scale_gradients(model, world_size / num_tokens)
+    parallel.scale_gradients(model, 1 / num_tokens)
     if not take:
         return [float(total)]
     norm = parallel.clip_grad_norm(model, 0.5)

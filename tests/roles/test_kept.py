@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from rondo.comm.bus import Bus
 from rondo.comm.group import REWARD
 from rondo.comm.records import Column, record_bytes
+from rondo.comm.ring import Record
 from rondo.roles.config import RolloutConfig
 from rondo.roles.datasets import Row
 from rondo.roles.kept import FILE, KeptSample, KeptSamples, columns_of, copy_samples, write_samples
@@ -92,6 +94,44 @@ async def test_a_group_that_was_settled_after_the_index_was_read_is_left_out(tmp
         state = (await run.buses[1].call("checkpoint", 0))["state"]
         await bus.call("settle", first["group"], first["epoch"], "filtered", "equal rewards")
         equal(copy_samples(run.buses[1], state), [(1, 0)])
+
+
+async def overflowing(run: Served, samples: list[int]) -> tuple[Bus, Bus, dict[str, Any], dict[str, Any]]:
+    """A replica and the actor, one group put into an overflow ring, and the index of a checkpoint."""
+    bus, actor = await run.bus("rollout-0"), await run.bus("actor-0")
+    await actor.call("commit", 0, 0, 7, [])
+    await prove(bus)
+    space = run.coordinator.index.space
+    space.reserve("other", "ring/rollout-0/0", [space.rings["ring/rollout-0/0"].capacity])
+    (grant,) = (await bus.call("lease", 1, []))["grants"]
+    assert grant["ring"].startswith("overflow/")
+    put(bus, grant, samples)
+    await bus.call("renew", [])
+    return bus, actor, grant, (await actor.call("checkpoint", 0))["state"]
+
+
+async def test_copying_goes_on_while_the_rounds_let_go_of_the_overflow_ring_that_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
+        _, actor, _, state = await overflowing(run, [0, 1])
+        arrays = Record.arrays
+
+        def after_the_loop_got_a_round(record: Record, name: str) -> list[np.ndarray]:
+            actor._rounds("train", [])
+            return arrays(record, name)
+
+        monkeypatch.setattr(Record, "arrays", after_the_loop_got_a_round)
+        equal(copy_samples(actor, state), [(0, 0), (0, 1)])
+
+
+async def test_a_group_whose_overflow_ring_was_taken_away_is_left_out() -> None:
+    async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
+        bus, actor, grant, state = await overflowing(run, [0])
+        await bus.call("settle", grant["group"], grant["epoch"], "filtered", "equal rewards")
+        await bus.call("abandon", grant["group"], grant["epoch"])
+        assert [name for name, _ in run.segments.stats().segments if name.startswith("overflow/")] == []
+        assert copy_samples(actor, state) == []
 
 
 def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave_no_file(tmp_path: Path) -> None:

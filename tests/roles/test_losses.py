@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rondo.roles.algorithms import ALGORITHMS, Algorithm
 from rondo.roles.losses import LossSums, correction, kl, policy_sums, ppo_clip
@@ -308,23 +304,3 @@ def test_a_missing_reference_and_wrong_lengths_are_refused() -> None:
         policy_sums(VARIANTS["k1"], **batch(0) | {"ref_log_probs": None})
     with pytest.raises(ValueError, match="lengths must add up"):
         policy_sums(GRPO, **batch(0) | {"lengths": [1]})
-
-
-def _rank(rank: int, folder: str, results: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    algorithm, made = VARIANTS["everything"], batch(1)
-    sums, _ = run(algorithm, cut(made, [0, 1, 2, 3] if rank == 0 else [4, 5]))
-    total = sums.reduced(dist.group.WORLD)
-    Path(f"{results}/{rank}").write_text(repr(total.metrics(algorithm, total.denominator("token", 1))))
-    dist.destroy_process_group()
-
-
-def test_ranks_reduce_to_the_metrics_of_the_whole_step(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path), str(tmp_path)), nprocs=2)
-    whole, _ = run(VARIANTS["everything"], batch(1))
-    wanted = whole.metrics(VARIANTS["everything"], whole.denominator("token", 1))
-    for rank in range(2):
-        assert eval((tmp_path / str(rank)).read_text()) == pytest.approx(wanted, rel=1e-5)
-    assert whole.reduced(None) is whole

@@ -1,4 +1,5 @@
-"""The actor between two steps, with a trainer and a bus that only write down what is asked of them."""
+"""The actor between two steps, with a trainer and a bus that only write down what is asked of them; on several ranks:
+`test_ranks.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from rondo.launch.config import load
 from rondo.roles.actor import ActorRole, Taken
@@ -59,7 +59,7 @@ class OneRound:
 class Actor(ActorRole):
     """With nothing to snapshot and nothing to publish into."""
 
-    def __init__(self, log: list[str], world_size: int) -> None:
+    def __init__(self, log: list[str]) -> None:
         async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             log.append(f"compute {getattr(function, '__name__', '')}")
             return function(*args, **kwargs)
@@ -67,7 +67,7 @@ class Actor(ActorRole):
         async def report(*_: Any) -> None: ...
 
         ctx: Any = SimpleNamespace(
-            world_size=world_size, rank=0, attempt=0, compute=compute, report=report,
+            world_size=1, rank=0, attempt=0, compute=compute, report=report,
             progress=lambda: None, span=lambda name, **_: span(name, "actor"),
         )  # fmt: skip
         super().__init__(ctx)
@@ -92,12 +92,9 @@ async def until(log: list[str], name: str, times: int) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-async def test_rounds_of_the_next_step_run_beside_a_commit_and_its_optimizer_waits_for_the_publication(
-    world_size: int,
-) -> None:
+async def test_rounds_of_the_next_step_run_beside_a_commit_and_its_optimizer_waits_for_the_publication() -> None:
     log: list[str] = []
-    actor = Actor(log, world_size)
+    actor = Actor(log)
     async with asyncio.TaskGroup() as tasks:
         actor._tasks = tasks
         await actor._train(0)
@@ -114,21 +111,10 @@ async def test_rounds_of_the_next_step_run_beside_a_commit_and_its_optimizer_wai
     assert log.index("publish 1") < [at for at, name in enumerate(log) if name == "finish"][1]
 
 
-async def test_every_rank_has_told_what_it_trained_before_any_rank_can_commit() -> None:
-    log: list[str] = []
-    actor = Actor(log, world_size=2)
-    parity: Any = SimpleNamespace(write=lambda *_: log.append("parity"), taken=tuple, add=lambda _: None)
-    actor._parity = parity
-    actor.bus.may_commit.set()
-    async with asyncio.TaskGroup() as actor._tasks:
-        await actor._train(0)
-    assert log.index("parity") < log.index("join_checksums") < log.index("commit")
-
-
 async def test_an_engine_that_takes_turns_with_the_trainer_makes_room_before_a_round_is_trained() -> None:
     for takes_turns in (True, False):
         log: list[str] = []
-        actor = Actor(log, world_size=2)
+        actor = Actor(log)
         actor.bus.may_commit.set()
 
         async def make_room(log: list[str] = log) -> None:

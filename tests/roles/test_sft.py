@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,33 +135,3 @@ def test_a_cut_takes_every_row_once_within_the_limit_and_gives_every_rank_as_muc
     flat = [micro_batch for micro_batches in rounds for micro_batch in micro_batches]
     assert sorted(i for micro_batch in flat for i in micro_batch) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in micro_batch) <= 20 for micro_batch in flat)
-
-
-def _rank(rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    seen: list[dict[str, float]] = []
-    # 3 demonstrations of 3 rounds over 2 ranks: one rank runs dummies. Only rank 1 asks to stop.
-    config = config_of(folder, steps=9, batch_size=3, micro_batch_tokens=20)
-    model, _ = train(
-        folder, config, rank=rank, world_size=2, on_step=seen.append, should_stop=lambda: rank == 1 and len(seen) == 3
-    )
-    if rank == 0:
-        torch.save((seen, weights(model)), folder / "result.pt")
-    else:
-        weights(model)  # collective
-    dist.destroy_process_group()
-
-
-def test_two_ranks_train_as_one_and_stop_together(folder: Path) -> None:
-    mp.spawn(_rank, (folder,), nprocs=2)
-    theirs_seen, theirs = torch.load(folder / "result.pt")
-    seen: list[dict[str, float]] = []
-    config = config_of(folder, steps=9, batch_size=3)
-    model, _ = train(folder, config, on_step=seen.append, should_stop=lambda: len(seen) == 3)
-    assert len(theirs_seen) == 3
-    for ours, other in zip(seen, theirs_seen, strict=True):
-        assert other == pytest.approx(ours, rel=1e-4)
-    for name, tensor in weights(model).items():
-        np.testing.assert_allclose(theirs[name].numpy(), tensor.detach().numpy(), rtol=1e-3, atol=2e-5)

@@ -94,9 +94,16 @@ async def test_reading_is_open_on_loopback() -> None:
             ("/waits", provider.waits()),
             ("/bus", {"groups": {"1": "trained"}}),
             ("/weights", provider.weights()),
-            ("/samples", provider.samples()),
         ]:
             assert await ask(server, "GET", path) == (200, expected)
+
+
+async def test_prompts_and_answers_need_a_token_on_loopback_too(token_file: Path) -> None:
+    async with endpoint(AdminConfig(token_file=token_file)) as (server, provider):
+        assert (await ask(server, "GET", "/samples"))[0] == 401
+        assert (await ask(server, "GET", "/samples", token="x"))[0] == 403
+        for token in (RUN_TOKEN, READ_TOKEN):
+            assert await ask(server, "GET", "/samples", token=token) == (200, provider.samples())
 
 
 async def test_probes_tell_alive_from_ready() -> None:
@@ -141,12 +148,12 @@ async def test_another_address_needs_a_token_for_everything_but_probes(token_fil
 
 async def test_a_name_that_only_resolves_to_this_machine_is_refused() -> None:
     async with endpoint() as (server, _):
-        status, body = await ask(server, "GET", "/samples", headers={"Host": "evil.example:80"})
+        status, body = await ask(server, "GET", "/roles", headers={"Host": "evil.example:80"})
         assert (status, body["error"]["message"]) == (
             403,
             f"Host must name this machine, got 'evil.example:80'. Use {server.url}",
         )
-        assert (await ask(server, "GET", "/samples", headers={"Host": "localhost:8000"}))[0] == 200
+        assert (await ask(server, "GET", "/roles", headers={"Host": "localhost:8000"}))[0] == 200
 
 
 async def test_errors_are_json() -> None:
@@ -172,6 +179,22 @@ async def test_a_mounted_route_keeps_to_its_scope_and_its_errors_are_json() -> N
     finally:
         await server.close()
     assert (status, body["error"]["message"]) == (503, "replicas must be in range, got 9. Ask for fewer")
+
+
+async def test_a_route_for_every_method_keeps_to_its_scope_too() -> None:
+    async def proxied(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=request.method)
+
+    server = AdminServer(AdminConfig(), Numbers(), token=RUN_TOKEN)
+    server.route("*", "/proxy/{rest:.*}", proxied, scope="control")
+    await server.start()
+    try:
+        for method in ("GET", "POST", "DELETE"):
+            assert (await ask(server, method, "/proxy/a"))[0] == 401
+            assert (await ask(server, method, "/proxy/a", token="wrong"))[0] == 403
+            assert await ask(server, method, "/proxy/a", token=RUN_TOKEN) == (200, method)
+    finally:
+        await server.close()
 
 
 async def test_events_reach_every_subscriber_and_closing_ends_their_streams() -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
 from rondo.runtime import process
+from rondo.runtime.ledger import Ledger
+from rondo.runtime.orders import Kill, Note
+from rondo.runtime.spec import GroupSpec, ServiceSpec, SupervisorConfig
+from rondo.runtime.supervisor import Supervisor
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120.0
@@ -360,3 +366,26 @@ def test_nothing_is_left_when_the_supervisor_itself_is_killed(tmp_path: Path) ->
             assert select.select([descriptor], [], [], PATIENCE_S)[0]
             os.close(descriptor)
         assert run.leftovers() == [] and not run.rt_dir.exists()
+
+
+def test_what_follows_a_note_is_done_also_where_it_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = GroupSpec("actor-0", "actor", 1, ("tiny_roles:Idle",))
+    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator=ServiceSpec("coordinator", "none"))
+
+    def on_event(record: Record) -> None:
+        raise BrokenPipeError
+
+    def gone(order: Any, **_: Any) -> None:
+        killed.append(order)
+
+    supervisor, killed = Supervisor(config, on_event), list[Any]()
+    life: Any = SimpleNamespace(log=tmp_path / "log")
+    monkeypatch.setattr(supervisor, "_end", gone)
+    supervisor._lives = {"actor-0": life}
+    shutil.rmtree(tmp_path)  # nothing can be written any more
+    supervisor._ledger = Ledger(tmp_path, on_event)
+    noted = [Note("died", {"group": "actor-0"}), Note("died", {"group": "nobody"})]
+    supervisor._do([*noted, Kill("actor-0", 1)])
+    assert killed == [life]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -200,20 +201,33 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     assert len(steps) > 1000 and steps == list(range(steps[0], steps[0] + len(steps)))
 
 
-def test_a_disk_that_takes_no_more_ends_the_recording_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_takes_no_more_costs_spans_and_not_the_recording(
+    tmp_path: Path, clock: Clock, recorded: Timeline
 ) -> None:
-    def full(fd: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with recorded.span("train", "actor", step=0):
+        pass
+    recorded.flush()
+    (file,) = (tmp_path / timeline.FOLDER).glob("*/*.jsonl")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, limits[1]))
+    try:
+        for step in (1, 2):
+            with recorded.span("train", "actor", step=step):
+                pass
+            with pytest.raises(OSError, match=r"must be written whole|File too large"):
+                recorded.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with recorded.span("train", "actor", step=3):
+        pass
+    recorded.flush()
+    assert [line[4] for line in spans(tmp_path)] == [0, 3]
+    assert recorded.num_dropped >= 2
 
-    made = timeline.begin(tmp_path, "actor-0")
-    monkeypatch.setattr(timeline, "FLUSH_S", 0.001)
-    monkeypatch.setattr(timeline.os, "write", full)
+
+def test_a_run_directory_that_cannot_be_written_is_no_error_of_the_recording(tmp_path: Path) -> None:
+    (tmp_path / timeline.FOLDER).touch()  # where the folder should be
+    timeline.begin(tmp_path, "actor-0")
     with span("train", "actor"):
         pass
-    assert made._thread is not None
-    made._thread.join(60)
-    assert not made._thread.is_alive()
-    assert span("a", "b") is span("c", "d")  # nothing is recorded any more
-    monkeypatch.undo()
-    made.close()
+    timeline.end()

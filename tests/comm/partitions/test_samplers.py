@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,6 +132,25 @@ def test_groups_come_whole_by_their_id_however_their_rows_were_mixed():
         hand.pick(batch=2)
 
 
+def test_a_row_beyond_a_whole_group_begins_the_next_and_costs_neither():
+    hand = Hand()
+    hand.task(sampler=Groups(8))
+    rows = hand.put(9, groups="a")
+    assert hand.claim(batch=8) == [rows[:8]]
+    assert hand.pick(batch=8, partial=True, ended=True) is None
+    rows += hand.put(15, groups="a")
+    assert hand.claim(ranks=2, batch=8) == [rows[8:16], rows[16:24]]
+
+
+def test_a_whole_group_that_lost_a_row_waits_for_another_of_its_group():
+    hand = Hand()
+    hand.task(sampler=Groups(2))
+    rows = hand.put(5, groups=["a", "b", "a", "a", "b"])
+    assert hand.pick(batch=6) is None  # two whole groups for three
+    hand.emit("clear", rows=[[rows[0], 1]])
+    assert hand.claim(ranks=2, batch=2) == [[rows[1], rows[4]], [rows[2], rows[3]]]
+
+
 def test_groups_of_a_batch_stay_on_one_rank():
     hand = Hand()
     hand.task(sampler=Groups(2))
@@ -204,6 +224,17 @@ def test_numbers_are_kept_as_runs():
         held.add(number)
         assert [n for n in range(-1, 62) if n in numbers] == sorted(held)
     assert numbers.runs() == [[0, 60]] and 30 in Numbers(numbers.runs())
+
+
+@pytest.mark.parametrize("key", [str(1 << 64), "9" * 5000, "1" + "0" * 18])
+def test_keys_that_are_too_large_for_a_number_are_text_to_a_checkpoint_and_refused_by_an_order(key):
+    hand = Hand()
+    hand.task(sampler=Ordered(0, window=4))
+    rows = hand.put(2, keys=[key, "9" * 18])
+    with pytest.raises(SamplerFailed, match=r"must be numbers below 10\*\*18"):
+        hand.pick()
+    hand.emit("clear", rows=[[rows[0], 2]])
+    assert orjson.loads(orjson.dumps(hand.partitions.dump()))["tables"][0]["cleared"] == [[10**18 - 1, 1]]
 
 
 @pytest.mark.parametrize("how", ["raise", "twice", "unknown", "many", "ranks", "text", "type"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request
 from rondo.roles.rollout.role import RolloutRole, loss_mask
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError
+from tests.comm.served import served
 from tests.roles.rollout.engines import (
     full_log_probs,
     qwen3,
@@ -229,3 +231,20 @@ def test_a_prefix_that_does_not_fit_its_request_is_refused() -> None:
     engine = engine_for(qwen3())
     with pytest.raises(ConfigError, match=r"the tokens of request 'a' must be in \[0, 97\), got 97"):
         engine.add(replace(each, prefix=Prefix(three[:1] + 97, np.zeros(1, np.float32), three[:1])))
+
+
+async def test_weights_that_a_server_could_not_be_given_again_do_not_keep_their_slot() -> None:
+    async with served(max_staleness=0) as run:
+        bus, actor = await run.bus("rollout-0"), await run.bus("actor-0")
+        await actor.call("commit", 0, 0, 7, [])
+        for version in (0, 1):
+            slot = (await actor.call("begin_publish", version))["slot"]
+            await actor.call("end_publish", slot, version, 40 + version)
+        ctx = SimpleNamespace(rank=0, segments=run.client())
+        role = RolloutRole(cast(Any, ctx))
+        role._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(num_weight_slots=2)))
+        with pytest.raises(KeyError):  # the slab is not there
+            async with role._newest_weights():
+                pass
+        await actor.call("end_publish", (await actor.call("begin_publish", 2))["slot"], 2, 42)
+        assert await actor.call("begin_publish", 3) == {"slot": slot}

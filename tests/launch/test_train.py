@@ -1,0 +1,111 @@
+"""What `rondo train` does around a run. The runs themselves: tests/e2e."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from rondo.launch import train
+from rondo.launch.cli import TrainOptions
+from rondo.launch.config import load, resolve
+from rondo.launch.rundir import RunDir, read_json, write_json
+from rondo.runtime.errors import ConfigError
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+
+STOPPED = """
+import contextlib, sys
+from pathlib import Path
+from rondo.launch import cli, train
+from rondo.launch.rundir import RunDir
+from rondo.launch.view import PlainView
+from rondo.runtime.admin import listen
+from rondo.runtime.spec import Outcome
+
+async def supervise(config, run, options, *_):
+    view = PlainView(config.num_steps)
+    for number in range(3):
+        view.on_event({"kind": "restart", "number": number})
+    return Outcome(75, None, {}, {}, 1.0, 0, {}, {}, 0.5, {"rollout-0 samples": 2})
+
+@contextlib.contextmanager
+def prepared(config, name, options):
+    with RunDir.create(Path(sys.argv[1]), name, {}) as run, listen(config.admin) as admin:
+        yield run, admin
+
+def fails(*_, **__):
+    raise TimeoutError("it takes too long")
+
+train._supervise, train._prepared = supervise, prepared
+for name in sys.argv[3:]:
+    setattr(train, name, fails)
+sys.exit(cli.main(["train", sys.argv[2], "--plain"]))
+"""
+
+
+def stopped_run(folder: Path, stdout: int, *failing: str) -> int:
+    """The exit code of a run that was stopped, in whose end these functions of `train` fail."""
+    line = [sys.executable, "-c", STOPPED, str(folder), str(QUICKSTART), *failing]
+    return subprocess.run(line, stdout=stdout, check=False).returncode
+
+
+def test_what_fails_after_a_run_leaves_its_exit_code_and_its_summary(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as gone:
+        gone.wait()
+        assert gone.stdin is not None
+        assert stopped_run(tmp_path, gone.stdin.fileno(), "_plot", "Records") == 75
+    summary = orjson.loads((tmp_path / "quickstart" / "summary.json").read_bytes())
+    assert summary["exit_code"] == 75
+    assert summary["untold"] == {"rollout-0 samples": 2, "stdout": 3, "steps": 1}
+
+
+def test_a_run_without_room_for_its_summary_and_with_a_full_stdout_keeps_its_exit_code(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        assert stopped_run(tmp_path, full.fileno(), "write", "print_table") == 75
+
+
+def test_a_busy_admin_port_is_found_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = load(QUICKSTART, [f"run_dir={tmp_path / 'runs'}", f"admin.port={port}"])
+        monkeypatch.setattr(train, "require", lambda *_: None)  # which looks, too: another may take it after that
+        with pytest.raises(ConfigError) as caught:
+            train.main(config, TrainOptions(QUICKSTART))
+    assert str(caught.value).startswith(f"admin.port must be free on 127.0.0.1, got {port} (Address already in use")
+    assert str(caught.value).endswith("Set admin.port to 0 for a free one, or stop the program that uses it")
+    assert not (tmp_path / "runs").exists()
+
+
+def run_with_checkpoint(folder: Path) -> Path:
+    """A run directory with a whole checkpoint and nothing to go on with."""
+    with RunDir.create(folder, "demo", resolve(load(QUICKSTART, [f"run_dir={folder}"]))) as run:
+        (run.checkpoints / "step_000002").mkdir()
+        (run.checkpoints / "step_000002" / "COMPLETE").write_text("2\n")
+        write_json(run.path / "prepared.json", {"model_path": "nowhere", "first_devices": {}})
+        return run.path
+
+
+@pytest.mark.parametrize("name", ["config.resolved.json", "environment.json", "prepared.json"])
+@pytest.mark.parametrize("text", ["", '{"name": "quick', "[1]"])
+def test_a_torn_file_of_a_run_that_is_to_go_on_is_told_in_one_line(tmp_path: Path, name: str, text: str) -> None:
+    path = run_with_checkpoint(tmp_path) / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^{path} must be (whole|a) JSON.*, got .*\. Start another run") as caught:
+        train.resume(path.parent)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_whose_folder_of_work_is_gone_says_so(tmp_path: Path) -> None:
+    run, gone = run_with_checkpoint(tmp_path), tmp_path / "gone"
+    write_json(run / "environment.json", read_json(run / "environment.json") | {"cwd": str(gone)})
+    with pytest.raises(ConfigError) as caught:
+        train.resume(run)
+    assert str(caught.value) == (
+        f"the folder that the run was started in must be there, got {gone}: No such file or directory. Its settings may name "
+        f'files from there: make it again, or set "cwd" in {run}/environment.json to where they lie now'
+    )

@@ -1,0 +1,66 @@
+"""What cannot be told is counted and told, and decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from rondo.runtime.telling import NOT_TOLD, TOLD_AGAIN, Untold, tell_every, telling
+
+
+def test_a_failure_ends_its_body_alone_and_is_told_once_until_it_works_again(caplog: pytest.LogCaptureFixture) -> None:
+    untold, heard, reached = Untold(), list[tuple[str, dict[str, Any]]](), list[int]()
+    untold.listener = lambda kind, data: heard.append((kind, data))
+    for number, fails in enumerate((False, True, True, False, False, True)):
+        with telling("events.jsonl", untold):
+            if fails:
+                raise OSError(28, "No space left on device")
+            reached.append(number)
+    assert reached == [0, 3, 4]
+    why = "[Errno 28] No space left on device"
+    assert heard == [
+        (NOT_TOLD, {"what": "events.jsonl", "num": 1, "why": why}),
+        (TOLD_AGAIN, {"what": "events.jsonl", "num": 2}),
+        (NOT_TOLD, {"what": "events.jsonl", "num": 3, "why": why}),
+    ]
+    assert untold.counts() == {"events.jsonl": 3}
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.ERROR, logging.WARNING, logging.ERROR]
+
+
+def test_a_listener_that_fails_itself_does_no_harm() -> None:
+    def listener(kind: str, data: dict[str, Any]) -> None:
+        raise RuntimeError("the loop is closed")
+
+    untold = Untold()
+    untold.listener = listener
+    with telling("view", untold):
+        raise ValueError("nothing to draw")
+    assert untold.counts() == {"view": 1}
+
+
+def test_a_cancellation_is_no_failure() -> None:
+    untold = Untold()
+    with pytest.raises(asyncio.CancelledError), telling("view", untold):
+        raise asyncio.CancelledError
+    assert untold.counts() == {}
+
+
+async def test_a_side_task_goes_on_after_a_time_that_failed() -> None:
+    times = 0
+
+    async def refresh() -> None:
+        nonlocal times
+        times += 1
+        if times == 5:
+            task.cancel()
+        elif times % 2:
+            raise RuntimeError("nothing to draw")
+
+    task = asyncio.create_task(tell_every("a side task", 0.0, refresh))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert times == 5
