@@ -104,7 +104,7 @@ class Roster(Actor):
 
     @endpoint
     async def roster(self) -> dict[str, Any]:
-        return {"attempt": 0, "groups": {}, "dead": []}
+        return {"attempt": 0, "draining": False, "groups": {}, "dead": []}
 
     @endpoint
     async def ready(self, group: str, incarnation: int, rank: int) -> None:

@@ -126,6 +126,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._emit(*self._rings.read(known, once_more=True))
         self.partitions.start()
         roster = await self._supervisor.call("roster", deadline_s=30, retry=True)
+        self._draining = roster["draining"]
         for member, incarnation in roster["dead"]:
             self.meeting.member_dead(member, incarnation)
             if self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]:

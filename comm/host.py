@@ -199,7 +199,7 @@ class Host(Actor):
     @endpoint
     async def roster(self) -> dict[str, Any]:
         """For a coordinator that starts. Who lives is in its journal, or told by a call that is repeated until it arrives."""
-        return {"attempt": 0, "groups": {}, "dead": self._dead}
+        return {"attempt": 0, "draining": False, "groups": {}, "dead": self._dead}
 
     @endpoint
     async def ready(self, group: str, incarnation: int, rank: int) -> None:

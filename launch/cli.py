@@ -151,7 +151,7 @@ def status(options: argparse.Namespace) -> int:
 def stop(options: argparse.Namespace) -> int:
     from rondo.launch.status import ask_to_stop
 
-    return ask_to_stop(options.run, reason=options.reason, wait=not options.no_wait)
+    return ask_to_stop(options.run, reason=options.reason, now=options.now, wait=not options.no_wait)
 
 
 def resume(options: argparse.Namespace) -> int:
@@ -274,6 +274,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
             )  # fmt: skip
         if name == "stop":
             made.add_argument("--reason", default="rondo stop", help="for the logs")
+            made.add_argument("--now", action="store_true", help="end at once, without saving")
             made.add_argument("--no-wait", action="store_true", help="return before the run has ended")
     made = verb("diff", diff, "Tell where two deterministic runs part.")
     made.add_argument("first", metavar="RUN_A", type=Path)

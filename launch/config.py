@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from rondo.launch.groups import RoleGroup
 from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.config import JobConfig
-from rondo.runtime.config import AdminConfig, SupervisionConfig
+from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_file
 from rondo.runtime.section import Section, explain, field_section, nearest
@@ -37,7 +37,6 @@ class RunConfig(JobConfig):
     groups: tuple[RoleGroup, ...] = Field(min_length=1)
     run_dir: Path = Path("runs")
     """The folder that holds run directories; relative to where the run is started."""
-    supervision: SupervisionConfig = SupervisionConfig()
     admin: AdminConfig = AdminConfig()
 
     def group_of(self, role: str) -> RoleGroup | None:

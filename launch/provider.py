@@ -131,8 +131,8 @@ class RunProvider:
     def subscribe(self) -> AsyncIterator[dict[str, Any]]:
         return self._broadcast.subscribe()
 
-    def stop(self, reason: str) -> None:
-        self._supervisor.request_stop(reason)
+    def stop(self, reason: str, *, quick: bool) -> None:
+        self._supervisor.request_stop(reason, quick=quick)
 
 
 def serve_trace(run_dir: Path) -> Handler:

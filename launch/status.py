@@ -56,8 +56,8 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
     return 0
 
 
-def ask_to_stop(path: Path, *, reason: str, wait: bool = True) -> int:
-    """Asks a live run to save and end, and waits until it has. ConfigError when none is alive there."""
+def ask_to_stop(path: Path, *, reason: str, now: bool = False, wait: bool = True) -> int:
+    """Asks a live run to save and end, or with `now` to end at once, and waits until it has. ConfigError when none is alive."""
     run = existing_run(path)
     record = supervisor_record(run)
     if record is None:
@@ -67,8 +67,8 @@ def ask_to_stop(path: Path, *, reason: str, wait: bool = True) -> int:
                 f"run {run.name} must have started to be stopped, got pid {pid} still starting. Try again soon"
             )
         raise ConfigError(f"RUN must be alive to be stopped, got {run} which has ended. See `rondo status {path}`")
-    ask(record, "/stop", {"reason": reason})
-    print(f"run {run.name} saves and ends, pid {record.pid}", flush=True)
+    ask(record, "/stop", {"reason": reason, "now": now})
+    print(f"run {run.name} {'ends at once' if now else 'saves and ends'}, pid {record.pid}", flush=True)
     # The run holds itself to its own grace period; whoever waits here can leave at any time.
     while wait and owner(run) == record.pid:
         time.sleep(_LOOK_S)

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -41,7 +42,7 @@ from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
 from rondo.runtime.supervision import Limits
-from rondo.runtime.supervisor import Supervisor
+from rondo.runtime.supervisor import STOP_SIGNALS, Supervisor
 from rondo.runtime.telling import PROCESS, tell_every, telling
 
 _PLOT_LIMIT_S = 120.0
@@ -148,13 +149,14 @@ def _run(
     started = time.time()
     groups = groups or group_specs(config)
     timeline.begin(run.path, "supervisor", incarnation=attempt, attempt=attempt)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        outcome = runner.run(_supervise(config, run, options, admin, attempt, groups))
-    timeline.end()
-    with telling("steps"):
-        Records(run.path).advance(final=True)
-    with telling("summary"):
-        _sum_up(run.path, outcome, time.time() - started, started)
+    with _stops_kept() as asked:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            outcome = runner.run(_supervise(config, run, options, admin, attempt, groups, asked))
+        timeline.end()
+        with telling("steps"):
+            Records(run.path).advance(final=True)
+        with telling("summary"):
+            _sum_up(run.path, outcome, time.time() - started, started)
     say(f"run directory: {run.path}")
     if outcome.exit_code == 75:
         say(f"stopped before the end: `rondo resume {run.path}` goes on")
@@ -183,6 +185,23 @@ def _sum_up(run: Path, outcome: Outcome, wall_s: float, started: float) -> None:
         _plot(run)
     with telling("stdout"):
         print_table(summary)
+
+
+@contextmanager
+def _stops_kept() -> Iterator[list[str]]:
+    """Signals that ask for a stop while no supervisor listens: those from before its start are kept for it, and those that
+    come while the summary is written end nothing any more."""
+    asked: list[str] = []
+
+    def keep(number: int, frame: object) -> None:
+        asked.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, keep) for number in STOP_SIGNALS}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -227,8 +246,9 @@ async def _supervise(
     listening: socket.socket,
     attempt: int,
     groups: tuple[GroupSpec, ...],
+    asked: list[str],
 ) -> Outcome:
-    """Supervisor, view and admin endpoint beside each other, until the supervisor has ended everything."""
+    """Supervisor, view and admin endpoint beside each other, until the supervisor has ended everything. `asked`: stops so far."""
     begun: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     listeners: list[Callable[[dict[str, Any]], None]] = []
 
@@ -247,6 +267,8 @@ async def _supervise(
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     if not begun.done():
         return await running
+    if asked:
+        supervisor.request_stop(asked[0])
     rt_dir = begun.result()
     beside = [asyncio.create_task(view.run()), asyncio.create_task(_tell_steps(run.path))]
     admin: AdminServer | None = None
@@ -299,6 +321,7 @@ def _supervisor_config(
             no_progress_s=limits.no_progress_s,
         ),
         kill=options.kill,
+        finds_state=config.train.hot_snapshot,
         can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,
     )
 

@@ -48,9 +48,9 @@ from rondo.roles.whitening import Contribution, contribution
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import RondoError
+from rondo.runtime.heartbeat import SAVE
 from rondo.runtime.waits import totals, wait_for
 
-SAVE_LIMIT_S = 1800.0
 PUBLISH_LIMIT_S = 600.0
 SETTLE_LIMIT_S = 1800.0
 P = ParamSpec("P")
@@ -132,7 +132,7 @@ class ActorRole:
                 # Said at several moments; true on one rank is true. All ranks must save the same.
                 (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
                 await self._save(step, final=num_done > 0)
-                with self._ctx.section("save", SAVE_LIMIT_S):
+                with self._ctx.section(SAVE, self._job.config.supervision.save_s):
                     await self._settle_saving()
                 return
         await self._save(config.num_steps, final=True)
@@ -437,7 +437,7 @@ class ActorRole:
         ctx = self._ctx
         since = time.monotonic()
         folder = folder_of(ctx.run_dir / "checkpoints", version)
-        with ctx.section("save", SAVE_LIMIT_S):
+        with ctx.section(SAVE, self._job.config.supervision.save_s):
             await self._settled()
             await self._settle_saving()
             if folder in complete(folder.parent):  # a run that ends, or is stopped, before its next commit
@@ -459,7 +459,8 @@ class ActorRole:
             """An error ends the role, as one of training does."""
             written = asyncio.to_thread(self._trainer.write, folder, staged, extra, beside)
             with ctx.span("save", beside="checkpoint", version=version):
-                await wait_for(written, name="save", peer="storage", deadline_s=SAVE_LIMIT_S)
+                limit_s = self._job.config.supervision.save_s
+                await wait_for(written, name="save", peer="storage", deadline_s=limit_s)
             await self._saved(version, folder, len(kept), since, pause_s)
 
         self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")

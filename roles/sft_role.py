@@ -11,6 +11,7 @@ from rondo.roles.trainer import Trainer
 from rondo.roles.warm_up import run_warm_up
 from rondo.runtime.checkpoints import folder_of
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.heartbeat import SAVE
 
 
 class SftRole:
@@ -33,7 +34,7 @@ class SftRole:
         with ctx.span("train"):
             await run_warm_up(ctx, trainer)
         folder = folder_of(ctx.run_dir / "checkpoints", config.sft.steps)
-        with ctx.section("save", LOAD_LIMIT_S):
+        with ctx.section(SAVE, config.supervision.save_s):
             await ctx.compute(trainer.save, folder, {"version": None, "index": {}}, tokenizer_path=model_path)
         if ctx.rank == 0:
             await ctx.report("checkpoint", {"path": str(folder)})

@@ -66,7 +66,7 @@ class Provider(Protocol):
 
     def subscribe(self) -> AsyncIterator[dict[str, Any]]: ...
 
-    def stop(self, reason: str) -> None: ...
+    def stop(self, reason: str, *, quick: bool) -> None: ...
 
 
 class AdminServer:
@@ -180,10 +180,11 @@ class AdminServer:
             fields = orjson.loads(body) if body else {}
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"the body of /stop must be JSON, got {error}") from error
-        reason = fields.get("reason", "asked over HTTP") if isinstance(fields, dict) else None
-        if not isinstance(reason, str) or set(fields) - {"reason"}:
-            raise ConfigError('the body of /stop must be {"reason": text}, got other fields')
-        self._provider.stop(reason)
+        fields = fields if isinstance(fields, dict) else {"": fields}
+        reason, now = fields.get("reason", "asked over HTTP"), fields.get("now", False)
+        if not isinstance(reason, str) or not isinstance(now, bool) or set(fields) - {"reason", "now"}:
+            raise ConfigError('the body of /stop must be {"reason": text, "now": true or false}, got other fields')
+        self._provider.stop(reason, quick=now)
         return _json({"stopping": True, "reason": reason}, status=202)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:

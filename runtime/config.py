@@ -24,7 +24,9 @@ class SupervisionConfig(Section):
     silence_s: float = Field(15.0, gt=0)
     """A worker whose loop has not beaten for so long is killed and started again."""
     grace_s: float = Field(20.0, ge=0)
-    """Time to save and leave after a stop was asked for; then SIGKILL."""
+    """Time to leave after a stop was asked for; then SIGKILL, but for who is saving by then."""
+    save_s: float = Field(1800.0, gt=0)
+    """The longest that writing a checkpoint may take, during training and at a stop."""
     no_progress_s: float = Field(600.0, gt=0)
     """Without a committed group or step for so long, all stacks are dumped and the waiting is reported."""
 

@@ -2,6 +2,8 @@
 
 Owns the one promise that makes orphans impossible: the kernel sends SIGKILL to this process when its parent dies, also
 when the parent is killed itself. The command replaces the guard (`exec`), so pid, descriptors and the promise stay.
+Batch systems and service managers signal all processes of a run at once, of which the supervisor alone is meant: the command
+begins without ears for SIGTERM, SIGHUP and SIGUSR1, as does what it starts, and listens again where it knows what to do.
 Does not own grandchildren: each asks for the same with `die_with_parent`, and finds its parent's pid in
 RONDO_PARENT_PID, which the guard sets to its own.
 
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     die_with_parent(int(arguments[1]))
     os.environ[PARENT_PID] = str(os.getpid())
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     command = list(arguments[3:])
     try:
         os.execvp(command[0], command)

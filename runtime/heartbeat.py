@@ -3,12 +3,13 @@
 Owns the layout of the words and both ends of them. Does not own what silence means: `supervision.py` decides. A process
 writes its own slot and nobody else's, but for the one word by which the supervisor asks it to leave; nobody waits.
 
-    slot of a rank, 128 bytes:  0 beat  8 progress  16 section limit  24 left  32 asked  40 section name (88 bytes)
+    slot of a rank, 128 bytes:  0 beat  8 progress  16 section limit  24 left  32 asked  40 save limit  48 section name (80 bytes)
 
 `beat` is the time of the event loop's last sign of life and `section limit` the time by which the open section with the
 nearest limit must be over (0: none is open), both in milliseconds of the monotonic clock, which all processes of a node
 share. `left` is 1 from the moment a process ends on purpose. `asked` is 1 from the moment the supervisor wants it to save
-and leave: SIGTERM says "look here", since torchrun and batch systems send that signal too, for reasons of their own.
+and leave: SIGTERM says "look here", since torchrun and batch systems send that signal too, for reasons of their own. `save
+limit` is that of an open section named "save": a stop's grace does not cut it off.
 Words are aligned, so they are read and written whole; a torn name only misspells.
 
     beat = HeartbeatWriter(client.segment(segment_name("actor-0", 2), 0).view(), rank=0)
@@ -27,9 +28,12 @@ SLOT_BYTES = 128
 BEAT_S = 0.25
 """Seconds between two beats of a loop."""
 
-_BEAT, _PROGRESS, _LIMIT, _LEFT, _ASKED = range(5)
+SAVE = "save"
+"""The section in which a role writes down what a resumed run goes on from."""
+
+_BEAT, _PROGRESS, _LIMIT, _LEFT, _ASKED, _SAVING = range(6)
 _WORDS = SLOT_BYTES // 8
-_NAME_AT = 40
+_NAME_AT = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Beat:
     section: str = ""
     section_limit_s: float = 0.0
     left: bool = False
+    save_limit_s: float = 0.0
 
 
 def segment_name(group: str, incarnation: int) -> str:
@@ -99,7 +104,9 @@ class HeartbeatWriter:
     def _publish(self) -> None:
         limit, name = min(self._open.values(), default=(0.0, ""))
         self._name[:] = name.encode()[: len(self._name)].ljust(len(self._name), b"\0")
+        saves = min((limit for limit, opened in self._open.values() if opened == SAVE), default=0.0)
         self._words[_LIMIT] = round(limit * 1000)
+        self._words[_SAVING] = round(saves * 1000)
 
 
 def ask_to_leave(view: memoryview) -> None:
@@ -123,6 +130,7 @@ def read_beats(view: memoryview) -> tuple[Beat, ...]:
                 section=name.decode(errors="replace"),
                 section_limit_s=words[at + _LIMIT] / 1000,
                 left=bool(words[at + _LEFT]),
+                save_limit_s=words[at + _SAVING] / 1000,
             )
         )
     return tuple(beats)

@@ -84,6 +84,7 @@ class Surroundings:
             "--local-addr", host,
             "--max-restarts", "0",
             "--shutdown-timeout", str(math.ceil(grace_s)),
+            "--signals-to-handle", "SIGQUIT",  # else it ends its workers at a signal that is meant for the supervisor
             "--log-dir", str(self.rt_dir / "torchrun"),
             "-m", "rondo.runtime.worker", *spec.roles,
         )  # fmt: skip

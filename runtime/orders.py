@@ -12,8 +12,14 @@ from typing import Any
 
 
 class Strategy(Enum):
+    """What the failure of a child leads to."""
+
     ONE_FOR_ONE = "one_for_one"
+    """It starts again, alone."""
     ONE_FOR_ALL = "one_for_all"
+    """All role groups end too; when all are gone, it starts again, and they with it. Other services go on."""
+    ESCALATE = "escalate"
+    """A global restart: role groups would not find their state again."""
 
 
 class State(Enum):
@@ -69,6 +75,7 @@ class Limits:
     start_s: float = 300.0
     """From a child's start until all its processes have registered (a service: until it is ready)."""
     grace_s: float = 20.0
+    """From a stop until whoever has not left is killed; who saves by then is left to the limit of its save."""
     service_grace_s: float = 5.0
     no_progress_s: float = 600.0
 

@@ -65,7 +65,9 @@ class SupervisorConfig:
     attempt: int = 0
     """The first attempt of this supervisor's life; a resumed run goes on counting."""
     can_restart_globally: Callable[[], bool] = lambda: True
-    """Whether there is a whole checkpoint to begin another attempt from; asked at each escalation."""
+    """Whether there is a whole checkpoint to begin another attempt from; asked at each escalation and at the end of a stop."""
+    finds_state: bool = True
+    """Whether role groups that all start again together find what they had: state in memory that outlives them, or none."""
     kill: tuple[tuple[str, int], ...] = ()
     """Faults on purpose: (role, group or service; step): SIGKILLed once, when that many steps are committed."""
 

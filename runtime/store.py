@@ -32,6 +32,7 @@ async def run(fd: int) -> None:
             ended.set()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, look)
+    look()
     # The server looks up the name of whoever connects, on its one thread: for seconds where no name server answers.
     getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: 0)(b"hosts", b"files")
     host, port = me.store

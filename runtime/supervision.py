@@ -5,20 +5,24 @@ with the time, actions go out, `supervisor.py` does them.
 
     children    the store, the coordinator, and the role groups; each start of a child is a new incarnation
     one_for_one a child that fails is started again alone: at once at first, then after a back-off that doubles
-    one_for_all the store: everything hangs on it, so its death escalates
+    one_for_all the store: all role groups end with it, then it and they start again; the coordinator goes on
     intensity   more than `max_restarts` of a child within `restart_window_s` escalates
     escalate    a global restart: all children end, then start under the next attempt; itself limited; then the run fails
+    stop        role groups save and leave, then services; asked for again, it is the same stop, unless it is to be quick
 
     life of a child:  waiting -> starting -> ready -> ending -> waiting (back-off) | done | ended
                                     leaving (asked to save and end) ---^
 
 Invariants: a child is started only after every process of its last incarnation is proved gone; events of an incarnation
-that is not the living one change nothing; the cause that is reported is the first of its chain, not the last symptom.
+that is not the living one change nothing; a service that ends before it is asked to has failed, whatever its exit code; a stop
+ends with EXIT_REQUEUE only where there is something to go on from; the cause that is reported is the first of its chain, not
+the last symptom.
 """
 
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,6 +61,7 @@ class _Life:
     due: float = 0.0
     started_at: float = 0.0
     ready_at: float | None = None
+    saved_at: float = -math.inf
     died_at: float | None = None
     failed: bool = False
     streak: int = 0
@@ -64,6 +69,11 @@ class _Life:
     registered: dict[int, float] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
     restarts: collections.deque[tuple[float, Cause]] = field(default_factory=collections.deque)
+
+    @property
+    def serves_alone(self) -> bool:
+        """Whether role groups go on without it until it is back."""
+        return self.child.service and self.child.strategy is Strategy.ONE_FOR_ONE
 
 
 _RUNS = frozenset({State.STARTING, State.READY, State.LEAVING})
@@ -74,7 +84,7 @@ class Supervision:
     """The machine. Every method but the questions at its end takes the time and returns what is to be done, in order.
 
     `incarnations` are the highest numbers already used for each child; `can_restart` says whether there is a state to
-    begin a new attempt from.
+    begin a new attempt from, in this run or in one that is resumed.
     """
 
     def __init__(
@@ -98,8 +108,12 @@ class Supervision:
         self._exit_code = EXIT_DONE
         self._deadline = 0.0
         self._causes: dict[tuple[str, int], Cause] = {}
-        self._chain: Cause | None = None  # the first failure since all children were ready
-        self._first: Cause | None = None  # the cause of the first escalation since then
+        self._open: dict[str, Cause] = {}  # the first failure of each child since it was ready, in their order
+        self._first: Cause | None = None  # the cause of the first escalation since all children were ready
+        self._unsaved: Cause | None = None  # the first role group that failed while it left
+        self._late: Cause | None = None  # the first that did not leave in time
+        self._meeting: _Life | None = None  # a service that starts again with all role groups, once all are gone
+        self._save_s = 0.0
         self._ticked_at: float | None = None
         self._forgiven_at = 0.0
         self._progress_at = 0.0
@@ -134,8 +148,9 @@ class Supervision:
             data["recovery_s"] = now - life.died_at
             self.recoveries.append((name, now - life.died_at))
             life.died_at = None
+        self._open.pop(name, None)
         if all(other.state in (State.READY, State.DONE) for other in self._lives.values()):
-            self._chain = self._first = None
+            self._first = None
         return [Note("ready", data)]
 
     def failed(
@@ -159,39 +174,49 @@ class Supervision:
         self._causes[name, incarnation] = cause
         data = {"group": name, "incarnation": incarnation, "rank": rank, "pid": pid, "cause": what}
         actions: list[Action] = [Note("died", data), Kill(name, incarnation, dump)]
-        if self.phase is not Phase.RUNNING:
+        stopping = self.phase is Phase.STOPPING
+        if stopping and not life.child.service:
+            self._unsaved = self._unsaved or cause
+        # Who saves asks the coordinator: it is there until the last role group has left.
+        if self.phase is not Phase.RUNNING and not (stopping and life.serves_alone):
             return actions
-        self._chain = self._chain or cause
+        self._open.setdefault(name, cause)
         life.failed = True
         life.died_at = now if life.died_at is None else life.died_at
         if life.ready_at is not None and now - life.ready_at >= self._limits.healthy_s:
             life.streak = 0
         while life.restarts and now - life.restarts[0][0] > self._limits.restart_window_s:
             life.restarts.popleft()
-        if life.child.strategy is Strategy.ONE_FOR_ALL:
-            return actions + self._escalate(f"{name} serves all role groups", self._chain, now)
+        if life.child.strategy is Strategy.ESCALATE:
+            return actions + self._escalate(f"{name} serves all role groups", cause, now)
         if len(life.restarts) >= self._limits.max_restarts:
-            first = life.restarts[0][1] if life.restarts else self._chain
+            life.failed = False
+            if stopping:
+                return actions
             limits = f"{self._limits.max_restarts} restarts in {self._limits.restart_window_s:g} s"
-            return actions + self._escalate(f"{name} is beyond {limits}", first, now)
-        life.restarts.append((now, self._chain))
-        return actions
+            return actions + self._escalate(f"{name} is beyond {limits}", self._origin(life, cause), now)
+        life.restarts.append((now, cause))
+        return actions + (self._end_groups(life, now) if life.child.strategy is Strategy.ONE_FOR_ALL else [])
 
     def gone(self, name: str, incarnation: int, now: float) -> list[Action]:
         """Every process of this incarnation is proved gone, killed or ended by itself."""
         life = self._living(name, incarnation)
         if life is None or (life.state not in _RUNS and life.state is not State.ENDING):
             return []
-        if self.phase is Phase.RUNNING and not life.failed and life.child.strategy is Strategy.ONE_FOR_ALL:
-            return self.failed(name, incarnation, "ended by itself", now) + self.gone(name, incarnation, now)
+        if life.child.service and life.state in (State.STARTING, State.READY):
+            signs = self.failed(name, incarnation, "ended by itself", now)
+            return [sign for sign in signs if sign != Kill(name, incarnation)] + self.gone(name, incarnation, now)
         self._dead.append((name, incarnation))
+        actions: list[Action] = [] if life.child.service else [TellDead(name, incarnation)]
+        if life.failed and self.phase in (Phase.RUNNING, Phase.STOPPING):
+            life.failed = False
+            if self._meeting is None or (life is not self._meeting and life.child.service):
+                return actions + self._restart(life, now)
+            life.state, life.due = State.WAITING, math.inf
+            return actions + self._start_groups(now)
         if self.phase is not Phase.RUNNING:
             life.state = State.ENDED
             return self._advance(now)
-        actions: list[Action] = [] if life.child.service else [TellDead(name, incarnation)]
-        if life.failed:
-            life.failed = False
-            return actions + self._restart(life, now)
         life.state = State.DONE
         actions.append(Note("done", {"group": name, "incarnation": incarnation}))
         if all(other.state is State.DONE for other in self._lives.values() if not other.child.service):
@@ -199,20 +224,33 @@ class Supervision:
             actions += self._close(now)
         return actions
 
-    def stop(self, reason: str, now: float) -> list[Action]:
-        """Role groups save and leave within the grace period, then services. Asked again: everything is killed."""
+    def stop(self, reason: str, now: float, *, quick: bool = False) -> list[Action]:
+        """Role groups save and leave, then services. However often it is asked for, it is one stop; `quick` kills everything."""
         if self.phase in (Phase.FAILING, Phase.FINISHED):
             return []
-        if self.phase is Phase.CLOSING or (self.phase is Phase.STOPPING):
-            return [Note("stop_now", {"reason": reason}), *self._kill_all(now)]
-        restarting = self.phase is Phase.RESTARTING
-        self.phase, self._exit_code = Phase.STOPPING, EXIT_REQUEUE
-        self._deadline = now + self._limits.grace_s
-        actions: list[Action] = [Note("stopping", {"reason": reason, "grace_s": self._limits.grace_s})]
-        for life in self._lives.values():
-            if not life.child.service and not restarting:
-                actions += self._ask_to_leave(life)
-        return actions + self._advance(now)
+        if self.phase in (Phase.RUNNING, Phase.RESTARTING):
+            restarting = self.phase is Phase.RESTARTING
+            self.phase, self._exit_code = Phase.STOPPING, EXIT_REQUEUE
+            self._deadline = now + self._limits.grace_s
+            self._meeting = None
+            actions: list[Action] = [Note("stopping", {"reason": reason, "grace_s": self._limits.grace_s})]
+            for life in self._lives.values():
+                life.failed = life.failed and life.serves_alone
+                if not (life.child.service or restarting or quick):
+                    actions += self._ask_to_leave(life)
+            actions += self._advance(now)
+        else:
+            actions = [] if quick else [Note("stops_already", {"reason": reason})]
+        return actions + ([Note("stop_now", {"reason": reason}), *self._kill_all(now)] if quick else [])
+
+    def saved(self, save_s: float) -> list[Action]:
+        """A checkpoint is whole, after so many seconds. A grace that is shorter is told: others may hold the run to it."""
+        longer = save_s > max(self._limits.grace_s, 2 * self._save_s)
+        self._save_s = max(save_s, self._save_s) if longer else self._save_s
+        what = "a save takes longer than supervision.grace_s; whoever stops this run must wait for it, up to supervision.save_s"
+        return (
+            [Note("short_grace", {"save_s": save_s, "grace_s": self._limits.grace_s, "what": what})] if longer else []
+        )
 
     def fatal(self, name: str, what: str, now: float) -> list[Action]:
         """Something that no restart repairs, as told by a child: the run fails with this as its cause."""
@@ -240,13 +278,14 @@ class Supervision:
         self._ticked_at = now
         actions: list[Action] = []
         for life in self._lives.values():
-            if life.state is State.WAITING and self.phase is Phase.RUNNING and now >= life.due:
+            if life.state is State.WAITING and self.phase in (Phase.RUNNING, Phase.STOPPING) and now >= life.due:
                 actions += self._start(life, now)
             elif life.state in (State.STARTING, State.READY):
                 actions += self._judge(life, beats.get(life.child.name, ()), now)
         if self.phase in (Phase.STOPPING, Phase.CLOSING) and now >= self._deadline:
-            closing = self.phase is Phase.CLOSING
-            actions += [kill for life in self._lives.values() if life.child.service is closing for kill in _kill(life)]
+            for life in self._lives.values():
+                if life.child.service is (self.phase is Phase.CLOSING):
+                    actions += self._insist(life, beats.get(life.child.name, ()), now)
         if self.phase is Phase.RUNNING and now - self._progress_at > self._limits.no_progress_s:
             actions += [Note("no_progress", {"seconds": now - self._progress_at}), DumpStacks()]
             self._progress_at = now
@@ -328,7 +367,57 @@ class Supervision:
         life.state = State.LEAVING
         return [Terminate(life.child.name, life.incarnation)]
 
+    def _insist(self, life: _Life, beats: Sequence[Beat], now: float) -> list[Action]:
+        """The grace is over: who still saves has the time of its save, and a moment to leave."""
+        if any(now <= beat.save_limit_s for beat in beats):
+            life.saved_at = now
+        if life.state not in _RUNS or now < life.saved_at + self._limits.service_grace_s:
+            return []
+        if any(beat.save_limit_s for beat in beats):
+            return self.failed(life.child.name, life.incarnation, "its save is over supervision.save_s", now, dump=True)
+        if not life.child.service:
+            what = f"not left within supervision.grace_s, {self._limits.grace_s:g} s"
+            self._late = self._late or Cause(life.child.name, life.incarnation, what)
+        return _kill(life)
+
+    def _origin(self, life: _Life, cause: Cause) -> Cause:
+        """What a child that fails again and again fails of: another one that is not back yet, else its own first failure."""
+        first = next(iter(self._open.values()))
+        return first if first.child != life.child.name or not life.restarts else life.restarts[0][1]
+
+    def _end_groups(self, service: _Life, now: float) -> list[Action]:
+        """All role groups end with the service that they meet in."""
+        self._meeting = service
+        why = f"{service.child.name} serves all role groups, which start again with it"
+        actions: list[Action] = [Note("restarting_groups", {"why": why})]
+        for life in self._lives.values():
+            if life.child.service or life.state in _OVER:
+                continue
+            if life.state is State.WAITING:
+                life.due = math.inf
+                continue
+            life.failed = True
+            life.died_at = now if life.died_at is None else life.died_at
+            actions += _kill(life)
+        return actions
+
+    def _start_groups(self, now: float) -> list[Action]:
+        """Once the service and all role groups are gone, it starts and they with it; after its back-off, if it has one."""
+        service = self._meeting
+        assert service is not None
+        groups = [life for life in self._lives.values() if not life.child.service and life.state not in _OVER]
+        if any(life.state is not State.WAITING for life in (service, *groups)):
+            return []
+        self._meeting = None
+        actions = self._restart(service, now)
+        for life in groups:
+            life.num_restarts += 1
+            life.due = service.due
+            actions += self._start(life, now) if service.state is State.STARTING else []
+        return actions
+
     def _escalate(self, why: str, cause: Cause, now: float) -> list[Action]:
+        self._meeting = None
         if self.num_global_restarts >= self._limits.max_global_restarts:
             return self._fail(f"{why}, after {self.num_global_restarts} global restarts", cause, now)
         if not self._can_restart():
@@ -342,7 +431,8 @@ class Supervision:
     def _fail(self, why: str, cause: Cause, now: float) -> list[Action]:
         self._first = self._first or cause
         self.phase, self._exit_code = Phase.FAILING, EXIT_FAILED
-        return [Note("failed", {"why": why, "cause": str(replace(cause, last_lines=()))}), *self._kill_all(now)]
+        self._meeting = None
+        return [self._told(why, cause), *self._kill_all(now)]
 
     def _close(self, now: float) -> list[Action]:
         self.phase, self._deadline = Phase.CLOSING, now + self._limits.service_grace_s
@@ -352,6 +442,7 @@ class Supervision:
     def _kill_all(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for life in self._lives.values():
+            life.failed = False
             if life.state is State.WAITING:
                 life.state = State.ENDED
             actions += _kill(life)
@@ -364,16 +455,25 @@ class Supervision:
         if self.phase is Phase.STOPPING and all(life.state in _OVER for life in lives if not life.child.service):
             return self._close(now)
         if self.phase is Phase.RESTARTING and all_over:
-            self.phase, self._chain = Phase.RUNNING, None
+            self.phase = Phase.RUNNING
+            self._open.clear()
             self.attempt += 1
             for life in lives:
-                life.streak = 0
+                life.streak, life.failed = 0, False
                 life.restarts.clear()
             return [Clear(self.attempt), *self.begin(now)]
         if self.phase in (Phase.CLOSING, Phase.FAILING) and all_over:
             self.phase = Phase.FINISHED
+            if self._exit_code == EXIT_REQUEUE and not self._can_restart():
+                self._exit_code = EXIT_FAILED
+                nothing = Cause("supervisor", self.attempt, "stopped before a version was committed")
+                self._first = self._unsaved or self._late or nothing
+                return [self._told("stopped without a checkpoint to go on from", self._first), Finish(EXIT_FAILED)]
             return [Finish(self._exit_code)]
         return []
+
+    def _told(self, why: str, cause: Cause) -> Note:
+        return Note("failed", {"why": why, "cause": str(replace(cause, last_lines=()))})
 
 
 def _kill(life: _Life) -> list[Action]:

@@ -43,6 +43,7 @@ from rondo.runtime.orders import (
     Finish,
     Kill,
     Note,
+    Phase,
     Start,
     State,
     Strategy,
@@ -65,7 +66,7 @@ from rondo.runtime.telling import telling
 
 TICK_S = 0.25
 _ANSWER_S = 5.0
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class Supervisor(Actor):
@@ -79,7 +80,11 @@ class Supervisor(Actor):
         self._groups = {group.name: group for group in config.groups}
         self._machine = Supervision(
             [
-                Child(STORE_NAME, service=True, strategy=Strategy.ONE_FOR_ALL),
+                Child(
+                    STORE_NAME,
+                    service=True,
+                    strategy=Strategy.ONE_FOR_ALL if config.finds_state else Strategy.ESCALATE,
+                ),
                 Child(COORDINATOR_NAME, service=True),
                 *(Child(group.name, group.num_processes) for group in config.groups),
             ],
@@ -92,6 +97,7 @@ class Supervisor(Actor):
         self._faults = list(config.kill)
         self._pinged_at = 0.0
         self._num_dumps = 0
+        self._num_interrupts = 0
         self._outcome: Outcome | None = None
         self._finished = asyncio.Event()
 
@@ -105,6 +111,7 @@ class Supervisor(Actor):
         self._loop = asyncio.get_running_loop()
         run_dir, longest = self._config.run_dir, max(f"{name}.{g.num_processes}" for name, g in self._groups.items())
         with contextlib.ExitStack() as ends:
+            ends.enter_context(self._signals())
             self._estate = ends.enter_context(Estate(run_dir, longest, self._on_register))
             self._ledger = ends.enter_context(Ledger(run_dir, self._on_event))
             self._coordinator = ends.enter_context(self._ref(COORDINATOR_NAME))
@@ -112,17 +119,20 @@ class Supervisor(Actor):
             keep = [self._estate.store_socket.fileno()]
             self._nursery = ends.enter_context(Nursery(self._estate.surroundings, self._config.attempt, keep))
             ends.callback(self._close_lives)
-            ends.enter_context(self._signals())
             async with await serve(
                 self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"
             ):
                 return await self._supervise()
 
-    def request_stop(self, reason: str) -> None:
-        """Role groups save and leave within the grace period; asked again, everything is killed at once."""
-        now = time.monotonic()
-        self._do(self._machine.stop(reason, now))
+    def request_stop(self, reason: str, *, quick: bool = False) -> None:
+        """Role groups save and leave; asked again, it is the same stop. `quick`: everything is killed at once."""
+        self._do(self._machine.stop(reason, time.monotonic(), quick=quick))
         self._announcer.tell("drain")
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """Batch systems repeat themselves; a person at a terminal who presses Ctrl-C twice does not want to wait."""
+        self._num_interrupts += number == signal.SIGINT
+        self.request_stop(number.name, quick=number == signal.SIGINT and self._num_interrupts > 1 and _at_terminal())
 
     async def _supervise(self) -> Outcome:
         async with asyncio.TaskGroup() as self._tasks:
@@ -276,8 +286,9 @@ class Supervisor(Actor):
         self._end(life)  # also what a group leaves behind that is done
 
     def _expected(self, life: Incarnation, code: int | None) -> bool:
-        """0 is an end, and so is SIGTERM for a process that we asked to leave before it could listen."""
-        return code == 0 or (code == -signal.SIGTERM and self._state(life.name) is State.LEAVING)
+        """0 is an end, of a service once it was asked; and so is SIGTERM for a process that we asked before it could listen."""
+        leaving = self._state(life.name) is State.LEAVING
+        return (code == 0 and (leaving or life.name in self._groups)) or (code == -signal.SIGTERM and leaving)
 
     def _failed(self, life: Incarnation, what: str, *, pid: int | None = None, rank: int | None = None) -> None:
         lines = last_lines(life.log)
@@ -345,6 +356,8 @@ class Supervisor(Actor):
         if kind == "committed":
             self._machine.progressed(time.monotonic())
             self._inject(data.get("version") or 0)
+        elif kind == "checkpoint" and "save_s" in data:
+            self._do(self._machine.saved(data["save_s"]))
         elif kind == "fatal":
             self._do(self._machine.fatal(source, str(data.get("cause", "unknown")), time.monotonic()))
 
@@ -354,6 +367,7 @@ class Supervisor(Actor):
         views = [view for view in self._machine.views() if view.name in self._groups]
         return {
             "attempt": self._machine.attempt,
+            "draining": self._machine.phase is not Phase.RUNNING,
             "groups": {v.name: {"incarnation": v.incarnation, "alive": self._machine.alive(v.name)} for v in views},
             "dead": [[name, number] for name, number in self._machine.dead() if name in self._groups],
         }
@@ -408,10 +422,22 @@ class Supervisor(Actor):
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        for number in _STOP_SIGNALS:
-            self._loop.add_signal_handler(number, self.request_stop, number.name)
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            for number in _STOP_SIGNALS:
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one that comes now finds the handler from before
+            for number, handler in before.items():
                 self._loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _at_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

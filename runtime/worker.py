@@ -64,6 +64,7 @@ async def run(me: Membership, references: Sequence[str]) -> None:
     """Runs the roles to their end. Raises what the first of them raised, in a group."""
     process = Process(me, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.look_whether_asked_to_leave)
+    process.look_whether_asked_to_leave()  # it may have come before
     address = f"unix:{me.rt_dir}/{me.group}.{me.rank}.sock"
     try:
         async with me.beating(), await serve(WorkerActor(process, references), address, token=me.token, name=me.group):

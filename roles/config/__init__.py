@@ -22,6 +22,7 @@ from rondo.models.media.config import MediaConfig
 from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
 from rondo.roles.config.training import AlgorithmConfig, SftConfig, TrainConfig
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.section import Section
 
 __all__ = [
@@ -63,6 +64,7 @@ class JobConfig(Section):
     train: TrainConfig = TrainConfig()
     sft: SftConfig | None = None
     bus: BusConfig = BusConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
 
     @model_validator(mode="after")
     def _media_follow_the_data(self) -> JobConfig:

@@ -35,7 +35,7 @@ class Roster(Actor):
     @endpoint
     async def roster(self) -> dict[str, Any]:
         groups = {name: {"incarnation": incarnation, "alive": True} for name, incarnation in self.alive.items()}
-        return {"attempt": 0, "groups": groups, "dead": self.dead}
+        return {"attempt": 0, "draining": False, "groups": groups, "dead": self.dead}
 
     @endpoint
     async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:

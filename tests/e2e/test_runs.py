@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from rondo.launch.records import step_records
+from rondo.launch.records import read_records, step_records
 from rondo.launch.rundir import supervisor_record
 from rondo.launch.status import ask
 from rondo.launch.steps import read_steps
@@ -91,18 +92,23 @@ def trained_in(trace: dict[str, Any]) -> set[int]:
 
 
 def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, capsys: Any) -> None:
-    """Before that its store dies: the run begins again at its checkpoint, under the next attempt. When it goes on, an agent asks
-    its policy."""
-    # The checkpoint of step 2 is whole before that of step 4 is begun, and so before step 5 is committed.
-    endless = ("num_steps=100000", "train.save_every=2", "rollout.endpoint.max_sessions=8")
+    """Before that its store dies, without any checkpoint, and one of its processes is stopped. It is told to stop twice. When it
+    goes on, an agent asks its policy."""
+    endless = ("num_steps=100000", "rollout.endpoint.max_sessions=8", "supervision.silence_s=8")
     sets = (*endless, f"groups={FEWER}")  # everything starts three times
     running = start(command(tmp_path, "--kill", "store@5", sets=sets), tmp_path)
-    read_until(running, "global_restart")
+    read_until(running, "restarting_groups")
     read_until(running, "step=7/")
+    os.kill(worker(tmp_path / "quickstart", "actor_fwd-0"), signal.SIGSTOP)
+    assert "silent for" in read_until(running, "died")
+    read_until(running, "step=8/")
+    running.send_signal(signal.SIGHUP)
+    read_until(running, "stopping")
     running.send_signal(signal.SIGTERM)
     stopped = finish(running, tmp_path / "quickstart")
     assert stopped.code == 75, stopped.output
-    assert stopped.summary["attempt"] == 1
+    assert stopped.summary["attempt"] == 0
+    assert stopped.summary["restarts"] == {"store": 1, "rollout": 1, "actor": 1, "actor_fwd": 2}
     goes_on_whole(stopped)
     folder = newest_complete(stopped.run_dir / "checkpoints")
     assert folder is not None and left_behind(tmp_path) == []
@@ -134,9 +140,17 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     assert "saves and ends" in told.stdout
     ended = finish(resumed, stopped.run_dir)
     assert ended.code == 75, ended.output
-    assert ended.summary["attempt"] == 2
+    assert ended.summary["attempt"] == 1
     goes_on_whole(ended)
     assert not endpoint.exists() and left_behind(tmp_path) == []
+
+
+def worker(run: Path, group: str) -> int:
+    """The pid of the newest worker of a role group of one process."""
+    pid: int = [
+        r["pid"] for r in read_records(run / "events.jsonl") if r["kind"] == "registered" and r["group"] == group
+    ][-1]
+    return pid
 
 
 def goes_on_whole(run: Ended) -> None:

@@ -30,7 +30,7 @@ class Provider:
     def waits(self): return [{"waiter": "actor-0", "name": "round", "seconds": 1.25}]
     bus = weights = samples = metrics = dict
     def subscribe(self): return Broadcast().subscribe()
-    def stop(self, reason): self.reason = reason; self.stopped.set()
+    def stop(self, reason, *, quick): self.reason = (reason, quick); self.stopped.set()
 
 async def main(parent):
     provider, token = Provider(), "t" * 32
@@ -74,9 +74,9 @@ def test_a_live_run_is_shown_and_stops_when_it_is_asked_to(
     shown = json.loads(capsys.readouterr().out)
     assert (shown["alive"], shown["health"]["step"]) == (True, 3)
 
-    assert ask_to_stop(tmp_path / "demo", reason="enough for today") == 0
+    assert ask_to_stop(tmp_path / "demo", reason="enough for today", now=True) == 0
     assert owner(tmp_path / "demo") is None
-    assert live.communicate()[0] == "enough for today\n"
+    assert live.communicate()[0] == "('enough for today', True)\n"
     assert live.returncode == 0
 
 

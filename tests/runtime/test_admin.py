@@ -54,8 +54,8 @@ class Numbers:
     def subscribe(self) -> AsyncIterator[dict[str, Any]]:
         return self.broadcast.subscribe()
 
-    def stop(self, reason: str) -> None:
-        self.stopped_for.append(reason)
+    def stop(self, reason: str, *, quick: bool) -> None:
+        self.stopped_for.append((reason, quick))
 
 
 @contextlib.asynccontextmanager
@@ -132,7 +132,9 @@ async def test_control_needs_the_runs_token_on_loopback_too() -> None:
         assert (await ask(server, "POST", "/stop", token="wrong"))[0] == 403
         assert provider.stopped_for == []
         assert (await ask(server, "POST", "/stop", token=RUN_TOKEN, json={"reason": "enough"}))[0] == 202
-        assert provider.stopped_for == ["enough"]
+        assert provider.stopped_for == [("enough", False)]
+        assert (await ask(server, "POST", "/stop", token=RUN_TOKEN, json={"now": True}))[0] == 202
+        assert provider.stopped_for[1:] == [("asked over HTTP", True)]
 
 
 async def test_another_address_needs_a_token_for_everything_but_probes(token_file: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_long_section_name_is_cut_and_leaves_the_next_slot_alone() -> None:
     memory = memoryview(bytearray(segment_bytes(2)))
     with HeartbeatWriter(memory, 0, Clock()).section("x" * 500, 1):
         first, second = read_beats(memory)
-    assert (first.section, second) == ("x" * 88, Beat(1, 0.0, 0))
+    assert (first.section, second) == ("x" * 80, Beat(1, 0.0, 0))
 
 
 def test_every_rank_can_be_asked_to_leave() -> None:

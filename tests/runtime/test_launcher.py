@@ -23,7 +23,8 @@ def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnat
     assert options == {
         "--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": "127.0.0.1:2900",
         "--rdzv-conf": "is_host=false", "--rdzv-id": "actor-0.7", "--local-addr": "127.0.0.1", "--max-restarts": "0",
-        "--shutdown-timeout": "3", "--log-dir": str(tmp_path / "rt" / "torchrun"),
+        "--shutdown-timeout": "3", "--signals-to-handle": "SIGQUIT",
+        "--log-dir": str(tmp_path / "rt" / "torchrun"),
     }  # fmt: skip
     assert job.arguments[-4:] == ("-m", "rondo.runtime.worker", "m:A", "m:B")
     assert job.call == "torch.distributed.run:main" and job.fds == ()

@@ -29,8 +29,8 @@ from rondo.runtime.orders import (
 from rondo.runtime.supervision import Supervision
 
 STORE = Child("store", service=True, strategy=Strategy.ONE_FOR_ALL)
-COORDINATOR = Child("coordinator", service=True)
-CHILDREN = (STORE, COORDINATOR, Child("actor-0", 2), Child("rollout-0"))
+CHILDREN = (STORE, Child("coordinator", service=True), Child("actor-0", 2), Child("rollout-0"))
+FORGETFUL = (Child("store", service=True, strategy=Strategy.ESCALATE), *CHILDREN[1:])
 LIMITS = Limits(
     max_restarts=3,
     restart_window_s=600,
@@ -46,9 +46,14 @@ class Run:
     """A machine with its clock. Notes are kept apart from what is to be done."""
 
     def __init__(
-        self, limits: Limits = LIMITS, *, can_restart: bool = True, incarnations: dict[str, int] | None = None
+        self,
+        limits: Limits = LIMITS,
+        *,
+        children: tuple[Child, ...] = CHILDREN,
+        can_restart: bool = True,
+        incarnations: dict[str, int] | None = None,
     ) -> None:
-        self.machine = Supervision(CHILDREN, limits, incarnations=incarnations, can_restart=lambda: can_restart)
+        self.machine = Supervision(children, limits, incarnations=incarnations, can_restart=lambda: can_restart)
         self.now = 1000.0
         self.notes: list[Note] = []
         self.begun = self.do(self.machine.begin(self.now))
@@ -227,23 +232,86 @@ def test_each_child_has_its_own_intensity_and_a_new_attempt_forgets_it() -> None
     assert run.machine.attempt == 1 and run.machine.phase is Phase.RUNNING
 
 
-def test_the_death_of_the_store_is_a_global_restart_at_once() -> None:
+def test_the_store_and_all_role_groups_start_again_together_when_all_are_gone_and_the_coordinator_goes_on() -> None:
+    run = Run(can_restart=False).up()
+    assert run.fail("store", "killed by SIGKILL") == [Kill("store", 1), Kill("actor-0", 1), Kill("rollout-0", 1)]
+    assert run.fail("actor-0") == []  # a symptom
+    assert run.gone("store") == [] and run.gone("actor-0") == [TellDead("actor-0", 1)]
+    assert run.tick(5) == [] and run.machine.phase is Phase.RUNNING
+    assert run.gone("rollout-0") == [
+        TellDead("rollout-0", 1), Start("store", 2, 0), Start("actor-0", 2, 0), Start("rollout-0", 2, 0)
+    ]  # fmt: skip
+    run.tick(3)
+    run.up()
+    assert [view.num_restarts for view in run.machine.views()] == [1, 0, 1, 1]
+    assert run.machine.recoveries == [("store", 8.0), ("actor-0", 8.0), ("rollout-0", 8.0)]
+
+
+def test_role_groups_in_back_off_wait_for_the_store_and_those_that_are_done_stay_so() -> None:
     run = Run().up()
+    run.gone("rollout-0")
+    run.crash("actor-0")
+    run.fail("actor-0")
+    run.gone("actor-0")
+    assert run.fail("store") == [Kill("store", 1)]
+    assert run.tick(5) == []
+    assert run.gone("store") == [Start("store", 2, 0), Start("actor-0", 3, 0)]
+    run.up()
+    run.fail("store")
+    run.gone("actor-0")
+    assert run.gone("store") == [] and run.notes[-1].data["delay_s"] == 1
+    assert run.tick(1) == [Start("store", 3, 0), Start("actor-0", 4, 0)]
+
+
+def test_a_coordinator_that_dies_beside_the_store_starts_again_at_once() -> None:
+    run = Run().up()
+    run.fail("store")
+    run.fail("coordinator")
+    assert run.gone("coordinator") == [Start("coordinator", 2, 0)]
+    run.gone("actor-0")
+    run.gone("rollout-0")
+    assert run.gone("store")[0] == Start("store", 2, 0)
+
+
+def test_a_store_beyond_its_limit_is_a_global_restart_and_the_cause_is_its_first_death() -> None:
+    run = Run(Limits(max_restarts=2, max_global_restarts=0)).up()
+    run.fail("rollout-0", "killed by SIGSEGV")
+    run.gone("rollout-0")
+    for number in range(3):
+        run.fail("store", f"death {number}")
+        for name in ("store", "actor-0", "rollout-0"):
+            run.gone(name)
+        run.tick(5)
+        run.up()
+    cause = run.machine.first_cause
+    assert cause is not None and (cause.child, cause.what) == ("store", "death 0")
+    assert run.machine.phase is Phase.FAILING
+
+
+@pytest.mark.parametrize("name", ["store", "coordinator"])
+def test_a_service_that_ends_by_itself_has_failed_and_starts_again(name: str) -> None:
+    run = Run().up()
+    actions = run.gone(name)
+    assert Kill(name, 1) not in actions  # it is gone
+    for group in ("actor-0", "rollout-0") if name == "store" else ():
+        actions += run.gone(group)
+    assert Start(name, 2, 0) in actions and run.machine.attempt == 0
+    assert next(note.data["cause"] for note in run.notes if note.kind == "died") == "ended by itself"
+
+
+def test_a_store_whose_role_groups_would_find_nothing_is_a_global_restart() -> None:
+    run = Run(children=FORGETFUL).up()
     assert run.fail("store", "killed by SIGKILL")[0] == Kill("store", 1)
-    assert run.machine.phase is Phase.RESTARTING
-
-
-def test_a_store_that_ends_by_itself_is_a_death_too() -> None:
-    run = Run().up()
-    run.gone("store")
-    assert run.machine.phase is Phase.RESTARTING
-    for name in ("coordinator", "actor-0", "rollout-0"):
+    for name in ("store", "coordinator", "actor-0", "rollout-0"):
         run.gone(name)
     assert run.machine.attempt == 1
 
 
-def test_without_a_checkpoint_the_run_fails_instead() -> None:
-    run = Run(can_restart=False).up()
+def test_without_a_checkpoint_either_the_run_fails_and_its_cause_is_the_store_not_a_group_that_had_recovered() -> None:
+    run = Run(children=FORGETFUL, can_restart=False)
+    run.crash("rollout-0")
+    run.fail("actor-0", "killed by SIGKILL")  # it is not back yet
+    run.gone("actor-0")
     run.fail("store", "killed by SIGKILL")
     assert run.machine.phase is Phase.FAILING
     for name in ("store", "coordinator", "actor-0"):
@@ -251,6 +319,18 @@ def test_without_a_checkpoint_the_run_fails_instead() -> None:
     assert run.gone("rollout-0") == [Finish(EXIT_FAILED)]
     assert str(run.machine.first_cause) == "store of incarnation 1: killed by SIGKILL"
     assert run.notes[-1].data["why"] == "store serves all role groups, and there is no checkpoint to start again from"
+
+
+def test_a_group_that_recovered_is_not_the_cause_of_another_one_that_fails_again_and_again() -> None:
+    run = Run(Limits(max_restarts=1, max_global_restarts=0, start_s=1e9)).up()
+    run.fail("rollout-0", "killed by SIGKILL")
+    run.gone("rollout-0")
+    run.fail("actor-0", "exit code 7")
+    run.gone("actor-0")
+    run.machine.ready("rollout-0", 2, 0, run.now)
+    run.fail("actor-0", "exit code 1")
+    cause = run.machine.first_cause
+    assert cause is not None and (cause.child, cause.what) == ("actor-0", "exit code 7")
 
 
 def test_global_restarts_are_limited_and_the_first_cause_is_kept() -> None:
@@ -267,7 +347,7 @@ def test_global_restarts_are_limited_and_the_first_cause_is_kept() -> None:
 
 
 def test_a_failure_after_all_were_ready_again_is_a_cause_of_its_own() -> None:
-    run = Run(Limits(max_restarts=0, max_global_restarts=1)).up()
+    run = Run(Limits(max_restarts=0, max_global_restarts=1), children=FORGETFUL).up()
     run.fail("store", "killed by SIGKILL")
     for name in ("store", "coordinator", "actor-0", "rollout-0"):
         run.gone(name)
@@ -359,7 +439,7 @@ def test_a_group_that_never_registers_is_killed() -> None:
     run.machine.registered("actor-0", 1, 0, run.now)
     run.tick(300)
     assert run.tick(1) == [
-        Kill("store", 1, dump=True), *[Kill(name, 1) for name in ("coordinator", "actor-0", "rollout-0")]
+        Kill("store", 1, dump=True), Kill("actor-0", 1), Kill("rollout-0", 1), Kill("coordinator", 1, dump=True)
     ]  # fmt: skip
     run = Run(Limits(start_s=300))
     for name in ("store", "coordinator"):
@@ -389,7 +469,7 @@ def test_a_group_that_is_done_stays_done_while_others_restart() -> None:
 
 
 def test_a_global_restart_starts_groups_that_were_done_too() -> None:
-    run = Run().up()
+    run = Run(children=FORGETFUL).up()
     run.gone("rollout-0")
     run.fail("store")
     run.gone("store")
@@ -417,14 +497,86 @@ def test_who_does_not_leave_within_the_grace_is_killed() -> None:
     assert run.tick(1) == [Kill("store", 1), Kill("coordinator", 1)]
 
 
-def test_a_second_stop_kills_at_once() -> None:
+def test_who_saves_is_not_cut_off_by_the_grace_but_by_the_limit_of_its_save() -> None:
+    for saved_after, kill in ((100, Kill("actor-0", 1)), (500, Kill("actor-0", 1, dump=True))):
+        run = Run().up()
+        run.do(run.machine.stop("SIGTERM", run.now))
+        run.gone("rollout-0")
+        save = Beat(0, run.now, 0, "save", run.now + 300, save_limit_s=run.now + 300)
+        for _ in range(min(saved_after, 300)):
+            assert run.tick(1, actor_0=save) == []
+        done = Beat(0, run.now, 0) if saved_after < 300 else save
+        for _ in range(4):  # a moment to leave
+            assert run.tick(1, actor_0=done) == []
+        assert run.tick(1, actor_0=done) == [kill]
+
+
+def test_a_save_that_takes_longer_than_the_grace_is_told_and_told_again_when_that_has_doubled() -> None:
+    run = Run()
+    told = [bool(run.machine.saved(save_s)) for save_s in (19, 21, 41, 43, 80, 90)]
+    assert told == [False, True, False, True, False, True]
+
+
+def test_however_often_a_stop_is_asked_for_it_is_one_stop() -> None:
     run = Run().up()
-    run.do(run.machine.stop("SIGINT", run.now))
+    run.do(run.machine.stop("SIGUSR1", run.now))
+    for _ in range(3):
+        assert run.do(run.machine.stop("SIGTERM", run.now)) == []
+    assert run.gone("rollout-0") == []
+    assert run.gone("actor-0") == [Terminate("store", 1), Terminate("coordinator", 1)]
+    assert run.do(run.machine.stop("SIGTERM", run.now)) == []
+    run.gone("store")
+    assert run.gone("coordinator") == [Finish(EXIT_REQUEUE)]
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_quick_stop_kills_at_once_also_a_stop_that_lasts(asked: int) -> None:
+    run = Run().up()
+    for _ in range(asked):
+        run.do(run.machine.stop("SIGINT", run.now))
     kills = [Kill(name, 1) for name in ("store", "coordinator", "actor-0", "rollout-0")]
-    assert run.do(run.machine.stop("SIGINT", run.now)) == kills
+    assert run.do(run.machine.stop("SIGINT", run.now, quick=True)) == kills
     for name in ("store", "coordinator", "actor-0"):
-        run.gone(name)
+        assert run.gone(name) == []
     assert run.gone("rollout-0") == [Finish(EXIT_REQUEUE)]
+
+
+def test_a_stop_after_the_last_role_group_has_done_its_work_changes_nothing() -> None:
+    run = Run().up()
+    run.gone("actor-0")
+    run.gone("rollout-0")
+    assert run.do(run.machine.stop("SIGTERM", run.now)) == []
+    run.gone("store")
+    assert run.gone("coordinator") == [Finish(EXIT_DONE)]
+
+
+def test_a_coordinator_that_dies_during_a_stop_starts_again_for_who_saves() -> None:
+    run = Run().up()
+    run.do(run.machine.stop("SIGTERM", run.now))
+    assert run.gone("coordinator") == [Start("coordinator", 2, 0)]
+    run.fail("coordinator")
+    assert run.gone("coordinator") == [] and run.tick(1) == [Start("coordinator", 3, 0)]
+    run.gone("rollout-0")
+    assert run.gone("actor-0") == [Terminate("store", 1), Terminate("coordinator", 3)]
+    run.gone("store")
+    assert run.gone("coordinator") == [Finish(EXIT_REQUEUE)]
+
+
+def test_a_stop_without_a_checkpoint_to_go_on_from_has_failed_with_the_reason() -> None:
+    def cause(*happens: str) -> str:
+        run = Run(can_restart=False).up()
+        run.do(run.machine.stop("SIGTERM", run.now))
+        if "error" in happens:
+            run.fail("actor-0", "exit code 1")
+        if "late" in happens:
+            run.tick(21)
+        ends = [run.gone(name) for name in ("rollout-0", "actor-0", "store", "coordinator")]
+        assert ends[-1] == [Finish(EXIT_FAILED)] and run.notes[-1].data["cause"] == str(run.machine.first_cause)
+        return str(run.machine.first_cause)
+
+    assert cause() == "supervisor of incarnation 0: stopped before a version was committed"
+    assert cause("late") == "actor-0 of incarnation 1: not left within supervision.grace_s, 20 s"
+    assert cause("error", "late") == "actor-0 of incarnation 1: exit code 1"
 
 
 def test_a_group_that_dies_while_it_leaves_takes_its_other_ranks_along_and_is_not_restarted() -> None:
@@ -450,12 +602,13 @@ def test_a_stop_during_back_off_or_a_global_restart_starts_nothing_any_more() ->
     assert run.tick(2) == []
     assert run.state("rollout-0") is State.ENDED
 
-    run = Run().up()
-    run.fail("store")
-    run.do(run.machine.stop("SIGTERM", run.now))
-    for name in ("store", "actor-0", "rollout-0"):
-        assert run.gone(name) == []
-    assert run.gone("coordinator") == [Finish(EXIT_REQUEUE)]
+    for children in (CHILDREN, FORGETFUL):
+        run = Run(children=children).up()
+        run.fail("store")
+        run.do(run.machine.stop("SIGTERM", run.now))
+        ends = [run.gone(name) for name in ("store", "actor-0", "rollout-0", "coordinator")]
+        assert ends[-1] == [Finish(EXIT_REQUEUE)]
+        assert not any(isinstance(action, Start) for end in ends for action in end)
 
 
 def test_something_fatal_ends_the_run_with_it_as_the_cause() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from rondo.runtime.supervisor import Supervisor
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120.0
+CTRL_C = b"\x03"
 
 Record = dict[str, Any]
 Groups = list[tuple[str, int, list[str]]]
@@ -39,16 +42,24 @@ class Program:
     before_stop: list[process.Stat]
 
     def __init__(
-        self, run_dir: Path, groups: Groups, kill: Sequence[tuple[str, int]] = (), path: Path = HERE, **limits: Any
+        self,
+        run_dir: Path,
+        groups: Groups,
+        kill: Sequence[tuple[str, int]] = (),
+        path: Path = HERE,
+        terminal: int | None = None,
+        **limits: Any,
     ) -> None:
-        """`path`: modules there come before the installed ones."""
+        """`path`: modules there come before the installed ones. `terminal`: a descriptor of the one that it runs on."""
         self.run_dir = run_dir
         given = {"run_dir": str(run_dir), "groups": groups, "kill": kill, "limits": limits}
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "tiny_run.py"), orjson.dumps(given).decode()],
             env={**os.environ, "PYTHONPATH": f"{path}:{HERE}", "OMP_NUM_THREADS": "1"},
+            stdin=terminal,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         assert self.process.stdout is not None
         self._output = self.process.stdout
@@ -126,8 +137,8 @@ def program(run_dir: Path, groups: Groups, **options: Any) -> Iterator[Program]:
         made.close()
 
 
-# A run in which the nursery and one worker are killed, one worker is stopped, and a fault on purpose kills the coordinator;
-# then it is asked to stop.
+# A run in which the nursery and one worker are killed, one worker is stopped, and a fault on purpose kills the coordinator.
+# Then the store is killed, everything but the supervisor gets SIGTERM, and everything gets every signal that asks for a stop.
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +152,17 @@ def stormy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
         os.kill(run.pid("alpha-0", rank=1), signal.SIGKILL)
         os.kill(run.pid("beta-0"), signal.SIGSTOP)
         run.ready("alpha-0", "coordinator", "beta-0", incarnation=2)
+        os.kill(run.pid("store"), signal.SIGKILL)
+        run.ready("store", incarnation=2)
+        run.ready("alpha-0", "beta-0", incarnation=3)
         run.before_stop = run.leftovers()
-        run.process.send_signal(signal.SIGTERM)
+        for found in run.before_stop:
+            process.kill(found.pid, found.start_time, signal.SIGTERM)
+        run.ready("coordinator", incarnation=3)
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGINT):
+            run.process.send_signal(number)
+            for found in run.leftovers() if number != signal.SIGINT else ():
+                process.kill(found.pid, found.start_time, number)
         run.outcome = run.end()
         yield run
 
@@ -153,8 +173,19 @@ def test_a_killed_worker_restarts_its_whole_group_and_only_it(stormy: Program) -
     assert died["cause"] in ("killed by SIGKILL", "ended without a word")
     first, second = [{stormy.pid("alpha-0", rank, life) for rank in (0, 1)} for life in (1, 2)]
     assert not first & second
-    assert stormy.outcome["restarts"] == {"alpha-0": 1, "beta-0": 1, "coordinator": 1}
+
+
+def test_the_death_of_the_store_starts_all_role_groups_again_with_it_in_the_same_attempt(stormy: Program) -> None:
+    (died,) = stormy.of("died", group="store")
+    assert died["cause"] == "killed by SIGKILL"
+    assert stormy.outcome["restarts"] == {"store": 1, "alpha-0": 2, "beta-0": 2, "coordinator": 2}
     assert stormy.outcome["attempt"] == 0
+
+
+def test_only_the_coordinator_hears_sigterm_that_is_not_meant_for_it_and_it_starts_again(stormy: Program) -> None:
+    causes = [record["cause"] for record in stormy.of("died")]
+    assert causes.index("killed by SIGKILL") < causes.index("exit code 0") == len(causes) - 1
+    assert stormy.of("died")[-1]["group"] == "coordinator"
 
 
 def test_a_stopped_worker_is_noticed_by_its_silence_and_replaced(stormy: Program) -> None:
@@ -165,13 +196,14 @@ def test_a_stopped_worker_is_noticed_by_its_silence_and_replaced(stormy: Program
 
 def test_the_coordinator_hears_of_a_death_and_then_of_the_next_life(stormy: Program) -> None:
     told = [(r["told"], r["group"], r["incarnation"]) for r in stormy.told() if r.get("group") == "alpha-0"]
-    assert told == [("started", "alpha-0", 1), ("dead", "alpha-0", 1), ("started", "alpha-0", 2)]
+    lives = [(what, "alpha-0", life) for life in (1, 2, 3) for what in ("started", "dead")]
+    assert told == lives[: len(told)] and len(told) >= 5
     assert [r["num_ranks"] for r in stormy.told() if r["told"] == "started"][:2] == [2, 1]
 
 
 def test_a_coordinator_that_restarts_asks_who_lives(stormy: Program) -> None:
     rosters = [r for r in stormy.told() if r["told"] == "roster"]
-    assert [r["by"]["incarnation"] for r in rosters] == [1, 2]
+    assert [r["by"]["incarnation"] for r in rosters] == [1, 2, 3]
     assert rosters[0]["roster"]["dead"] == []
     assert ["alpha-0", 1] in rosters[1]["roster"]["dead"]
     assert rosters[1]["roster"]["groups"]["alpha-0"] == {"incarnation": 2, "alive": True}
@@ -180,26 +212,29 @@ def test_a_coordinator_that_restarts_asks_who_lives(stormy: Program) -> None:
 def test_a_fault_on_purpose_strikes_once_when_its_step_is_committed(stormy: Program) -> None:
     assert len(stormy.of("committed")) == 2
     assert [(r["group"], r["step"]) for r in stormy.of("killed_on_purpose")] == [("coordinator", 1)]
-    assert [r["cause"] for r in stormy.of("died", group="coordinator")] == ["killed by SIGKILL"]
+    assert stormy.of("died", group="coordinator")[0]["cause"] == "killed by SIGKILL"
 
 
 def test_memory_outlives_the_group_that_wrote_it(stormy: Program) -> None:
-    assert [r["lives"] for r in stormy.of("lives", group="alpha-0")] == [1, 2]
+    assert [r["lives"] for r in stormy.of("lives", group="alpha-0")] == [1, 2, 3]
 
 
 def test_recovery_is_measured_by_role(stormy: Program) -> None:
     recovery_s = stormy.outcome["recovery_s"]
-    assert set(recovery_s) == {"alpha", "beta", "coordinator"} and all(seconds > 0 for seconds in recovery_s.values())
-    (recovered,) = stormy.of("ready", group="alpha-0", incarnation=2)
-    assert recovered["recovery_s"] == recovery_s["alpha"]
+    assert set(recovery_s) == {"store", "alpha", "beta", "coordinator"} and all(
+        seconds > 0 for seconds in recovery_s.values()
+    )
+    recovered = [record["recovery_s"] for record in stormy.of("ready", group="alpha-0")[1:]]
+    assert len(recovered) == 2 and max(recovered) == recovery_s["alpha"]
 
 
 def test_what_was_forked_of_a_nursery_outlives_it_and_another_one_takes_its_place(stormy: Program) -> None:
-    assert {record["group"] for record in stormy.of("died")} == {"alpha-0", "beta-0", "coordinator"}
+    assert {record["group"] for record in stormy.of("died")} == {"alpha-0", "beta-0", "coordinator", "store"}
     assert (stormy.run_dir / "logs" / "attempt_0" / "nursery.2.log").exists()
 
 
-def test_a_stop_lets_every_worker_save_and_ends_with_the_requeue_code(stormy: Program) -> None:
+def test_many_signals_are_one_stop_that_lets_every_worker_save_and_ends_with_the_requeue_code(stormy: Program) -> None:
+    assert len(stormy.of("stopping")) == 1 and not stormy.of("stop_now")
     assert stormy.process.returncode == 75
     assert stormy.outcome["first_cause"] is None
     assert sorted((r["group"], r["rank"]) for r in stormy.of("saved")) == [
@@ -220,8 +255,8 @@ def test_what_left_its_session_and_its_parent_was_there_and_is_gone(stormy: Prog
 def test_every_life_has_its_own_log_and_events_are_in_the_run_directory(stormy: Program) -> None:
     logs = {path.name for path in (stormy.run_dir / "logs" / "attempt_0").iterdir()}
     assert logs == {
-        "nursery.1.log", "nursery.2.log", "store.1.log", "coordinator.1.log", "coordinator.2.log", "alpha-0.1.log",
-        "alpha-0.2.log", "beta-0.1.log", "beta-0.2.log",
+        "nursery.1.log", "nursery.2.log", "store.1.log", "store.2.log",
+        *[f"{name}.{life}.log" for name in ("coordinator", "alpha-0", "beta-0") for life in (1, 2, 3)],
     }  # fmt: skip
     written = [orjson.loads(line) for line in (stormy.run_dir / "events.jsonl").read_bytes().splitlines()]
     assert written == [r for r in stormy.events if r["kind"] != "outcome"]
@@ -334,15 +369,18 @@ def test_the_death_of_the_store_is_another_attempt_and_a_failure_there_is_report
 
 
 def test_a_run_without_progress_says_who_waits_and_a_second_ctrl_c_kills_what_will_not_leave(tmp_path: Path) -> None:
-    with program(tmp_path, [("mule-0", 1, ["Stubborn"])], grace_s=600, no_progress_s=1) as run:
+    person, terminal = os.openpty()
+    with program(tmp_path, [("mule-0", 1, ["Stubborn"])], terminal=terminal, grace_s=600, no_progress_s=1) as run:
         run.ready("store", "coordinator", "mule-0")
         path = Path(run.until(lambda r: r["kind"] == "dumped")["path"])
         written(tmp_path / "logs/attempt_0/mule-0.1.log", "most recent call first")
-        run.process.send_signal(signal.SIGINT)
+        os.write(person, CTRL_C)
         run.until(lambda r: r["kind"] == "stopping")
-        run.process.send_signal(signal.SIGINT)
+        os.write(person, CTRL_C)
         assert run.end()["exit_code"] == 75
         assert run.of("stop_now") and run.leftovers() == [] and not run.rt_dir.exists()
+    os.close(person)
+    os.close(terminal)
     waits = orjson.loads(path.read_bytes())
     assert set(waits) == {"coordinator", "mule-0.0"} and waits["mule-0.0"]["waiter"] == "mule-0.0"
 
