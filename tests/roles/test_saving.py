@@ -67,7 +67,7 @@ def actor(run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.
         span=lambda name, **_: span(name, "actor"),
     )  # fmt: skip
     role: Any = ActorRole(context)
-    config = SimpleNamespace(train=SimpleNamespace(keep_checkpoints=2))
+    config = SimpleNamespace(train=SimpleNamespace(keep_checkpoints=2), supervision=SimpleNamespace(save_s=1800.0))
     role._job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
     role._trainer, role._tasks, role._saving = disk, tasks, None
     return role
