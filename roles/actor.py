@@ -162,13 +162,13 @@ class ActorRole:
                 self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()
             with self._ctx.span("train", step=step, num_rows=len(rows)):
-                await self._ctx.compute(
-                    trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update
+                await self._ctx.working(
+                    "train", trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update
                 )
             if made.closes and not made.last:
                 await self._settled()  # the optimizer changes what the version before is still copied from
                 with self._ctx.span("train", step=step, part="optimizer"):
-                    await self._ctx.compute(trainer.update, step)
+                    await self._ctx.working("optimizer", trainer.update, step)
             busy += time.monotonic() - since
             self._job.bus.check(made)
             if made.update < config.train.optimizer_steps_per_batch:  # later passes use the same rows
@@ -183,7 +183,7 @@ class ActorRole:
         await self._settled()
         since = time.monotonic()
         with self._ctx.span("train", step=step, part="optimizer"):
-            figures, trained = await self._ctx.compute(trainer.finish, step)
+            figures, trained = await self._ctx.working("optimizer", trainer.finish, step)
         busy += time.monotonic() - since
         step_s = time.monotonic() - self._step_began
         self._step_began = time.monotonic()
@@ -372,7 +372,7 @@ class ActorRole:
 
     async def _begin(self) -> int:
         if self._job.config.sft is not None:
-            with self._ctx.section("warm up", LOAD_LIMIT_S):
+            with self._ctx.span("warm up"):
                 await run_warm_up(self._ctx, self._trainer, every=_WARM_UP_RECORD)
         if self._job.config.algorithm.resolved().needs_reference and self._job.config.sft is not None:
             await self._ctx.compute(self._trainer.export, self._ctx.run_dir / REFERENCE, self._job.model_path)

@@ -105,7 +105,7 @@ class _Forward:
             if rows:
                 async with job.turns.scoring():
                     with self._ctx.span("forward", step=made.step, groups=groups_of(made)):
-                        version, log_probs = await self._ctx.compute(scorer.score, rows)
+                        version, log_probs = await self._ctx.working("forward", scorer.score, rows)
                 job.bus.put_columns(made, self.columns(version, log_probs))
             await job.bus.ack(made)
             self._ctx.progress()

@@ -22,6 +22,7 @@ from rondo.comm.bus import POLL_S, Bus, Member, Round
 from rondo.roles.config import JobConfig
 from rondo.roles.turns import Turns
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.pace import PaceLimits
 from rondo.runtime.segments import SegmentClient
 
 if TYPE_CHECKING:
@@ -87,7 +88,10 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     prepared = orjson.loads((ctx.run_dir / "prepared.json").read_bytes())
     first = prepared["first_devices"].get(ctx.group)
     device = "cpu" if first is None else f"cuda:{first + ctx.local_rank}"
-    return JobConfig.from_resolved(resolved), prepared["model_path"], device
+    config = JobConfig.from_resolved(resolved)
+    limits = config.supervision
+    ctx.set_pace(PaceLimits(limits.work_factor, limits.work_floor_s, limits.work_ceiling_s))
+    return config, prepared["model_path"], device
 
 
 async def timed(ctx: WorkerContext, rounds: AsyncGenerator[Round, None]) -> AsyncGenerator[Round, None]:

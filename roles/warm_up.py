@@ -18,8 +18,11 @@ async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -
     last = trainer.config.sft.steps - 1
     loop, figures = asyncio.get_running_loop(), asyncio.Queue[dict[str, float]]()
 
+    work = ctx.work("warm up")
+
     def on_step(metrics: dict[str, float]) -> None:
         ctx.progress()
+        work.moved()
         if ctx.rank == 0 and (metrics["step"] % every == 0 or metrics["step"] == last):
             loop.call_soon_threadsafe(figures.put_nowait, metrics)
 
@@ -30,7 +33,7 @@ async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -
 
     forwarding = asyncio.create_task(forward())
     try:
-        await ctx.compute(trainer.warm_up, on_step, ctx.stopping.is_set)
+        await ctx.working("warm up", trainer.warm_up, on_step, ctx.stopping.is_set)
         told = asyncio.create_task(figures.join())
         await asyncio.wait([told, forwarding], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()

@@ -28,7 +28,23 @@ class SupervisionConfig(Section):
     save_s: float = Field(1800.0, gt=0)
     """The longest that writing a checkpoint may take, during training and at a stop."""
     no_progress_s: float = Field(600.0, gt=0)
-    """Without a committed group or step for so long, all stacks are dumped and the waiting is reported."""
+    """A run in which nothing moves for so long has its stacks dumped; then the role group whose section stands longest starts
+    again, then all role groups, then the whole run from its checkpoint."""
+    work_factor: float = Field(10.0, gt=1)
+    """Training, generating and scoring may take so many times the longest before; then their process counts as hung."""
+    work_floor_s: float = Field(300.0, gt=0)
+    """They may take so long in any case."""
+    work_ceiling_s: float = Field(3600.0, gt=0)
+    """They may take no longer than this, the first included."""
+
+    @model_validator(mode="after")
+    def _floor_below_ceiling(self) -> SupervisionConfig:
+        if self.work_floor_s > self.work_ceiling_s:
+            raise ValueError(
+                "supervision.work_floor_s must be at most supervision.work_ceiling_s, "
+                f"got {self.work_floor_s:g} and {self.work_ceiling_s:g}. Raise the ceiling, or lower the floor"
+            )
+        return self
 
 
 class AdminConfig(Section):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from rondo.runtime.membership import Membership
+from rondo.runtime.pace import PaceLimits, Work
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from rondo.runtime.telling import telling
@@ -47,6 +48,8 @@ class Process:
         self.supervisor = me.ref("supervisor")
         self.coordinator = me.ref("coordinator")
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self.pace = PaceLimits()
+        self.works: dict[tuple[str, str], Work] = {}
         self.not_ready: set[object] = set()
         """The roles that have not called `ready` yet."""
 
@@ -97,6 +100,27 @@ class WorkerContext:
         """Runs a function on the compute thread and gives its result. A cancelled wait leaves the function running."""
         call = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._process.thread, call)
+
+    async def working(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """`compute`, seen by the supervisor under `name`: past a multiple of what it took before, this process is replaced."""
+        work = self.work(name)
+
+        def run() -> T:  # there its time begins: until then others compute
+            with work:
+                return function(*args, **kwargs)
+
+        return await self.compute(run)
+
+    def work(self, name: str, at_least_s: float = 0.0) -> Work:
+        """What this process computes under `name`; `with ctx.work("reward"): ...`, on any thread (`pace.py`)."""
+        process, key = self._process, (self.role, name)
+        if key not in process.works:
+            process.works[key] = Work(process.me.heartbeat, name, process.pace, at_least_s)
+        return process.works[key]
+
+    def set_pace(self, limits: PaceLimits) -> None:
+        """Before the first work of this process."""
+        self._process.pace = limits
 
     @contextlib.contextmanager
     def section(self, name: str, limit_s: float) -> Iterator[None]:

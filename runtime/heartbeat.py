@@ -3,13 +3,15 @@
 Owns the layout of the words and both ends of them. Does not own what silence means: `supervision.py` decides. A process
 writes its own slot and nobody else's, but for the one word by which the supervisor asks it to leave; nobody waits.
 
-    slot of a rank, 128 bytes:  0 beat  8 progress  16 section limit  24 left  32 asked  40 save limit  48 section name (80 bytes)
+    slot of a rank, 128 bytes:  0 beat  8 progress  16 section limit  24 left  32 asked  40 save limit  48 section since
+                                56 silent  64 section name (64 bytes)
 
 `beat` is the time of the event loop's last sign of life and `section limit` the time by which the open section with the
 nearest limit must be over (0: none is open), both in milliseconds of the monotonic clock, which all processes of a node
-share. `left` is 1 from the moment a process ends on purpose. `asked` is 1 from the moment the supervisor wants it to save
-and leave: SIGTERM says "look here", since torchrun and batch systems send that signal too, for reasons of their own. `save
-limit` is that of an open section named "save": a stop's grace does not cut it off.
+share; `since` is when that section was opened. `silent` is 1 while a section is open in which the loop need not beat. `save
+limit` is that of an open section named "save": a stop's grace does not cut it off. `left` is 1 from the moment a process ends
+on purpose. `asked` is 1 from the moment the supervisor wants it to save and leave: SIGTERM says "look here", since torchrun and
+batch systems send that signal too, for reasons of their own.
 Words are aligned, so they are read and written whole; a torn name only misspells.
 
     beat = HeartbeatWriter(client.segment(segment_name("actor-0", 2), 0).view(), rank=0)
@@ -31,9 +33,9 @@ BEAT_S = 0.25
 SAVE = "save"
 """The section in which a role writes down what a resumed run goes on from."""
 
-_BEAT, _PROGRESS, _LIMIT, _LEFT, _ASKED, _SAVING = range(6)
+_BEAT, _PROGRESS, _LIMIT, _LEFT, _ASKED, _SAVING, _SINCE, _SILENT = range(8)
 _WORDS = SLOT_BYTES // 8
-_NAME_AT = 48
+_NAME_AT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,19 @@ class Beat:
     section_limit_s: float = 0.0
     left: bool = False
     save_limit_s: float = 0.0
+    section_since_s: float = 0.0
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    limit_s: float
+    name: str
+    since_s: float
+    silent: bool
+
+
+_NONE = _Opened(0.0, "", 0.0, False)
 
 
 def segment_name(group: str, incarnation: int) -> str:
@@ -67,7 +82,7 @@ class HeartbeatWriter:
         self._name = slot[_NAME_AT:]
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[float, str]] = {}
+        self._open: dict[int, _Opened] = {}
         self._next = 0
 
     def beat(self) -> None:
@@ -86,27 +101,31 @@ class HeartbeatWriter:
         return bool(self._words[_ASKED])
 
     @contextlib.contextmanager
-    def section(self, name: str, limit_s: float) -> Iterator[None]:
-        """While it lasts the process may be silent, for `limit_s` seconds at most; of several, each keeps its limit."""
+    def section(self, name: str, limit_s: float, *, silent: bool = True) -> Iterator[None]:
+        """It may last for `limit_s` seconds at most; of several, each keeps its limit. While one that is `silent` lasts, the loop
+        need not beat."""
         with self._lock:
-            key, self._next = self._next, self._next + 1
-            self._open[key] = (self._clock() + limit_s, name)
+            key, self._next, now = self._next, self._next + 1, self._clock()
+            self._open[key] = _Opened(now + limit_s, name, now, silent)
             self._publish()
         try:
             yield
         finally:
             with self._lock:
                 del self._open[key]
-                # The loop may have been silent until now, rightly; what comes next starts with a sign of life.
-                self.beat()
+                if silent:  # rightly until now; what comes next starts with a sign of life
+                    self.beat()
                 self._publish()
 
     def _publish(self) -> None:
-        limit, name = min(self._open.values(), default=(0.0, ""))
-        self._name[:] = name.encode()[: len(self._name)].ljust(len(self._name), b"\0")
-        saves = min((limit for limit, opened in self._open.values() if opened == SAVE), default=0.0)
-        self._words[_LIMIT] = round(limit * 1000)
+        opened = self._open.values()
+        nearest = min(opened, key=lambda each: each.limit_s, default=_NONE)
+        saves = min((each.limit_s for each in opened if each.name == SAVE), default=0.0)
+        self._name[:] = nearest.name.encode()[: len(self._name)].ljust(len(self._name), b"\0")
+        self._words[_SILENT] = any(each.silent for each in opened)
+        self._words[_SINCE] = round(nearest.since_s * 1000)
         self._words[_SAVING] = round(saves * 1000)
+        self._words[_LIMIT] = round(nearest.limit_s * 1000)
 
 
 def ask_to_leave(view: memoryview) -> None:
@@ -131,6 +150,8 @@ def read_beats(view: memoryview) -> tuple[Beat, ...]:
                 section_limit_s=words[at + _LIMIT] / 1000,
                 left=bool(words[at + _LEFT]),
                 save_limit_s=words[at + _SAVING] / 1000,
+                section_since_s=words[at + _SINCE] / 1000,
+                silent=bool(words[at + _SILENT]),
             )
         )
     return tuple(beats)

@@ -8,6 +8,8 @@ with the time, actions go out, `supervisor.py` does them.
     one_for_all the store: all role groups end with it, then it and they start again; the coordinator goes on
     intensity   more than `max_restarts` of a child within `restart_window_s` escalates
     escalate    a global restart: all children end, then start under the next attempt; itself limited; then the run fails
+    no progress nothing moves for `no_progress_s`: stacks are dumped, then the group whose section stands longest starts again
+                (where nobody computes, the coordinator), then all role groups with the store, then it escalates
     stop        role groups save and leave, then services; asked for again, it is the same stop, unless it is to be quick
 
     life of a child:  waiting -> starting -> ready -> ending -> waiting (back-off) | done | ended
@@ -62,6 +64,7 @@ class _Life:
     started_at: float = 0.0
     ready_at: float | None = None
     saved_at: float = -math.inf
+    progress: int = 0
     died_at: float | None = None
     failed: bool = False
     streak: int = 0
@@ -117,6 +120,9 @@ class Supervision:
         self._ticked_at: float | None = None
         self._forgiven_at = 0.0
         self._progress_at = 0.0
+        self._stands = False  # nothing moved for too long, and stacks are being dumped
+        self._num_acts = 0  # since something moved
+        self._stood: Cause | None = None  # what the first of them was for
         self._dead: list[tuple[str, int]] = []
 
     # ---- events -----------------------------------------------------------------------------------------------------
@@ -149,7 +155,7 @@ class Supervision:
             self.recoveries.append((name, now - life.died_at))
             life.died_at = None
         self._open.pop(name, None)
-        if all(other.state in (State.READY, State.DONE) for other in self._lives.values()):
+        if self._all_up():
             self._first = None
         return [Note("ready", data)]
 
@@ -259,8 +265,8 @@ class Supervision:
         return self._fail(what, Cause(name, self._lives[name].incarnation if name in self._lives else 0, what), now)
 
     def progressed(self, now: float) -> None:
-        """A step was committed."""
-        self._progress_at = now
+        """A step was committed, or a role has done something."""
+        self._progress_at, self._stands, self._num_acts = now, False, 0
 
     def explain(self, name: str, incarnation: int, last_lines: Sequence[str]) -> None:
         """The last lines of a failed child, where they were read after its failure was noticed."""
@@ -286,10 +292,39 @@ class Supervision:
             for life in self._lives.values():
                 if life.child.service is (self.phase is Phase.CLOSING):
                     actions += self._insist(life, beats.get(life.child.name, ()), now)
-        if self.phase is Phase.RUNNING and now - self._progress_at > self._limits.no_progress_s:
-            actions += [Note("no_progress", {"seconds": now - self._progress_at}), DumpStacks()]
-            self._progress_at = now
-        return actions
+        return actions + (self._watch(now, beats) if self.phase is Phase.RUNNING else [])
+
+    def dumped(self, now: float, beats: Mapping[str, Sequence[Beat]]) -> list[Action]:
+        """All stacks are written down, and still nothing has moved."""
+        lives = self._lives.values()
+        if self.phase is not Phase.RUNNING or not self._stands or not self._all_up():
+            return []
+        self._stands = False
+        self._num_acts += 1
+        what = f"no progress for {self._limits.no_progress_s:g} s"
+        if self._num_acts == 1:
+            standing = [
+                (beat.section_since_s, life, beat)
+                for life in lives
+                for beat in beats.get(life.child.name, ())
+                if beat.section_since_s > 0 and life.state is State.READY
+            ]
+            if standing:
+                since, life, beat = min(standing, key=lambda each: each[0])
+                what += f"; section {beat.section!r} stands for {now - since:.0f} s"
+                rank: int | None = beat.rank
+            else:
+                life, rank = next(life for life in lives if life.serves_alone), None
+                what += ", and nobody computes: all wait for it"
+            actions = self.failed(life.child.name, life.incarnation, what, now, rank=rank)
+            self._stood = self._causes[life.child.name, life.incarnation]
+            return actions
+        assert self._stood is not None
+        what += f" after a restart of {self._stood.child}"
+        if self._num_acts == 2:
+            store = next(life for life in lives if life.child.service and not life.serves_alone)
+            return self.failed(store.child.name, store.incarnation, what, now)
+        return self._escalate(f"{what} and of all role groups", self._stood, now)
 
     # ---- questions --------------------------------------------------------------------------------------------------
 
@@ -326,7 +361,7 @@ class Supervision:
     def _start(self, life: _Life, now: float) -> list[Action]:
         life.incarnation += 1
         life.state, life.started_at, life.ready_at, life.failed = State.STARTING, now, None, False
-        life.registered, life.ready = {}, set()
+        life.registered, life.ready, life.progress = {}, set(), 0
         return [Start(life.child.name, life.incarnation, self.attempt)]
 
     def _restart(self, life: _Life, now: float) -> list[Action]:
@@ -348,14 +383,36 @@ class Supervision:
         for beat in beats:
             quiet_s = now - max(beat.beat_s, life.registered.get(beat.rank, 0.0), self._forgiven_at)
             limit_s = limits.silence_s + (limits.grace_s if beat.left else 0.0)
-            if beat.section_limit_s > 0:
-                over_s = min(now - beat.section_limit_s, now - self._forgiven_at - limits.silence_s)
-                what = f"section {beat.section!r} is {over_s:.1f} s over its limit" if over_s > 0 else ""
-            else:
-                what = f"silent for {quiet_s:.1f} s, limit {limit_s:g} s" if quiet_s > limit_s else ""
+            over_s = min(now - beat.section_limit_s, now - self._forgiven_at - limits.silence_s)
+            what = ""
+            if beat.section_limit_s > 0 and over_s > 0:
+                what = f"section {beat.section!r} is {over_s:.1f} s over its limit"
+            elif quiet_s > limit_s and not beat.silent:
+                what = f"silent for {quiet_s:.1f} s, limit {limit_s:g} s"
             if what and (beat.rank in life.registered or life.state is State.READY):
                 return self.failed(child.name, life.incarnation, what, now, rank=beat.rank, dump=True)
         return []
+
+    def _watch(self, now: float, beats: Mapping[str, Sequence[Beat]]) -> list[Action]:
+        """Whether anything moves. Who starts, or need not beat, has limits of its own: meanwhile this clock stands."""
+        moved = silent = False
+        for life in self._lives.values():
+            seen = beats.get(life.child.name, ())
+            progress = sum(beat.progress for beat in seen)
+            moved |= progress > life.progress
+            life.progress = max(progress, life.progress)
+            silent |= any(beat.silent for beat in seen)
+        if moved:
+            self.progressed(now)
+        elif silent or not self._all_up():
+            self._progress_at = now
+        if now - self._progress_at <= self._limits.no_progress_s:
+            return []
+        seconds, self._progress_at, self._stands = now - self._progress_at, now, True
+        return [Note("no_progress", {"seconds": seconds}), DumpStacks()]
+
+    def _all_up(self) -> bool:
+        return all(life.state in (State.READY, State.DONE) for life in self._lives.values())
 
     def _ask_to_leave(self, life: _Life) -> list[Action]:
         if life.state is State.WAITING:

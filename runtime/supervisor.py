@@ -263,6 +263,7 @@ class Supervisor(Actor):
             if life.workers and life.ending is None:
                 life.signal(signal.SIGUSR2)
         self._ledger.record("supervisor", "dumped", {"path": str(path)})
+        self._do(self._machine.dumped(time.monotonic(), self._beats()))
 
     async def _waits_of(self, name: str) -> tuple[str, Any]:
         with self._ref(name) as actor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -93,6 +93,8 @@ class RolloutRole:
         self._job = job = await open_job(ctx)
         config = job.config
         limits = config.reward
+        # A group's samples one after the other, by workers of which each starts anew.
+        self._slowest_reward_s = 2 * limits.deadline_s * config.rollout.samples_per_prompt + LOAD_LIMIT_S
         self._rewards = RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s)
         self._media = None if config.media is None else MediaPool(job.model_path, config.media)
         async with AsyncExitStack() as pools:
@@ -149,7 +151,7 @@ class RolloutRole:
             sleeps=self._job.takes_turns,
             tells_experts=self._job.config.train.router_replay,
         )
-        engine = EmbeddedEngine(slots, self._ctx.compute, wake=self._wake.set)
+        engine = EmbeddedEngine(slots, self._generation, wake=self._wake.set)
         if self._job.takes_turns:
 
             async def make_room() -> None:
@@ -208,7 +210,10 @@ class RolloutRole:
         if evaluation is None or evaluation.every is None or self._ctx.rank:
             return None
         slots = await self._ctx.compute(self._build, evaluation.num_slots, evaluates=True)
-        return EmbeddedEngine(slots, Share(self._ctx.compute, evaluation.share, self._generates).compute)
+        return EmbeddedEngine(slots, Share(self._generation, evaluation.share, self._generates).compute)
+
+    async def _generation(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._ctx.working("generate", function, *args)
 
     def _generates(self) -> bool:
         stats = self._engine.stats()
@@ -355,10 +360,16 @@ class RolloutRole:
                     task.cancel()
 
     async def _report(self) -> None:
-        """Engine counters and waits, every few seconds."""
+        """Engine counters and waits, every few seconds; tokens are progress."""
+        before: list[tuple[int, int]] = []
         while True:
             await asyncio.sleep(REPORT_S)
-            told = {"engine": asdict(self._engine.stats()), "waits_s": totals()}
+            stats = [engine.stats() for engine in (self._engine, self._beside) if engine is not None]
+            made = [(each.tokens_generated, each.decode_steps) for each in stats]
+            if made != before:
+                before = made
+                self._ctx.progress()
+            told = {"engine": asdict(stats[0]), "waits_s": totals()}
             if isinstance(self._engine, Dispatcher):
                 told["dispatch"] = asdict(self._engine.dispatch_stats())
             await self._ctx.report("metrics", told)
@@ -454,7 +465,8 @@ class RolloutRole:
     async def _score(self, row: Row, finished: Sequence[tuple[int, Completion]]) -> list[Sample] | str:
         """Samples with their rewards, or why this group's reward failed."""
         items = [item_of(self._tokenizer, row, completion) for _, completion in finished]
-        results: Sequence[RewardResult] = await self._rewards.score(items)
+        with self._ctx.work("reward", self._slowest_reward_s):
+            results: Sequence[RewardResult] = await self._rewards.score(items)
         samples = []
         for (number, completion), result in zip(finished, results, strict=True):
             if result.score is None:

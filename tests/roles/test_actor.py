@@ -68,6 +68,9 @@ class Here:
     async def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    async def working(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
     def progress(self) -> None:
         """Nobody watches."""
 

@@ -64,10 +64,13 @@ class Actor(ActorRole):
             log.append(f"compute {getattr(function, '__name__', '')}")
             return function(*args, **kwargs)
 
+        async def working(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return await compute(function, *args, **kwargs)
+
         async def report(*_: Any) -> None: ...
 
         ctx: Any = SimpleNamespace(
-            world_size=1, rank=0, attempt=0, compute=compute, report=report,
+            world_size=1, rank=0, attempt=0, compute=compute, working=working, report=report,
             progress=lambda: None, span=lambda name, **_: span(name, "actor"),
         )  # fmt: skip
         super().__init__(ctx)

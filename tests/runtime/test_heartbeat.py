@@ -47,11 +47,22 @@ def test_the_end_of_a_section_is_a_sign_of_life() -> None:
     assert read_beats(memory)[0].beat_s == 400.0
 
 
+def test_a_save_is_seen_beside_a_section_with_a_nearer_limit_and_silence_is_excused_where_any_excuses_it() -> None:
+    memory = memoryview(bytearray(segment_bytes(1)))
+    writer = HeartbeatWriter(memory, 0, Clock())
+    with writer.section("save", 600), writer.section("train", 60, silent=False):
+        (beat,) = read_beats(memory)
+        assert beat.section == "train" and beat.silent
+        assert beat.save_limit_s - beat.section_limit_s == 540
+    with writer.section("train", 60, silent=False):
+        assert not read_beats(memory)[0].silent and not read_beats(memory)[0].save_limit_s
+
+
 def test_a_long_section_name_is_cut_and_leaves_the_next_slot_alone() -> None:
     memory = memoryview(bytearray(segment_bytes(2)))
     with HeartbeatWriter(memory, 0, Clock()).section("x" * 500, 1):
         first, second = read_beats(memory)
-    assert (first.section, second) == ("x" * 80, Beat(1, 0.0, 0))
+    assert (first.section, second) == ("x" * 64, Beat(1, 0.0, 0))
 
 
 def test_every_rank_can_be_asked_to_leave() -> None:

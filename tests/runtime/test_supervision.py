@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -408,7 +410,7 @@ def test_a_rank_that_has_not_beaten_yet_counts_from_its_registration() -> None:
 def test_a_section_has_its_own_limit_instead_of_the_silence() -> None:
     run = Run().up()
     begun = run.now
-    in_section = Beat(0, begun, 0, "load", begun + 120)
+    in_section = Beat(0, begun, 0, "load", begun + 120, silent=True)
     for _ in range(120):
         assert run.tick(1, actor_0=in_section) == []
     assert run.tick(1, actor_0=in_section) == [Kill("actor-0", 1, dump=True)]
@@ -620,14 +622,91 @@ def test_something_fatal_ends_the_run_with_it_as_the_cause() -> None:
     assert str(run.machine.first_cause) == "coordinator of incarnation 1: admitted 10 is not 9"
 
 
-def test_a_run_without_progress_has_its_stacks_dumped_again_and_again() -> None:
+def test_a_computation_that_is_over_its_limit_is_ended_while_the_loop_beats_on_and_a_silent_loop_beside_one_too() -> (
+    None
+):
     run = Run().up()
-    run.tick(500)
+    limit = run.now + 120
+    for _ in range(120):
+        assert run.tick(1, actor_0=Beat(0, run.now, 0, "train", limit)) == []
+    assert run.tick(1, actor_0=Beat(0, run.now, 0, "train", limit)) == [Kill("actor-0", 1, dump=True)]
+    run = Run().up()
+    silent = Beat(0, run.now, 0, "train", run.now + 1000)
+    assert run.tick(15, actor_0=silent) == []
+    assert run.tick(1, actor_0=silent) == [Kill("actor-0", 1, dump=True)]
+
+
+STANDING = {"rollout-0": [Beat(0, 0, 7)], "actor-0": [Beat(0, 0, 3, "a", 1e9, section_since_s=1300.0), Beat(1, 0, 3)]}
+
+
+def stand(run: Run, beats: dict[str, list[Beat]], seconds: int = 901) -> list[Action]:
+    """Nothing but loops that beat for so long; what is done at the end of it, stacks dumped if need be."""
+    actions: list[Action] = []
+    for _ in range(seconds):
+        assert actions == []
+        run.now += 1
+        beaten = {name: [replace(beat, beat_s=run.now) for beat in each] for name, each in beats.items()}
+        actions = run.do(run.machine.tick(run.now, beaten))
+    return run.do(run.machine.dumped(run.now, beats)) if actions == [DumpStacks()] else actions
+
+
+def test_a_run_without_progress_restarts_whose_section_stands_longest_then_all_role_groups_then_itself() -> None:
+    run = Run(Limits(no_progress_s=900, max_global_restarts=1)).up()
+    other = {**STANDING, "rollout-0": [Beat(0, 0, 7, "b", 1e9, section_since_s=1301.0)]}
+    run.do(run.machine.tick(run.now, other))  # what was done so far
+    assert stand(run, other) == [Kill("actor-0", 1)]
+    what = "no progress for 900 s; section 'a' stands for 601 s"
+    assert run.notes[-1].data["cause"] == what and run.notes[-1].data["rank"] == 0
+    run.gone("actor-0")
+    run.up()
+    assert stand(run, {}) == [Kill("store", 1), Kill("actor-0", 2), Kill("rollout-0", 1)]
+    for name in ("store", "actor-0", "rollout-0"):
+        run.gone(name)
+    run.tick(2)
+    run.up()
+    assert stand(run, {})[0] == Kill("store", 2) and run.machine.phase is Phase.RESTARTING
+    for name in ("store", "coordinator", "actor-0", "rollout-0"):
+        run.gone(name)
+    run.up()
+    stand(run, {})
+    assert run.machine.phase is Phase.FAILING
+    cause = run.machine.first_cause
+    assert cause is not None and (cause.child, cause.what) == ("actor-0", what)
+
+
+def test_where_nobody_computes_it_is_the_coordinator_that_all_wait_for() -> None:
+    run = Run().up()
+    assert stand(run, {}) == [Kill("coordinator", 1)]
+    run.gone("coordinator")
+    run.up()
+    run.machine.progressed(run.now)  # that was it
+    assert stand(run, {}) == [Kill("coordinator", 2)]
+
+
+def test_what_moves_while_stacks_are_dumped_is_left_alone() -> None:
+    run = Run().up()
+    run.tick(900)
+    assert run.tick(1) == [DumpStacks()]
     run.machine.progressed(run.now)
-    assert run.tick(900) == []
-    assert run.tick(1) == [DumpStacks()]
-    assert run.tick(900) == []
-    assert run.tick(1) == [DumpStacks()]
+    assert run.do(run.machine.dumped(run.now, STANDING)) == []
+
+
+def test_anything_that_a_role_has_done_is_progress() -> None:
+    run = Run().up()
+    for done in range(1, 10):
+        assert run.tick(600, rollout_0=Beat(0, run.now + 600, done)) == []
+
+
+@pytest.mark.parametrize("excuse", ["silent", "starts"])
+def test_who_saves_or_starts_has_limits_of_its_own_and_no_progress_is_no_fault_meanwhile(excuse: str) -> None:
+    run = Run(Limits(no_progress_s=900, start_s=1e9)).up()
+    saves = {"actor-0": [Beat(0, 0, 0, "save", 1e9, silent=True)]}
+    if excuse == "starts":
+        run.crash("actor-0")
+        run.fail("actor-0")
+        run.gone("actor-0")
+        run.tick(2)
+    assert stand(run, saves if excuse == "silent" else {}, 2000) == []
 
 
 def test_the_dead_are_listed_and_the_living_are_alive() -> None:

@@ -368,12 +368,18 @@ def test_the_death_of_the_store_is_another_attempt_and_a_failure_there_is_report
     assert [r["lives"] for r in run.of("lives")] == [1, 1]
 
 
-def test_a_run_without_progress_says_who_waits_and_a_second_ctrl_c_kills_what_will_not_leave(tmp_path: Path) -> None:
+def test_a_run_without_progress_says_who_waits_and_restarts_who_computes_and_a_second_ctrl_c_kills_what_will_not_leave(
+    tmp_path: Path,
+) -> None:
     person, terminal = os.openpty()
     with program(tmp_path, [("mule-0", 1, ["Stubborn"])], terminal=terminal, grace_s=600, no_progress_s=1) as run:
         run.ready("store", "coordinator", "mule-0")
         path = Path(run.until(lambda r: r["kind"] == "dumped")["path"])
+        died = run.until(lambda r: r["kind"] == "died")
+        assert (died["group"], died["rank"]) == ("mule-0", 0)
+        assert died["cause"].startswith("no progress for 1 s; section 'train' stands for ")
         written(tmp_path / "logs/attempt_0/mule-0.1.log", "most recent call first")
+        run.ready("mule-0", incarnation=2)
         os.write(person, CTRL_C)
         run.until(lambda r: r["kind"] == "stopping")
         os.write(person, CTRL_C)

@@ -43,14 +43,14 @@ class Idle:
 
 
 class Stubborn:
-    """Does not leave when it is asked."""
+    """Computes for ever, outside the interpreter, and does not leave when it is asked."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
 
     async def run(self) -> None:
         await self._ctx.ready()
-        await asyncio.Event().wait()
+        await self._ctx.working("train", threading.Event().wait)
 
 
 class Crash:
