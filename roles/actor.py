@@ -97,6 +97,9 @@ class ActorRole:
                 job.lent.set_result(self._trainer.lent)
             self._open_memory()
             version = await self._restore()
+            if version is None:
+                await ctx.report("unsaved", {"cause": "stopped in the warm-up: there is no version to save yet"})
+                return
             self._lend(version)
         async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
             self._tasks = tasks
@@ -347,8 +350,9 @@ class ActorRole:
             )
             self._publisher = Publisher(WeightSlab(segment, num_slots), bucket_bytes=config.bus.weight_bucket_bytes)
 
-    async def _restore(self) -> int:
-        """The committed version, in this process; version 0 is made (and warmed up) where there is none."""
+    async def _restore(self) -> int | None:
+        """The committed version, in this process; version 0 is made (and warmed up) where there is none. None: it was not made,
+        since the run is being stopped."""
         committed = await self._job.bus.call("committed")
         version = committed["version"]
         if version is None:
@@ -370,10 +374,11 @@ class ActorRole:
         await self._write_snapshot(int(version), self._taken())
         return int(version)
 
-    async def _begin(self) -> int:
+    async def _begin(self) -> int | None:
         if self._job.config.sft is not None:
             with self._ctx.span("warm up"):
-                await run_warm_up(self._ctx, self._trainer, every=_WARM_UP_RECORD)
+                if not await run_warm_up(self._ctx, self._trainer, every=_WARM_UP_RECORD):
+                    return None
         if self._job.config.algorithm.resolved().needs_reference and self._job.config.sft is not None:
             await self._ctx.compute(self._trainer.export, self._ctx.run_dir / REFERENCE, self._job.model_path)
         await self._commit(0, [], self._taken())

@@ -380,11 +380,12 @@ class Trainer:
             return None
         return preparer(self._path, self.config.media)
 
-    def warm_up(self, on_step: Callable[[dict[str, float]], None], should_stop: Callable[[], bool]) -> None:
-        """Supervised fine-tuning as the job asks for, with an optimizer of its own (collective)."""
+    def warm_up(self, on_step: Callable[[dict[str, float]], None], should_stop: Callable[[], bool]) -> bool:
+        """Supervised fine-tuning as the job asks for, with an optimizer of its own (collective). False on every rank when it was
+        cut short by a rank that should stop."""
         config = self.config
         assert config.sft is not None
-        sft.warm_up(
+        num_steps = sft.warm_up(
             self.model,
             load_tokenizer(self._path),
             demonstrations(config),
@@ -398,6 +399,7 @@ class Trainer:
             on_step=on_step,
             should_stop=should_stop,
         )
+        return num_steps == config.sft.steps or self.sum_over_ranks([float(should_stop())])[0] == 0
 
 
 def _keys(spans: Sequence[Span]) -> list[tuple[int, int]]:

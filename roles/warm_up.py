@@ -12,8 +12,9 @@ from rondo.roles.trainer import Trainer
 from rondo.runtime.context import WorkerContext
 
 
-async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -> None:
-    """Trains on the job's demonstrations (collective). A record "sft" for every so many steps, and for the last, by rank 0."""
+async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -> bool:
+    """Trains on the job's demonstrations (collective). A record "sft" for every so many steps, and for the last, by rank 0. False
+    when it was cut short by a stop."""
     assert trainer.config.sft is not None
     last = trainer.config.sft.steps - 1
     loop, figures = asyncio.get_running_loop(), asyncio.Queue[dict[str, float]]()
@@ -33,7 +34,7 @@ async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -
 
     forwarding = asyncio.create_task(forward())
     try:
-        await ctx.working("warm up", trainer.warm_up, on_step, ctx.stopping.is_set)
+        whole = await ctx.working("warm up", trainer.warm_up, on_step, ctx.stopping.is_set)
         told = asyncio.create_task(figures.join())
         await asyncio.wait([told, forwarding], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
@@ -41,3 +42,4 @@ async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -
         forwarding.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await forwarding
+    return whole

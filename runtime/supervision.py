@@ -113,7 +113,9 @@ class Supervision:
         self._causes: dict[tuple[str, int], Cause] = {}
         self._open: dict[str, Cause] = {}  # the first failure of each child since it was ready, in their order
         self._first: Cause | None = None  # the cause of the first escalation since all children were ready
-        self._unsaved: Cause | None = None  # the first role group that failed while it left
+        self._unsaved: Cause | None = (
+            None  # the first role group that failed while it left, or told why it saves nothing
+        )
         self._late: Cause | None = None  # the first that did not leave in time
         self._meeting: _Life | None = None  # a service that starts again with all role groups, once all are gone
         self._save_s = 0.0
@@ -257,6 +259,10 @@ class Supervision:
         return (
             [Note("short_grace", {"save_s": save_s, "grace_s": self._limits.grace_s, "what": what})] if longer else []
         )
+
+    def unsaved(self, name: str, what: str) -> None:
+        """Why a role group that leaves saves nothing, as it tells."""
+        self._unsaved = self._unsaved or Cause(name, self._lives[name].incarnation, what)
 
     def fatal(self, name: str, what: str, now: float) -> list[Action]:
         """Something that no restart repairs, as told by a child: the run fails with this as its cause."""

@@ -351,14 +351,17 @@ class Supervisor(Actor):
 
     @endpoint
     async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
-        """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress;
-        its "version" counts committed steps), "fatal" (its "cause" ends the run)."""
+        """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress; its
+        "version" counts committed steps), "checkpoint" (took "save_s"), "unsaved" (its "cause" is why a stop saves nothing), "fatal"
+        (its "cause" ends the run)."""
         self._ledger.record(source, kind, data)
         if kind == "committed":
             self._machine.progressed(time.monotonic())
             self._inject(data.get("version") or 0)
         elif kind == "checkpoint" and "save_s" in data:
             self._do(self._machine.saved(data["save_s"]))
+        elif kind == "unsaved":
+            self._machine.unsaved(source, str(data.get("cause", "unknown")))
         elif kind == "fatal":
             self._do(self._machine.fatal(source, str(data.get("cause", "unknown")), time.monotonic()))
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import orjson
+import pytest
 
 from rondo.roles.actor import ActorRole
 
@@ -91,3 +92,20 @@ async def test_the_last_version_gets_its_folder_even_where_its_checkpoint_was_wr
     (tmp_path / "checkpoints" / "step_000002" / "hf").mkdir()
     await role._save(2, final=True)
     assert trainer.calls == ["export hf"]
+
+
+async def test_a_warm_up_that_a_stop_cuts_short_makes_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role, trainer = actor(tmp_path, other=1.0)
+
+    async def call(*_: Any) -> dict[str, Any]:
+        return {"version": None}
+
+    async def cut_short(*_: Any, **__: Any) -> bool:
+        return False
+
+    role._job = cast(Any, SimpleNamespace(config=SimpleNamespace(sft=True), bus=SimpleNamespace(call=call)))
+    role._ctx = cast(Any, SimpleNamespace(span=lambda _: nullcontext()))
+    monkeypatch.setattr("rondo.roles.actor.run_warm_up", cut_short)
+    assert await role._restore() is None and trainer.calls == []

@@ -101,7 +101,8 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     read_until(running, "step=7/")
     os.kill(worker(tmp_path / "quickstart", "actor_fwd-0"), signal.SIGSTOP)
     assert "silent for" in read_until(running, "died")
-    read_until(running, "step=8/")
+    read_until(running, "recovery_s")
+    read_until(running, "step=")
     running.send_signal(signal.SIGHUP)
     read_until(running, "stopping")
     running.send_signal(signal.SIGTERM)
@@ -117,7 +118,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     refused = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert refused.returncode == 2 and "What is trained stays" in refused.stderr
     resumed = start([*rondo, "resume", run, "--set", "groups.1.processes=2"], tmp_path)  # its shards are cut anew
-    read_until(resumed, "step=12/")
+    read_until(resumed, "step=14/")
     status = subprocess.run(
         [*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )

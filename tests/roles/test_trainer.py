@@ -132,9 +132,9 @@ def test_without_old_log_probs_the_ratio_is_one(model: str) -> None:
 def test_the_warm_up_trains_and_can_be_stopped(model: str) -> None:
     made = trainer(job(model), model)
     before, seen = made.checksum(), []
-    made.warm_up(seen.append, lambda: False)
+    assert made.warm_up(seen.append, lambda: False)
     assert [metrics["step"] for metrics in seen] == [0, 1] and made.checksum() != before
-    made.warm_up(seen.append, lambda: True)
+    assert not made.warm_up(seen.append, lambda: True)
     assert len(seen) == 2
 
 

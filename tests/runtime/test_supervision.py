@@ -568,6 +568,8 @@ def test_a_stop_without_a_checkpoint_to_go_on_from_has_failed_with_the_reason() 
     def cause(*happens: str) -> str:
         run = Run(can_restart=False).up()
         run.do(run.machine.stop("SIGTERM", run.now))
+        if "told" in happens:
+            run.machine.unsaved("actor-0", "nothing yet")
         if "error" in happens:
             run.fail("actor-0", "exit code 1")
         if "late" in happens:
@@ -579,6 +581,7 @@ def test_a_stop_without_a_checkpoint_to_go_on_from_has_failed_with_the_reason() 
     assert cause() == "supervisor of incarnation 0: stopped before a version was committed"
     assert cause("late") == "actor-0 of incarnation 1: not left within supervision.grace_s, 20 s"
     assert cause("error", "late") == "actor-0 of incarnation 1: exit code 1"
+    assert cause("told", "late") == "actor-0 of incarnation 1: nothing yet"
 
 
 def test_a_group_that_dies_while_it_leaves_takes_its_other_ranks_along_and_is_not_restarted() -> None:
