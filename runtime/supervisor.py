@@ -352,8 +352,8 @@ class Supervisor(Actor):
     @endpoint
     async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
         """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress; its
-        "version" counts committed steps), "checkpoint" (took "save_s"), "unsaved" (its "cause" is why a stop saves nothing), "fatal"
-        (its "cause" ends the run)."""
+        "version" counts committed steps), "checkpoint" (took "save_s"), "unsaved" ("cause": why a stop saves nothing), "fatal"
+        ("cause" ends the run)."""
         self._ledger.record(source, kind, data)
         if kind == "committed":
             self._machine.progressed(time.monotonic())
