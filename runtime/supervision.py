@@ -249,6 +249,8 @@ class Supervision:
             actions += self._advance(now)
         else:
             actions = [] if quick else [Note("stops_already", {"reason": reason})]
+        if quick:
+            self._late = self._late or Cause("supervisor", self.attempt, f"stopped at once, without saving: {reason}")
         return actions + ([Note("stop_now", {"reason": reason}), *self._kill_all(now)] if quick else [])
 
     def saved(self, save_s: float) -> list[Action]:

@@ -567,7 +567,7 @@ def test_a_coordinator_that_dies_during_a_stop_starts_again_for_who_saves() -> N
 def test_a_stop_without_a_checkpoint_to_go_on_from_has_failed_with_the_reason() -> None:
     def cause(*happens: str) -> str:
         run = Run(can_restart=False).up()
-        run.do(run.machine.stop("SIGTERM", run.now))
+        run.do(run.machine.stop("SIGTERM", run.now, quick="quick" in happens))
         if "told" in happens:
             run.machine.unsaved("actor-0", "nothing yet")
         if "error" in happens:
@@ -579,6 +579,7 @@ def test_a_stop_without_a_checkpoint_to_go_on_from_has_failed_with_the_reason() 
         return str(run.machine.first_cause)
 
     assert cause() == "supervisor of incarnation 0: stopped before a version was committed"
+    assert cause("quick") == "supervisor of incarnation 0: stopped at once, without saving: SIGTERM"
     assert cause("late") == "actor-0 of incarnation 1: not left within supervision.grace_s, 20 s"
     assert cause("error", "late") == "actor-0 of incarnation 1: exit code 1"
     assert cause("told", "late") == "actor-0 of incarnation 1: nothing yet"
