@@ -4,7 +4,9 @@ Owns what lies in such a folder. Does not own which checkpoints count, their nam
 what belongs to the state (`state.py`). torch's distributed checkpoint writes the shards and reshards them; its metadata, which
 it pickles, is read only from folders that carry the marker.
 
-Invariant: a folder is written aside, flushed, renamed and then marked; so whoever is killed when, what counts is whole.
+Invariants: a folder is written aside, flushed, marked and then renamed; so whoever is killed when, what counts is whole. A saving
+that fails on one rank fails on all, leaves nothing behind, and raises `NoRoom` on all where it failed for want of room: whoever
+called may try again.
 
     step_000050/
         shards/        parameters, moments and random states, a file a rank, and their metadata
@@ -18,6 +20,7 @@ Invariant: a folder is written aside, flushed, renamed and then marked; so whoev
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -31,14 +34,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from transformers.utils import cached_file
 
 from rondo.models.families import family_of
 from rondo.models.load import load_tokenizer
 from rondo.models.parallel import full_tensors
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
-from rondo.runtime.checkpoints import MARKER, flush, flush_tree, publish
-from rondo.runtime.errors import CorruptData
+from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
+from rondo.runtime.errors import CorruptData, PeerGone, RondoError
 
 SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
 Beside = Callable[[Path], None]
@@ -71,10 +76,16 @@ def write(
     beside: Beside | None = None,
     *,
     group: dist.ProcessGroup | None = None,
-) -> None:
+    gives_way: bool = False,
+) -> bool:
     """Write what was staged as the checkpoint `folder`, on any thread. Collective over `group` when sharded: one of its own,
-    since the default group has the collectives of training meanwhile. Of `beside`, rank 0's counts."""
+    since the default group has the collectives of training meanwhile. Of `beside`, rank 0's counts.
+
+    Where any rank says `gives_way`, nothing is written, and the answer is False. Raises NoRoom."""
+    if _Ranks(group, folder).sum(gives_way) > 0:
+        return False
     _write(folder, staged, extra, group, beside)
+    return True
 
 
 def save(
@@ -85,18 +96,21 @@ def save(
     beside: Beside | None = None,
     *,
     tokenizer_path: str | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the checkpoint `folder` (`step_000050`, on storage that all ranks share). Collective when sharded.
+    """Write the checkpoint `folder` (`step_000050`, on storage that all ranks share). Collective when sharded, on the CPU over
+    `group`.
 
     `extra` is any JSON object; of it and `beside`, rank 0's count. With `tokenizer_path` the checkpoint holds a Hugging Face
-    folder `hf` too.
+    folder `hf` too. Raises NoRoom.
     """
 
     def write_hf(aside: Path) -> None:
         if tokenizer_path is not None:
             _write_hf(aside / HF, model, tokenizer_path, "float32")
 
-    _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, None, beside, write_hf)
+    num_bytes = _hf_bytes(model, "float32") if tokenizer_path is not None else 0
+    _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, group, beside, write_hf, num_bytes)
 
 
 def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -110,36 +124,127 @@ def _write(
     group: dist.ProcessGroup | None,
     beside: Beside | None,
     by_all: Callable[[Path], None] | None = None,
+    num_bytes: int = 0,
 ) -> None:
+    """`num_bytes`: what `by_all` writes."""
     aside = _aside(folder)
-    if _rank() == 0:
+    ranks = _Ranks(group, folder.parent)
+    ranks.needed_bytes = int(ranks.sum(_local_bytes(staged.tensors))) + num_bytes
+
+    def begin() -> None:
         for left in folder.parent.glob(_aside(folder.with_name("step_*")).name):
             shutil.rmtree(left)  # of savers that were killed; one saving is in progress at a time
+        ranks.look_for_room()
         (aside / SHARDS).mkdir(parents=True)
         (aside / TRAINER).write_bytes(orjson.dumps({"num_ranks": _num_ranks(), **staged.options}))
         (aside / EXTRA).write_bytes(orjson.dumps(extra))
         if beside is not None:
             beside(aside)
-    _barrier(group)
-    with _single_process_allowed():
-        dcp.save(dict(staged.tensors), checkpoint_id=aside / SHARDS, process_group=group)
-    if by_all is not None:
-        by_all(aside)
-    if _rank() == 0:
-        # Unmarked before it goes: a half-removed checkpoint of the same version must not count.
-        (folder / MARKER).unlink(missing_ok=True)
-        publish(aside, folder)
-    _barrier(group)
+
+    with _removed_after_a_failure(aside):
+        ranks.first(begin)
+        ranks.all(functools.partial(_write_shards, aside / SHARDS, staged.tensors, group))
+        if by_all is not None:
+            ranks.all(functools.partial(by_all, aside))
+        ranks.first(functools.partial(publish, aside, folder))
+
+
+def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    writer = _ShardWriter(folder)
+    try:
+        with _single_process_allowed():
+            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+        return
+    except CheckpointException as failed:  # which is no Exception
+        error = writer.error or RondoError(f"{folder} must be written by all ranks, got {failed}")
+    raise error
+
+
+class _ShardWriter(dcp.FileSystemWriter):
+    """Remembers why this rank could not write: an error that has gone over all ranks has lost its cause."""
+
+    error: Exception | None = None
+
+    def write_data(self, *arguments: Any, **named: Any) -> Any:
+        with self._remembering():
+            return super().write_data(*arguments, **named)
+
+    def finish(self, *arguments: Any, **named: Any) -> None:
+        with self._remembering():
+            super().finish(*arguments, **named)
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
+
+
+class _Ranks:
+    """What the ranks that write in `place` say to each other, over `group`, so that all go the same way."""
+
+    def __init__(self, group: dist.ProcessGroup | None, place: Path) -> None:
+        self._group, self._place = group, place
+        self.needed_bytes = 0
+
+    def sum(self, value: float) -> float:
+        if not dist.is_initialized():
+            return value
+        shared = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(shared, group=self._group)
+        return float(shared)
+
+    def look_for_room(self) -> None:
+        """NoRoom where the whole cannot fit, before anything of it is written."""
+        free = free_bytes(self._place)
+        if free < self.needed_bytes:
+            raise NoRoom(self._place, self.needed_bytes, free)
+
+    def first(self, work: Callable[[], None]) -> None:
+        """`work` on the first rank, as `all` does."""
+        self.all(work if _rank() == 0 else lambda: None)
+
+    def all(self, work: Callable[[], None]) -> None:
+        """`work` on every rank; what one of them raises is an error on all, and want of room goes before anything else."""
+        failed: Exception | None = None
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  # raised again when all ranks know
+            failed = error
+        full = failed is not None and is_full(failed)
+        if self.sum(full) > 0:
+            if isinstance(failed, NoRoom):
+                raise failed
+            raise NoRoom(self._place, self.needed_bytes, free_bytes(self._place)) from failed
+        if failed is not None:
+            self.sum(True)
+            raise failed
+        if self.sum(False) > 0:
+            raise PeerGone(f"{self._place} must be written by all ranks, got an error on another one. See its log")
+
+
+@contextmanager
+def _removed_after_a_failure(aside: Path) -> Iterator[None]:
+    """Whatever fails, no part of a folder stays to fill the disk. All ranks have stopped to write it by then."""
+    try:
+        yield
+    except BaseException:
+        if _rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Put the checkpoint `folder` into model and optimizer, in place, and return its `extra`. Collective when sharded.
 
     It may come from another number of processes; only the random states, which belong to a rank, are then left as they are.
-    Raises CorruptData for a checkpoint without its marker, or of another model.
+    Raises CorruptData for a checkpoint without its marker, or of another model, and ConfigError for one of a newer release.
     """
     if not (folder / MARKER).is_file():
         raise CorruptData(f"a checkpoint must carry its {MARKER} marker, got {folder} without. Choose a whole one")
+    check_format(folder)
     trainer = orjson.loads((folder / TRAINER).read_bytes())
     tensors, randoms = named_tensors(model, optimizer), {}
     if trainer["num_ranks"] == _num_ranks():
@@ -153,34 +258,69 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str
     return dict(orjson.loads((folder / EXTRA).read_bytes()))
 
 
-def export_hf(folder: Path, model: Any, tokenizer_path: str, *, dtype: str = "float32") -> None:
-    """Write a folder that transformers loads by its auto classes, replacing what was there. Collective when sharded.
+def export_hf(
+    folder: Path,
+    model: Any,
+    tokenizer_path: str,
+    *,
+    dtype: str = "float32",
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a folder that transformers loads by its auto classes, replacing what was there. Collective when sharded, on the CPU
+    over `group`. Raises NoRoom.
 
     It holds the tokenizer of `tokenizer_path`, and for a multimodal model the processor's files. The thinker of a whole
     Qwen3-Omni becomes a folder of the thinker alone, whose weights keep their names (`thinker.*`).
     """
     aside = _aside(folder)
-    if _rank() == 0:
+    ranks = _Ranks(group, folder.parent)
+    ranks.needed_bytes = _hf_bytes(model, dtype)
+
+    def begin() -> None:
         shutil.rmtree(aside, ignore_errors=True)
-    _write_hf(aside, model, tokenizer_path, dtype)
-    if _rank() == 0:
+        ranks.look_for_room()
+
+    def finish() -> None:
         flush_tree(aside)
         if folder.exists():
             shutil.rmtree(folder)
         aside.rename(folder)
         flush(folder.parent)
-    _barrier()
+
+    with _removed_after_a_failure(aside):
+        ranks.first(begin)
+        ranks.all(functools.partial(_write_hf, aside, model, tokenizer_path, dtype))
+        ranks.first(finish)
+
+
+def _hf_bytes(model: Any, dtype: str) -> int:
+    """About what a Hugging Face folder takes."""
+    return sum(parameter.numel() for parameter in model.parameters()) * getattr(torch, dtype).itemsize
+
+
+def _local_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Of this rank's parts."""
+    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def _write_hf(folder: Path, model: Any, tokenizer_path: str, dtype: str) -> None:
     """Weights in files of at most MAX_FILE_BYTES, one of which is in memory at a time, and what belongs to them."""
-    if _rank() != 0:
-        for _ in full_tensors(model, dtype):
-            pass  # this rank's part of the gathering
-        return
+    tensors = full_tensors(model, dtype)
+    try:
+        if _rank() == 0:
+            _write_hf_files(folder, model, tokenizer_path, dtype, tensors)
+    finally:
+        for _ in tensors:
+            pass  # this rank's part of the gathering, also where the first one could not write
+
+
+def _write_hf_files(
+    folder: Path, model: Any, tokenizer_path: str, dtype: str, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> None:
     folder.mkdir(parents=True)
     files: list[tuple[Path, dict[str, int]]] = []
-    for file in _files(full_tensors(model, dtype)):
+    for file in _files(tensors):
         path = folder / f"part-{len(files)}.safetensors"
         save_file(file, path, metadata={"format": "pt"})
         files.append((path, {name: tensor.nbytes for name, tensor in file.items()}))
@@ -264,8 +404,3 @@ def _rank() -> int:
 
 def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _barrier(group: dist.ProcessGroup | None = None) -> None:
-    if dist.is_initialized():
-        dist.barrier(group)

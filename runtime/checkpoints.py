@@ -1,21 +1,37 @@
-"""Which checkpoints of a run are whole, without reading them.
+"""Which checkpoints of a run are whole, without reading them; and whether a disk has room for one.
 
-Owns the names, the marker and the rotation of `checkpoints/step_000050/`; not what lies inside (`models/checkpoint.py`).
-Light, since the coordinator and the command line ask too.
+Owns the names, the marker with its format, and the rotation of `checkpoints/step_000050/`; not what lies inside
+(`models/checkpoint.py`). Light, since the coordinator and the command line ask too.
 
-Invariant: a folder counts only with its `COMPLETE` marker, which is written last, after everything else is on the disk; so a
-half-written checkpoint is never picked.
+Invariant: a folder has its name only with its `COMPLETE` marker, which is written after everything else is on the disk, and
+before the folder is renamed; so a half-written checkpoint is never picked. One of a newer release is refused, not passed over.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+import orjson
+
+from rondo.runtime import formats
+from rondo.runtime.errors import RondoError
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"step_(\d{6,})")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class NoRoom(RondoError, OSError):
+    """A disk has no room for a checkpoint; there may be some later."""
+
+    def __init__(self, place: Path, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"{place} must have room for {needed_bytes} bytes, got {free_bytes} free. Make room there")
+        self.place, self.needed_bytes, self.free_bytes = place, needed_bytes, free_bytes
 
 
 def folder_of(checkpoints: Path, version: int) -> Path:
@@ -31,16 +47,52 @@ def version_of(folder: Path) -> int:
 
 
 def publish(aside: Path, folder: Path) -> None:
-    """Make what was written in `aside` the checkpoint `folder`: flush it, rename it, mark it."""
+    """Make what was written in `aside` the checkpoint `folder`: flush it, mark it, rename it."""
     flush_tree(aside)
+    marker = aside / MARKER
+    marker.write_bytes(orjson.dumps({"version": version_of(folder), **formats.stamp(formats.CHECKPOINT)}) + b"\n")
+    flush(marker)
+    flush(aside)
     if folder.exists():
+        # Unmarked before it goes: a half-removed checkpoint of the same version must not count.
+        (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder)
     aside.rename(folder)
     flush(folder.parent)
-    marker = folder / MARKER
-    marker.write_text(f"{version_of(folder)}\n")
-    flush(marker)
-    flush(folder)
+
+
+def check_format(folder: Path) -> None:
+    """ConfigError for a checkpoint that only a newer release can read. The first releases' markers held the version alone."""
+    try:
+        told = orjson.loads((folder / MARKER).read_bytes())
+    except orjson.JSONDecodeError:
+        return
+    if isinstance(told, dict):
+        formats.check(told, formats.CHECKPOINT, folder)
+
+
+def free_bytes(place: Path) -> int:
+    """What an ordinary user may still write where `place` lies, or will lie."""
+    while not place.exists():
+        place = place.parent
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room: of the disk, a quota, or the greatest size of a file."""
+    return any(
+        isinstance(each, NoRoom)
+        or getattr(each, "errno", None) in _FULL
+        or any(f"os error {number})" in str(each) for number in _FULL)
+        for each in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def complete(checkpoints: Path) -> list[Path]:
@@ -52,7 +104,11 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def newest_complete(checkpoints: Path) -> Path | None:
-    return next(reversed(complete(checkpoints)), None)
+    """None where there is none. ConfigError as of `check_format`."""
+    newest = next(reversed(complete(checkpoints)), None)
+    if newest is not None:
+        check_format(newest)
+    return newest
 
 
 def rotate(checkpoints: Path, keep: int) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +23,9 @@ from rondo.models import checkpoint
 from rondo.models.load import load_model
 from rondo.models.optimizer import make_optimizer
 from rondo.models.state import training_state
-from rondo.runtime.errors import CorruptData
+from rondo.runtime import formats
+from rondo.runtime.checkpoints import NoRoom, newest_complete
+from rondo.runtime.errors import ConfigError, CorruptData
 from tests.models.builders import LR, folder_of, tiny, train_step
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +72,63 @@ def test_what_a_killed_saver_left_aside_goes_with_the_next_saving(tmp_path: Path
         (tmp_path / name / "shards").mkdir(parents=True)
     checkpoint.save(tmp_path / "step_000007", model, optimizer, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """What is written beyond that fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_that_is_full_says_so_and_keeps_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    (tmp_path / ".step_000001.partial").mkdir()
+    staged = checkpoint.stage(model, optimizer)
+    samples: dict[str, np.ndarray] = {"tokens": np.zeros(1 << 20, np.uint8)}
+    for most, beside in ((9000, None), (1 << 16, lambda folder: save_numpy(samples, folder / "samples.safetensors"))):
+        with (
+            files_of_at_most(most),
+            pytest.raises(NoRoom, match=rf"^{tmp_path} must have room for \d+ bytes, got \d+ free\."),
+        ):
+            checkpoint.write(tmp_path / "step_000002", staged, {"version": 2}, beside)
+        assert list(tmp_path.iterdir()) == []
+    checkpoint.write(tmp_path / "step_000002", staged, {"version": 2})
+    assert newest_complete(tmp_path) == tmp_path / "step_000002"
+    assert checkpoint.load(tmp_path / "step_000002", model, optimizer) == {"version": 2}
+
+
+def test_an_export_that_a_disk_cannot_take_leaves_what_was_there(tmp_path: Path) -> None:
+    path, model, out = str(folder_of(tmp_path / "model", "llama")), tiny("llama"), tmp_path / "out" / "hf"
+    out.parent.mkdir()
+    checkpoint.export_hf(out, model, path)
+    before = sorted(out.iterdir())
+    with files_of_at_most(9000), pytest.raises(NoRoom):
+        checkpoint.export_hf(out, model, path)
+    assert (list(out.parent.iterdir()), sorted(out.iterdir())) == ([out], before)
+
+
+def test_a_saving_that_gives_way_writes_nothing(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    staged = checkpoint.stage(model, optimizer)
+    assert not checkpoint.write(tmp_path / "step_000002", staged, {}, gives_way=True)
+    assert list(tmp_path.iterdir()) == []
+    assert checkpoint.write(tmp_path / "step_000002", staged, {})
+
+
+def test_a_checkpoint_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    checkpoint.save(tmp_path / "step_000001", model, optimizer, {})
+    marker = tmp_path / "step_000001" / "COMPLETE"
+    marker.write_text(marker.read_text().replace(f'"format":{formats.CHECKPOINT}', '"format":99'))
+    with pytest.raises(ConfigError, match=r"step_000001 must be of format \d+ or older, got 99, which rondo"):
+        checkpoint.load(tmp_path / "step_000001", model, optimizer)
+    marker.write_text("1\n")  # as the first releases wrote it
+    assert checkpoint.load(tmp_path / "step_000001", model, optimizer) == {}
 
 
 def test_a_checkpoint_without_its_marker_or_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rondo.runtime.checkpoints import MARKER, complete, folder_of, newest_complete, rotate
+from rondo.runtime.errors import ConfigError
 
 
 def made(checkpoints: Path, version: int, *, marked: bool = True) -> Path:
@@ -44,3 +47,18 @@ def test_nothing_is_removed_where_nothing_is_whole(tmp_path: Path) -> None:
     made(tmp_path, 1, marked=False)
     rotate(tmp_path, keep=2)
     assert names(tmp_path) == ["step_000001"]
+
+
+def test_the_newest_is_refused_where_only_a_newer_release_can_read_it(tmp_path: Path) -> None:
+    made(tmp_path, 2)
+    (made(tmp_path, 4) / MARKER).write_text('{"version": 4, "format": 99, "release": "9.9.9"}')
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path}/step_000004 must be of format \d+ or older, got 99, which rondo 9.9.9"
+    ):
+        newest_complete(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "4\n", '{"version": 4, "format": 0}'])
+def test_a_marker_of_the_first_releases_is_read(tmp_path: Path, text: str) -> None:
+    (made(tmp_path, 4) / MARKER).write_text(text)
+    assert newest_complete(tmp_path) == tmp_path / "step_000004"
