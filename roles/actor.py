@@ -18,6 +18,7 @@ of the uncommitted step again. Owns no computation (`trainer.py`) and no decisio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -41,13 +42,14 @@ from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.kept import copy_samples, write_samples
 from rondo.roles.parity import ParityLog, RowSum, row_sum
+from rondo.roles.room import when_there_is_room
 from rondo.roles.streams import ROUTED
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
 from rondo.roles.whitening import Contribution, contribution
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
-from rondo.runtime.errors import RondoError
+from rondo.runtime.errors import DeadlineExceeded, RondoError
 from rondo.runtime.heartbeat import SAVE
 from rondo.runtime.waits import totals, wait_for
 
@@ -81,6 +83,8 @@ class ActorRole:
         self._ctx = ctx
         self._settling: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._newer = asyncio.Event()
+        """Set when the next saving is due: one that waits for room gives way to it."""
         self._parity: ParityLog | None = None
         self._read_ahead: dict[str, Read] = {}  # by the round's key
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="settle")
@@ -438,37 +442,69 @@ class ActorRole:
 
     async def _save(self, version: int, *, final: bool) -> None:
         """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here. One that is not
-        final is copied to host memory and then written beside the next steps; the next saving waits for it."""
+        final is copied to host memory and then written beside the next steps; the next saving waits for it.
+
+        On a full disk the final one waits for room; one beside the training does so until the next is due, which takes its place.
+        """
         ctx = self._ctx
         since = time.monotonic()
         folder = folder_of(ctx.run_dir / "checkpoints", version)
-        with ctx.section(SAVE, self._job.config.supervision.save_s):
+        limit_s = self._job.config.supervision.save_s
+        section = functools.partial(ctx.section, SAVE, limit_s)
+        with section():
             await self._settled()
+            self._newer.set()
             await self._settle_saving()
-            if folder in complete(folder.parent):  # a run that ends, or is stopped, before its next commit
-                if final and not (folder / HF).exists():
-                    await ctx.compute(self._trainer.export, folder / HF, self._job.model_path)
-                return
-            index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 else {}
+            self._newer = newer = asyncio.Event()
+            whole = folder in complete(folder.parent)  # a run that ends, or is stopped, before its next commit
+            index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 and not whole else {}
             extra = {"version": version, "index": index}
             # The index names samples that other roles may let go of meanwhile; those of open groups stay until this role commits.
-            kept = await asyncio.to_thread(copy_samples, self._job.bus, index) if ctx.rank == 0 else []
+            kept = await asyncio.to_thread(copy_samples, self._job.bus, index) if index else []
             beside = functools.partial(write_samples, kept=kept)
-            if final:
-                await ctx.compute(self._trainer.save, folder, extra, beside, tokenizer_path=self._job.model_path)
-                await self._saved(version, folder, len(kept), since, time.monotonic() - since)
-                return
-            staged = await ctx.compute(self._trainer.stage)
+            if not final and not whole:
+                staged = await ctx.compute(self._trainer.stage)
+        if whole:
+            if final and not (folder / HF).exists():
+                await self._save_last(version, self._trainer.export, folder / HF, self._job.model_path)
+            return
+        if final:
+            save = functools.partial(self._trainer.save, tokenizer_path=self._job.model_path)
+            await self._save_last(version, save, folder, extra, beside)
+            await self._saved(version, folder, len(kept), since, time.monotonic() - since)
+            return
+
+        async def attempt(gives_way: bool) -> bool:
+            written = asyncio.to_thread(self._trainer.write, folder, staged, extra, beside, gives_way=gives_way)
+            with ctx.span("save", beside="checkpoint", version=version):
+                return await wait_for(written, name="save", peer="storage", deadline_s=limit_s)
 
         async def write_beside(pause_s: float) -> None:
             """An error ends the role, as one of training does."""
-            written = asyncio.to_thread(self._trainer.write, folder, staged, extra, beside)
-            with ctx.span("save", beside="checkpoint", version=version):
-                limit_s = self._job.config.supervision.save_s
-                await wait_for(written, name="save", peer="storage", deadline_s=limit_s)
-            await self._saved(version, folder, len(kept), since, pause_s)
+            none = contextlib.nullcontext
+            # Without a deadline: the next saving, or the last, ends the wait.
+            if await when_there_is_room(ctx, attempt, version=version, section=none, deadline_s=None, newer=newer):
+                await self._saved(version, folder, len(kept), since, pause_s)
 
         self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")
+
+    async def _save_last(self, version: int, save: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """On the compute thread; without room for longer than the settings allow, the run ends with that as its cause."""
+
+        async def attempt(gives_way: bool) -> bool:
+            await self._ctx.compute(save, *args, **kwargs)
+            return True
+
+        config = self._job.config
+        limit_s = config.train.wait_for_room_s
+        section = functools.partial(self._ctx.section, SAVE, config.supervision.save_s)
+        try:
+            await when_there_is_room(
+                self._ctx, attempt, version=version, section=section, deadline_s=limit_s, newer=asyncio.Event()
+            )
+        except DeadlineExceeded as error:
+            await self._ctx.report("fatal", {"cause": str(error)})
+            raise
 
     async def _settle_saving(self) -> None:
         if self._saving is not None:

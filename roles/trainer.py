@@ -355,24 +355,32 @@ class Trainer:
         tokenizer_path: str | None = None,
     ) -> None:
         """Write a whole checkpoint, with a Hugging Face folder inside where a tokenizer is given (collective)."""
-        checkpoint.save(folder, self.model, self.optimizer, extra, beside, tokenizer_path=tokenizer_path)
+        group = self._saving_group
+        checkpoint.save(folder, self.model, self.optimizer, extra, beside, tokenizer_path=tokenizer_path, group=group)
 
     def stage(self) -> checkpoint.Staged:
         """This rank's state, copied to host memory; no collective."""
         return checkpoint.stage(self.model, self.optimizer)
 
     def write(
-        self, folder: Path, staged: checkpoint.Staged, extra: dict[str, Any], beside: checkpoint.Beside | None = None
-    ) -> None:
-        """Write a checkpoint of what was staged, on another thread than the compute thread (collective there)."""
-        checkpoint.write(folder, staged, extra, beside, group=self._saving_group)
+        self,
+        folder: Path,
+        staged: checkpoint.Staged,
+        extra: dict[str, Any],
+        beside: checkpoint.Beside | None = None,
+        *,
+        gives_way: bool = False,
+    ) -> bool:
+        """Write a checkpoint of what was staged, on another thread than the compute thread (collective there). False where a rank
+        gives way to a newer one."""
+        return checkpoint.write(folder, staged, extra, beside, group=self._saving_group, gives_way=gives_way)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         return checkpoint.load(folder, self.model, self.optimizer)
 
     def export(self, folder: Path, tokenizer_path: str) -> None:
         """Write a Hugging Face folder (collective)."""
-        checkpoint.export_hf(folder, self.model, tokenizer_path)
+        checkpoint.export_hf(folder, self.model, tokenizer_path, group=self._saving_group)
 
     def _preparer(self) -> sft.Prepare | None:
         """How this process makes prompts of rows with media, where the job has some."""

@@ -28,6 +28,7 @@ import orjson
 from rondo.runtime import process
 from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.announcer import Announcer
+from rondo.runtime.checkpoints import NO_ROOM
 from rondo.runtime.errors import DeadlineExceeded, Refused, RondoError
 from rondo.runtime.estate import Estate
 from rondo.runtime.heartbeat import Beat, segment_bytes, segment_name
@@ -362,6 +363,8 @@ class Supervisor(Actor):
             self._do(self._machine.saved(data["save_s"]))
         elif kind == "unsaved":
             self._machine.unsaved(source, str(data.get("cause", "unknown")))
+        elif kind == NO_ROOM:  # everything waits, and it is known for what
+            self._machine.progressed(time.monotonic())
         elif kind == "fatal":
             self._do(self._machine.fatal(source, str(data.get("cause", "unknown")), time.monotonic()))
 

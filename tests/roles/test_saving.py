@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +33,15 @@ class Disk:
         self.done.append("stage")
         return "staged"
 
-    def write(self, folder: Path, staged: str, extra: dict[str, Any], beside: Callable[[Path], None]) -> None:
+    def write(
+        self, folder: Path, staged: str, extra: dict[str, Any], beside: Callable[[Path], None], *, gives_way: bool
+    ) -> bool:
         self.begun.release()
         assert self.go.acquire(timeout=120)
         if self.error is not None:
             raise self.error
         self._mark(folder, extra, beside)
+        return True
 
     def save(
         self, folder: Path, extra: dict[str, Any], beside: Callable[[Path], None], *, tokenizer_path: str | None
@@ -53,6 +59,9 @@ class Bus:
     async def call(self, method: str, version: int) -> dict[str, Any]:
         return {"state": {"at": version, "groups": []}}
 
+    def views(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
 
 def actor(run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.TaskGroup) -> ActorRole:
     async def report(kind: str, data: dict[str, Any]) -> None:
@@ -67,7 +76,9 @@ def actor(run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.
         span=lambda name, **_: span(name, "actor"),
     )  # fmt: skip
     role: Any = ActorRole(context)
-    config = SimpleNamespace(train=SimpleNamespace(keep_checkpoints=2), supervision=SimpleNamespace(save_s=1800.0))
+    config = SimpleNamespace(
+        train=SimpleNamespace(keep_checkpoints=2, wait_for_room_s=60.0), supervision=SimpleNamespace(save_s=1800.0)
+    )
     role._job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
     role._trainer, role._tasks, role._saving = disk, tasks, None
     return role
@@ -98,7 +109,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_savin
 
 async def test_an_error_of_a_writer_ends_the_role(tmp_path: Path) -> None:
     disk = Disk()
-    disk.error = OSError(28, "No space left on device")
+    disk.error = OSError(5, "Input/output error")
     disk.go.release()
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as tasks:
@@ -117,3 +128,19 @@ async def test_a_version_that_has_its_checkpoint_is_not_saved_again(tmp_path: Pa
     async with asyncio.TaskGroup() as tasks:
         await actor(tmp_path, disk, told, tasks)._save(2, final=False)
     assert (disk.done, told) == ([], [])
+
+
+def test_a_saving_on_a_full_disk_waits_under_a_name_until_there_is_room(tmp_path: Path) -> None:
+    script = [sys.executable, str(Path(__file__).with_name("full_disk.py")), str(tmp_path)]
+    own = ["unshare", "--map-root-user", "--mount"]  # whoever may not mount has files of limited size
+    mounts = subprocess.run([*own, "true"], check=False).returncode == 0
+    line = [*own, *script, "tmpfs"] if mounts else [*script, "limit"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["trains on"] and facts["last waits"]
+    assert facts["left"] == ["step_000002"]  # nothing of what could not be written
+    assert facts["checkpoints"] == ["step_000002", "step_000008"]
+    assert facts["told"] == [["checkpoint", 2], ["no_room", 4], ["no_room", 6], ["no_room", 8], ["checkpoint", 8]]
+    assert facts["waits"] == ["room on the disk"] * 3
+    assert facts["loads"] == 8

@@ -1,0 +1,65 @@
+"""Room on the disk: a saving that finds none waits under a name until there is some, on all ranks alike.
+
+Owns the wait, when it is tried again and what is told of it. Does not own the saving (`models/checkpoint.py`), which raises
+`NoRoom` on all ranks or on none and leaves nothing behind.
+
+    saved = await when_there_is_room(ctx, attempt, version=4, section=section, deadline_s=None, newer=newer)
+
+Invariant: every rank makes the same attempts in the same order; an attempt is told whether a newer saving is due on this rank,
+and answers on all ranks alike whether it was made or gave way to that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+
+from rondo.runtime.checkpoints import NO_ROOM, NoRoom
+from rondo.runtime.context import WorkerContext
+from rondo.runtime.waits import waiting
+
+LOOK_S = 5.0
+"""From one attempt to the next, unless a newer saving is due before."""
+_TELL_S = 60.0
+"""How often it is told while it lasts, which the supervisor takes for progress: nothing hangs."""
+
+
+async def when_there_is_room(
+    ctx: WorkerContext,
+    attempt: Callable[[bool], Awaitable[bool]],
+    *,
+    version: int,
+    section: Callable[[], AbstractContextManager[None]],
+    deadline_s: float | None,
+    newer: asyncio.Event,
+) -> bool:
+    """`attempt` until it finds room, each in a `section` of its own; what it answered. DeadlineExceeded after `deadline_s`."""
+    with section():
+        try:
+            return await attempt(False)
+        except NoRoom as error:
+            missing = error
+    began = time.monotonic()
+    told_at = -_TELL_S
+    async with waiting("room on the disk", peer=_show(missing), deadline_s=deadline_s) as wait:
+        while True:
+            waited_s = time.monotonic() - began
+            if ctx.rank == 0 and waited_s >= told_at + _TELL_S:
+                told_at = waited_s
+                sizes = {"needed_bytes": missing.needed_bytes, "free_bytes": missing.free_bytes, "waited_s": waited_s}
+                await ctx.report(NO_ROOM, {"version": version, "path": str(missing.place), **sizes})
+            with section():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(newer.wait(), LOOK_S)
+                try:
+                    return await attempt(newer.is_set())
+                except NoRoom as error:
+                    missing = error
+                    wait.peer = _show(missing)
+
+
+def _show(missing: NoRoom) -> str:
+    return f"{missing.place}: {missing.needed_bytes} bytes needed, {missing.free_bytes} free"
