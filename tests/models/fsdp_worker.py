@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import pack
 from rondo.models.routing import enable_replay
 from rondo.models.state import load_training_state, training_state
+from rondo.runtime.checkpoints import NoRoom
 from tests.models.builders import EPS, LR, RAGGED, STEPS, published, sequences, train_step
 
 OUT = Path(sys.argv[1])
@@ -119,6 +121,24 @@ def after_staged() -> list[list[float]]:
     return steps(model, optimizer, range(2, 3))
 
 
+def refused_alike(full_rank: int, model: Any, optimizer: Any) -> list[bool]:
+    """Whether both ranks are told that there is no room where one of them finds none, and that nothing is left."""
+    limits, told = resource.getrlimit(resource.RLIMIT_FSIZE), 0
+    if dist.get_rank() == full_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    folder = OUT / f"full_{full_rank}" / "step_000002"
+    try:
+        checkpoint.save(folder, model, optimizer, {})
+    except NoRoom:
+        told += 1
+    try:
+        checkpoint.export_hf(folder.with_name("hf"), model, MOE)
+    except NoRoom:
+        told += 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return [everywhere(told == (2 if full_rank == 0 else 1)), not (folder.exists() or any(folder.parent.glob(".*")))]
+
+
 def weights_beside() -> dict[str, bool]:
     """Weights that are gathered on another thread, some before, most while the next step's micro-batches are trained."""
     group = dist.new_group(backend="gloo")
@@ -179,6 +199,7 @@ def main() -> None:
 
     model, optimizer = sharded(MOE)
     steps(model, optimizer, range(2))
+    facts["without_room"] = [refused_alike(full_rank, model, optimizer) for full_rank in range(2)]
     checkpoint.save(OUT / "step_000002", model, optimizer, {"version": 2}, tokenizer_path=MOE)
     checkpoint.export_hf(OUT / "hf", model, MOE)
     scores = scored(model)

@@ -148,6 +148,10 @@ def test_a_checkpoint_of_one_process_goes_on_sharded_over_two(run: Run) -> None:
     assert run.facts["after_one"][0] == pytest.approx([loss, norm], rel=1e-5)
 
 
+def test_ranks_that_save_fail_alike_where_one_has_no_room_and_leave_nothing(run: Run) -> None:
+    assert run.facts["without_room"] == [[True, True], [True, True]]
+
+
 def test_shards_are_written_beside_the_next_steps_as_they_were(run: Run) -> None:
     assert run.facts["after_staged"] == run.facts["after_save"]
 
