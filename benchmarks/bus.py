@@ -11,6 +11,8 @@ checks the round and commits the step.
 - CPU counts all processes of the bus: producers, consumers, coordinator and whoever hands memory over.
 - latency: one row of 3 kB, from before its put until its values are under the hand of a consumer that waits for it.
 - growth: lease, put, claim, get and commit of a step of 512 rows while 100,000 rows wait for their reader, against 1,000.
+- coordinator, put: processor time of the coordinator for one sample's put, 1,024 prompt groups open, 64 ranks waiting for rounds
+  and a replica for a lease, every eighth put completing its group (`put_cost_ms`).
 - the peer is TransferQueue's SimpleStorage, run by an interpreter that has it (`benchmarks/peers/transferqueue.py`):
 
     pip install torch==2.13.0 TransferQueue==0.1.11
@@ -35,7 +37,7 @@ import numpy as np
 import psutil
 import uvloop
 
-from benchmarks.bus_world import MIB, Load, World, multimodal, put_group, text, told, touch, world
+from benchmarks.bus_world import MIB, Load, World, columns_of, multimodal, put_group, text, told, touch, world
 from rondo.comm.bus import Bus
 from rondo.comm.coordinator import ROLLOUT_READER
 from rondo.runtime.segments import Segment
@@ -228,6 +230,54 @@ async def replicas_cost_us(count: int) -> float:
         return used / done * 1e6
 
 
+async def put_cost_ms(num_groups: int, num_ranks: int, *, whole_step: bool, num_puts: int | None = None) -> float:
+    """Processor time of the coordinator for the put of one sample, with a step of this many prompt groups of eight leased to a
+    replica that asks for more, and a trainer's ranks that wait for rounds of it: the means over all puts of the step, so that
+    every eighth completes its group. With `whole_step` nobody is answered before the last put; without, every group that is
+    complete becomes a round, and every rank is told its part and asks again. A call that changes nothing follows each put, so
+    that none is seen together with the next; what such calls cost by themselves is taken off."""
+    load = Load(
+        "waiting", 1, 8, num_groups, num_steps=2, tokens=SMALL, ring_bytes=num_groups * 16384, consumers=num_ranks,
+        max_staleness=0, whole_step=whole_step,
+    )  # fmt: skip
+    async with world(load) as made:
+        rollout, actor = await made.bus("rollout-0"), await made.bus("actor-0", num_ranks)
+        await rollout.call("proved", ROLLOUT_READER, 0)
+        await actor.join("actor", 1 << 18)
+        grants: list[dict[str, Any]] = []
+        while len(grants) < num_groups:
+            held = [[grant["group"], grant["epoch"]] for grant in grants]
+            grants += (await rollout.call("lease", num_groups, held))["grants"]
+        held = [[grant["group"], grant["epoch"]] for grant in grants]
+        asking = asyncio.create_task(rollout.call("lease", 1, held, deadline_s=600))
+
+        async def rank(number: int) -> None:
+            index = 0
+            while "rounds" in (answer := await actor.call("next_rounds", "actor", number, index, 0, deadline_s=600)):
+                index += len(answer["rounds"])
+                if answer["rounds"][-1]["last"]:
+                    return
+
+        ranks = [asyncio.create_task(rank(number)) for number in range(num_ranks)]
+        rows = load.samples(1)
+        # Sample j of group i is the (i + j * groups / 8)th or so: groups are completed one by one, all along the step.
+        order = sorted((i + j * num_groups // 8, i, j) for i in range(num_groups) for j in range(8))
+        order = order[:num_puts]
+        idle = cpu_s([made.coordinator.pid])
+        for _ in order:
+            await rollout.call("renew", [])
+        begun = cpu_s([made.coordinator.pid])
+        for _, i, j in order:
+            info = [[len(rows[0]["tokens"]), 8, 1.0, 0, 0]]
+            rollout.put_samples(grants[i]["ring"], grants[i]["group"], 0, [j], columns_of(load, rows), info)
+            await rollout.call("renew", [])
+        used = cpu_s([made.coordinator.pid])
+        for task in (asking, *ranks):
+            task.cancel()
+        await asyncio.gather(asking, *ranks, return_exceptions=True)
+        return ((used - begun) - (begun - idle)) / len(order) * 1e3
+
+
 # ---- the peer, and the table ----------------------------------------------------------------------------------------
 
 
@@ -284,6 +334,7 @@ async def run(arguments: argparse.Namespace) -> None:
         delays.append(await latencies_us())
         held.append(await growth(1000, arguments.held))
         puts.append(await put_while_waiting())
+    waiting = [await put_cost_ms(1024, 64, whole_step=whole) for whole in (True, False)]
     cost = {count: await replicas_cost_us(count) for count in arguments.replicas}
 
     print(f"{'':36} {'rows/s (least to most)':>34} {'CPU us/row':>12} {'of limit':>8}")
@@ -309,6 +360,10 @@ async def run(arguments: argparse.Namespace) -> None:
         f"{memory:,.0f} bytes of the coordinator a row held; status {status_ms:.2f} ms"
     )
     print(f"  a put while a consumer waits, over one without: {middle(puts):.2f}")
+    print(
+        f"  coordinator, ms of processor time a put of one sample, 1,024 prompt groups open, 64 ranks that wait: "
+        f"{waiting[0]:.3f}, and {waiting[1]:.3f} where they get a round of every group"
+    )
     print("  coordinator, us a prompt group: " + ", ".join(f"{count} replicas {us:.0f}" for count, us in cost.items()))
 
     def versus(name: str) -> float | None:
@@ -334,6 +389,8 @@ async def run(arguments: argparse.Namespace) -> None:
         "status_100k_ms": round(status_ms, 3),
         "put_while_waiting": round(middle(puts), 3),
         "held_bytes_per_row": round(memory),
+        "coordinator_put_ms_1024": round(waiting[0], 3),
+        "coordinator_put_and_answer_ms_1024": round(waiting[1], 3),
         "coordinator_us_per_group": {str(count): round(us, 1) for count, us in cost.items()},
     }
     print(json.dumps(figures))

@@ -59,6 +59,7 @@ class Load:
     consumers: int = 1
     ring_bytes: int = 256 * MIB
     max_staleness: int = 10_000
+    whole_step: bool = False  # a step is trained only when all of it is there
 
     @property
     def pool(self) -> int:
@@ -172,7 +173,8 @@ async def world(load: Load) -> AsyncIterator[World]:
     rules = Rules(
         num_steps=load.num_steps, groups_per_step=load.groups_per_step, samples_per_group=load.samples_per_group,
         max_staleness=load.max_staleness, base_columns=tuple(name for name, _ in load.columns),
-        streams=(Stream("actor", tuple(name for name, _ in load.columns), kind="train"),), row_bytes=load.row_bytes,
+        streams=(Stream("actor", tuple(name for name, _ in load.columns), kind="train", whole_step=load.whole_step),),
+        row_bytes=load.row_bytes,
     )  # fmt: skip
     replicas = tuple(f"rollout-{i}" for i in range(load.producers))
     config = CoordinatorConfig(

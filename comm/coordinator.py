@@ -113,6 +113,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._committed_at = clock()
         self._evaluators: dict[str, tuple[str, int]] = {}
         self._draining = False
+        self._short: set[str] = set()  # members that wait for room in a ring of theirs
         self._told_failures = 0  # prompt groups that had failed in a row when that was told last
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
 
@@ -287,13 +288,15 @@ class Coordinator(PartitionEndpoints, Actor):
         What was granted and is not held was in an answer that got lost: it is granted again, the same.
         """
 
+        hold = {(group, epoch) for group, epoch in held}
+
         def work() -> dict[str, Any] | None:
-            return self._work(member, incarnation, rank, max_groups, held)
+            return self._work(member, incarnation, rank, max_groups, hold)
 
         return await self._until(member, incarnation, work, wakes.lease(member))
 
     def _work(
-        self, member: str, incarnation: int, rank: int, max_groups: int, held: list[list[int]]
+        self, member: str, incarnation: int, rank: int, max_groups: int, held: set[tuple[int, int]]
     ) -> dict[str, Any] | None:
         label = self._due_evaluation()
         if self.index.done and label is None:
@@ -302,7 +305,7 @@ class Coordinator(PartitionEndpoints, Actor):
         if version is None or self._draining:
             return None
         mine = [group for group in self.index.held_by(member) if group.rank == rank]
-        unheard = [group for group in mine if [group.id, group.epoch] not in held]
+        unheard = [group for group in mine if (group.id, group.epoch) not in held]
         if unheard:
             return {"grants": [lease_of(self.index, group) for group in unheard]}
         if label is not None:
@@ -406,6 +409,8 @@ class Coordinator(PartitionEndpoints, Actor):
     def _room(self, name: str, member: str, entries: list[int], *, oldest: bool) -> str | None:
         """A ring that can promise these records; the oldest uncommitted step gets an overflow ring when none can."""
         found = self._place(name, entries, oldest=oldest)
+        if found is None:
+            self._short.add(member)
         if found is not None and found not in self._rings:
             self._make_ring(found, sum(entries) + _SPARE_BYTES, member, overflow=True)
         return found
@@ -477,7 +482,7 @@ class Coordinator(PartitionEndpoints, Actor):
         def made() -> dict[str, Any] | None:
             return self._rounds(stream, member, incarnation, rank, index, step)
 
-        return await self._until(member, incarnation, made, wakes.ROUNDS)
+        return await self._until(member, incarnation, made, *self._helps(stream, member, step))
 
     @endpoint
     async def rounds_ahead(
@@ -489,7 +494,7 @@ class Coordinator(PartitionEndpoints, Actor):
         def made() -> dict[str, Any] | None:
             return self._rounds(stream, member, incarnation, rank, index, step, full=True)
 
-        return await self._until(member, incarnation, made, wakes.ROUNDS)
+        return await self._until(member, incarnation, made, *self._helps(stream, member, step))
 
     @endpoint
     async def round_needed(
@@ -500,7 +505,7 @@ class Coordinator(PartitionEndpoints, Actor):
         def planned() -> dict[str, Any] | None:
             return {} if self._planned(stream, member, incarnation, index, step, full=False) is not None else None
 
-        return await self._until(member, incarnation, planned, wakes.ROUNDS)
+        return await self._until(member, incarnation, planned, *self._helps(stream, member, step))
 
     def _rounds(
         self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None, *, full: bool = False
@@ -519,10 +524,20 @@ class Coordinator(PartitionEndpoints, Actor):
         found = rounds.find(stream, scope, index)
         if found or self.index.done or self._draining:
             return found
+        plan, topics = (stream, scope, full), self._helps(stream, member, step)
+        if self._wakes.is_vain(plan, *topics):
+            return None
         planned = self._plan(stream, member, incarnation, step, full=full)
         if planned:
             self._emit({"event": "rounds", "rounds": planned})
+        else:
+            self._wakes.in_vain(plan, *topics)
         return rounds.find(stream, scope, index) or None
+
+    @staticmethod
+    def _helps(stream: str, member: str, step: int | None) -> tuple[str, ...]:
+        """What rounds wait for: rows of the stream, and where it puts columns, room for them."""
+        return (wakes.rounds(stream, step),) if step is not None else (wakes.rounds(stream, None), wakes.lease(member))
 
     def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Event]:
         planned = self.index.plan_rounds(stream, member, incarnation, step, full=full)
@@ -735,17 +750,26 @@ class Coordinator(PartitionEndpoints, Actor):
         topics: set[str] = set()
         for event in events:
             self.index.apply(event)
-            owner = None
             if event["event"] == "put":
-                owner = self.index.space.owner(event["ring"])
+                self._has_room(self.index.space.owner(event["ring"]), topics)
                 if "info" in event:
                     self._put_at |= dict.fromkeys((span[0] for span in event["spans"]), self._clock())
-            topics.update(wakes.helped(event, owner))
+            elif event["event"] == "ack":
+                self._has_room(event["key"].split("/")[1].rpartition(".")[0], topics)
+            topics.update(wakes.helped(event))
             self._unwritten.append(event)
         for name, tail in self.index.freed():
             self._freed[name] = tail
-            topics |= {wakes.ROUNDS, wakes.lease(self.index.space.rings[name].owner)}
+            self._has_room(self.index.space.rings[name].owner, topics)
+        ready, filled = self.index.news()
+        topics.update([wakes.rounds(stream, step) for stream, step in ready], map(wakes.lease, filled))
         return topics
+
+    def _has_room(self, member: str | None, topics: set[str]) -> None:
+        """There is more room in this member's rings: who found none is asked again."""
+        if member in self._short:
+            self._short.discard(member)
+            topics.add(wakes.lease(member))
 
     def _write(self) -> None:
         """Journal what was applied, and let its effects go."""

@@ -83,6 +83,7 @@ class Index:
         self.rounds = Rounds(rules.streams)
         self.partitions = Partitions()
         self._freed: list[tuple[str, int]] = []
+        self._filled: set[str] = set()
         # Found again from the groups: what is asked for often, without a scan.
         self._alive: dict[int, int] = {}  # step -> its groups that are not settled
         self._waiting: dict[int, list[int]] = {}  # step -> its waiting groups, sorted: in admission order
@@ -98,6 +99,11 @@ class Index:
         """Rings whose tail moved since the last call, with the new tail: the effect left to the coordinator."""
         freed, self._freed = self._freed, []
         return freed
+
+    def news(self) -> tuple[list[tuple[str, int | None]], set[str]]:
+        """Since the last call: streams, and steps of them, of which more may be planned; members one of whose groups is ready."""
+        filled, self._filled = self._filled, set()
+        return self.rounds.news(), filled
 
     def _on_snapshot(self, event: Event) -> None:
         self.__dict__.update(Index.load(self.rules, event["state"]).__dict__)
@@ -201,6 +207,7 @@ class Index:
             group.records.append([ring, pos])
             if group.state == "running" and group.whole:
                 self.space.release(group.reservation())
+                self._filled.add(group.holder or "")
                 self._hold(group, None)
                 self.consecutive_filtered = self.consecutive_failed = 0
                 self._move(group, "ready")
@@ -498,7 +505,7 @@ class Index:
         those to which nothing could be added."""
         if step is None:
             return self.rounds.plan_forward(stream, member, incarnation, self.groups)
-        if not self.rounds.may_train(stream, step):
+        if not self.rounds.may_train(stream, step, self.rules.groups_per_step):
             return []
         certain = self.mini_batches(step, self.rounds.lanes[stream].spec.mini_batches)
         if self.rounds.lanes[stream].spec.fixed:  # only those that no other survivor stands before

@@ -88,12 +88,14 @@ class _Lane:
     covered: dict[str, dict[int, set[int]]] = field(
         default_factory=dict
     )  # train scope -> update -> groups in its rounds
+    news: set[int] = field(default_factory=set)  # steps of which more can be planned than before
 
     def list_ready(self, step: int, group: int) -> None:
         listed = self.ready.setdefault(step, [])
         at = bisect.bisect_left(listed, group)
         if at == len(listed) or listed[at] != group:
             listed.insert(at, group)
+            self.news.add(step)
 
     def unlist(self, step: int, group: int) -> None:
         listed = self.ready.get(step, [])
@@ -117,11 +119,22 @@ class Rounds:
         self._by_key: dict[str, Round] = {}
         self._pins: dict[int, set[str]] = {}
 
+    def news(self) -> list[tuple[str, int | None]]:
+        """(stream, step) of which more may be planned since the last call; step None of forward streams."""
+        found: list[tuple[str, int | None]] = []
+        for name, lane in self.lanes.items():
+            if lane.news:
+                found += [(name, step) for step in lane.news] if lane.spec.kind == "train" else [(name, None)]
+                lane.news.clear()
+        return found
+
     # ---- readiness --------------------------------------------------------------------------------------------------
 
     def offer(self, group: Group) -> None:
         """Tell every stream what is visible of a group; those whose inputs are complete list it as ready. Idempotent."""
         for lane in self.lanes.values():
+            if lane.spec.mini_batches > 1 or lane.spec.fixed:
+                lane.news.add(group.step)  # the place of those behind it may be certain now
             if group.id in lane.taken or not group.complete(lane.spec.inputs):
                 continue
             lane.taken.add(group.id)
@@ -234,10 +247,14 @@ class Rounds:
         together = {id for id in costs if lane.spec.media and groups[id].media}
         return micro_batches(costs, ranks, tokens, whole=lane.spec.whole_groups, together=together), len(costs)
 
-    def may_train(self, stream: str, step: int) -> bool:
-        """False where `plan_train` has nothing to look at."""
+    def may_train(self, stream: str, step: int, needed: int) -> bool:
+        """False where `plan_train` would find nothing, told without a look at the groups. needed: groups of a whole step."""
         lane = self.lanes[stream]
-        return step in lane.ready or (lane.spec.passes > 1 and self.train_scope(stream, step) in lane.rounds)
+        planned = lane.covered.get(self.train_scope(stream, step), {})
+        if lane.spec.passes > 1 and planned:
+            return True
+        ready = len(lane.ready.get(step, ()))
+        return ready + sum(map(len, planned.values())) >= needed if lane.spec.whole_step else ready > 0
 
     def train_scope(self, stream: str, step: int) -> str:
         return f"step{step}"

@@ -4,11 +4,15 @@ Owns the waiting and the rule whose question is asked again; not the answers. A 
 on, an event the topics that it can help; an event that is not listed here helps everybody, so that forgetting one costs time
 and not a lost wake-up.
 
-    put in a replica's ring   -> rounds (a group may be ready), lease/rollout-0 (its reservation came back)
+    put of a whole group      -> rounds/actor_fwd (its inputs are there), lease/rollout-0 (its holder may have another one)
+    put of one sample of it   -> nobody, or whoever waits for room in that ring
     commit                    -> everybody
 
 Questions are asked again on the loop's stack and not by the tasks that wait: a vain one costs a call, and what a put gives to
 whoever waits for it is known before the loop turns.
+
+A plan that was made in vain is noted under the topics that could help it (`in_vain`), and not made again before one of them was
+woken: of 64 ranks that wait for the same rounds, one finds out.
 
 Invariant: a question is listed in the same turn of the loop in which it found no answer, so no event falls in between; it is
 asked once more after every event that can help it.
@@ -17,27 +21,34 @@ asked once more after every event that can help it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from rondo.comm.journal import Event
 
-ROUNDS, SLOTS, WEIGHTS, EVALUATIONS = "rounds", "slots", "weights", "evaluations"
+SLOTS, WEIGHTS, EVALUATIONS = "slots", "weights", "evaluations"
 _EVERYBODY, _ANYTHING = "*", "?"
 
 
 def lease(member: str) -> str:
-    """The topic of work for one replica."""
+    """The topic of work for one member: what it may be given, and room in its rings for what it makes of it."""
     return f"lease/{member}"
 
 
-def helped(event: Event, owner: str | None) -> tuple[str, ...]:
-    """The topics that an event can help; `owner`: whose ring a put lies in."""
+def rounds(stream: str, step: int | None) -> str:
+    """The topic of rounds of a stream, of one step where they are asked for by the step."""
+    return f"rounds/{stream}" if step is None else f"rounds/{stream}/{step}"
+
+
+def helped(event: Event) -> tuple[str, ...]:
+    """The topics that an event can help, but for those that the index has news of."""
     match event["event"]:
-        case "put":
-            return (ROUNDS,) if owner is None else (ROUNDS, lease(owner))
-        case "ack" | "rounds":
-            return (ROUNDS,)
+        case "put" | "ack":
+            return ()
+        case "rounds":
+            return tuple({rounds(made["stream"], made["step"]) for made in event["rounds"]}) + tuple(
+                {rounds(made["stream"], None) for made in event["rounds"]}
+            )
         case "proved":
             return lease(event["reader"].partition("/")[0]), SLOTS
         case "let_go":
@@ -57,6 +68,7 @@ class Wakes:
         self._waiting: dict[_Question, None] = {}
         self._woken: dict[_Question, None] = {}  # to be asked again, in order
         self._asking = False
+        self._vain: dict[str, set[Hashable]] = {}  # topic -> plans that only it, or another of theirs, can help
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -77,6 +89,14 @@ class Wakes:
             for topic in topics:
                 del self._by_topic[topic][question]
 
+    def in_vain(self, plan: Hashable, *topics: str) -> None:
+        """This plan came to nothing, and will until one of the topics is woken."""
+        for topic in topics:
+            self._vain.setdefault(topic, set()).add(plan)
+
+    def is_vain(self, plan: Hashable, *topics: str) -> bool:
+        return all(plan in self._vain.get(topic, ()) for topic in topics)
+
     def wake(self, topics: Iterable[str]) -> None:
         """Have those asked again that these topics help: by `ask`, which the loop calls too."""
         named = set(topics)
@@ -86,9 +106,11 @@ class Wakes:
             self.wake_all()
             return
         for topic in (*named, _ANYTHING):
+            self._vain.pop(topic, None)
             self._wake(self._by_topic.get(topic, {}))
 
     def wake_all(self) -> None:
+        self._vain.clear()
         self._wake(self._waiting)
 
     def _wake(self, questions: dict[_Question, None]) -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from rondo.comm.audit import audit
 from rondo.comm.epochs import GroupSpec
 from rondo.comm.meeting import fields_of
+from rondo.comm.rounds import Stream
 from rondo.comm.spans import rows_of, spans_of
 from rondo.runtime.errors import OutOfSpace, Refused
 from rondo.runtime.segments import QUICK_BYTES
@@ -461,3 +463,58 @@ async def test_prompt_groups_that_keep_failing_are_told_of_and_end_the_run_with_
             "failed prompt groups in a row must be at most 17 (rollout.max_consecutive_failed), got 18. "
             "The last one failed so: ZeroDivisionError in the reward of group 25"
         )
+
+
+async def plans_and_questions(run: Served, act: Callable[[], None], barrier: Callable[[], Any]) -> tuple[int, int]:
+    """How many plans of train rounds an act leads to, and how many questions that wait are asked again."""
+    counted = {"plans": 0, "questions": 0}
+    plan, wake = run.coordinator.index.plan_rounds, run.coordinator._wakes._wake
+
+    def planned(*args: Any, **more: Any) -> list[Any]:
+        counted["plans"] += 1
+        return plan(*args, **more)
+
+    def woken(questions: dict[Any, None]) -> None:
+        counted["questions"] += len(questions)
+        wake(questions)
+
+    run.coordinator.index.plan_rounds = planned
+    run.coordinator._wakes._wake = woken
+    act()
+    await barrier()
+    run.coordinator.index.plan_rounds, run.coordinator._wakes._wake = plan, wake
+    return counted["plans"], counted["questions"]
+
+
+async def test_a_put_asks_nobody_again_whom_it_cannot_help_and_one_plan_in_vain_is_for_all_ranks() -> None:
+    whole = Stream("actor", ("tokens",), kind="train", whole_step=True)
+    full = Stream("critic", ("tokens",), kind="train")
+    async with served(max_staleness=0, streams=(whole, full), groups_per_step=4) as run:
+        rollout, actor = await run.bus("rollout-0"), await run.bus("actor-0", num_ranks=8)
+        await actor.call("commit", 0, 0, 7, [])
+        await prove(rollout)
+        grants = (await rollout.call("lease", 4, []))["grants"]
+        held = [[grant["group"], grant["epoch"]] for grant in grants]
+        waits = [asyncio.create_task(rollout.call("lease", 4, held))]
+        for stream, method in (("actor", "next_rounds"), ("critic", "rounds_ahead")):
+            await actor.call("join", stream, 8, 1 << 20)
+            waits += [asyncio.create_task(actor.call(method, stream, rank, 0, 0)) for rank in range(8)]
+
+        async def barrier() -> None:
+            await rollout.call("renew", [])
+
+        await barrier()
+        await actor.call("committed")
+        assert len(run.coordinator._wakes) == 17
+        found = await plans_and_questions(run, lambda: put_group(rollout, grants[0], [0]), barrier)
+        assert found == (0, 0)
+        # Its group is whole: both streams may have more of it, and its holder another one. One plan a stream, in vain.
+        found = await plans_and_questions(run, lambda: put_group(rollout, grants[0], [1]), barrier)
+        assert found == (2, 17)
+        found = await plans_and_questions(run, lambda: put_group(rollout, grants[1], [0]), barrier)
+        assert found == (0, 0) and not any(task.done() for task in waits)
+        for grant, samples in ((grants[1], [1]), (grants[2], [0, 1]), (grants[3], [0, 1])):
+            put_group(rollout, grant, samples)
+        rounds = [(await task)["rounds"] for task in waits[1:]]
+        assert [made[-1]["last"] for made in rounds] == [True] * 16
+        waits[0].cancel()
