@@ -32,7 +32,9 @@ class SftRole:
         await ctx.ready()
 
         with ctx.span("train"):
-            await run_warm_up(ctx, trainer)
+            if not await run_warm_up(ctx, trainer):
+                await ctx.report("unsaved", {"cause": "stopped before the last step of fine-tuning, which begins anew"})
+                return
         folder = folder_of(ctx.run_dir / "checkpoints", config.sft.steps)
         with ctx.section(SAVE, config.supervision.save_s):
             await ctx.compute(trainer.save, folder, {"version": None, "index": {}}, tokenizer_path=model_path)

@@ -4,14 +4,15 @@ Owns the layout of the words and both ends of them. Does not own what silence me
 writes its own slot and nobody else's, but for the one word by which the supervisor asks it to leave; nobody waits.
 
     slot of a rank, 128 bytes:  0 beat  8 progress  16 section limit  24 left  32 asked  40 save limit  48 section since
-                                56 silent  64 section name (64 bytes)
+                                56 excuse  64 section name (64 bytes)
 
 `beat` is the time of the event loop's last sign of life and `section limit` the time by which the open section with the
 nearest limit must be over (0: none is open), both in milliseconds of the monotonic clock, which all processes of a node
-share; `since` is when that section was opened. `silent` is 1 while a section is open in which the loop need not beat. `save
-limit` is that of an open section named "save": a stop's grace does not cut it off. `left` is 1 from the moment a process ends
-on purpose. `asked` is 1 from the moment the supervisor wants it to save and leave: SIGTERM says "look here", since torchrun and
-batch systems send that signal too, for reasons of their own.
+share; `since` is when that section was opened. `excuse` is 1 while a section is open that lasts as long as it must, within its limit,
+and 2 while one is open in which the loop need not beat either. `save limit` is that of an open section named "save": a stop's
+grace does not cut it off. `left` is 1 from the moment a process ends on purpose. `asked` is 1 from the moment the supervisor
+wants it to save and leave: SIGTERM says "look here", since torchrun and batch systems send that signal too, for reasons of
+their own.
 Words are aligned, so they are read and written whole; a torn name only misspells.
 
     beat = HeartbeatWriter(client.segment(segment_name("actor-0", 2), 0).view(), rank=0)
@@ -33,7 +34,7 @@ BEAT_S = 0.25
 SAVE = "save"
 """The section in which a role writes down what a resumed run goes on from."""
 
-_BEAT, _PROGRESS, _LIMIT, _LEFT, _ASKED, _SAVING, _SINCE, _SILENT = range(8)
+_BEAT, _PROGRESS, _LIMIT, _LEFT, _ASKED, _SAVING, _SINCE, _EXCUSE = range(8)
 _WORDS = SLOT_BYTES // 8
 _NAME_AT = 64
 
@@ -50,6 +51,8 @@ class Beat:
     left: bool = False
     save_limit_s: float = 0.0
     section_since_s: float = 0.0
+    patient: bool = False
+    """A section is open whose limit alone says when it has lasted too long."""
     silent: bool = False
 
 
@@ -58,10 +61,11 @@ class _Opened:
     limit_s: float
     name: str
     since_s: float
-    silent: bool
+    excuse: int
 
 
-_NONE = _Opened(0.0, "", 0.0, False)
+_PATIENT, _SILENT_TOO = 1, 2
+_NONE = _Opened(0.0, "", 0.0, 0)
 
 
 def segment_name(group: str, incarnation: int) -> str:
@@ -101,12 +105,13 @@ class HeartbeatWriter:
         return bool(self._words[_ASKED])
 
     @contextlib.contextmanager
-    def section(self, name: str, limit_s: float, *, silent: bool = True) -> Iterator[None]:
+    def section(self, name: str, limit_s: float, *, silent: bool = True, patient: bool = True) -> Iterator[None]:
         """It may last for `limit_s` seconds at most; of several, each keeps its limit. While one that is `silent` lasts, the loop
-        need not beat."""
+        need not beat; while one that is `patient` lasts, a run in which nothing else moves is not judged."""
         with self._lock:
             key, self._next, now = self._next, self._next + 1, self._clock()
-            self._open[key] = _Opened(now + limit_s, name, now, silent)
+            excuse = _SILENT_TOO if silent else _PATIENT if patient else 0
+            self._open[key] = _Opened(now + limit_s, name, now, excuse)
             self._publish()
         try:
             yield
@@ -122,7 +127,7 @@ class HeartbeatWriter:
         nearest = min(opened, key=lambda each: each.limit_s, default=_NONE)
         saves = min((each.limit_s for each in opened if each.name == SAVE), default=0.0)
         self._name[:] = nearest.name.encode()[: len(self._name)].ljust(len(self._name), b"\0")
-        self._words[_SILENT] = any(each.silent for each in opened)
+        self._words[_EXCUSE] = max((each.excuse for each in opened), default=0)
         self._words[_SINCE] = round(nearest.since_s * 1000)
         self._words[_SAVING] = round(saves * 1000)
         self._words[_LIMIT] = round(nearest.limit_s * 1000)
@@ -151,7 +156,8 @@ def read_beats(view: memoryview) -> tuple[Beat, ...]:
                 left=bool(words[at + _LEFT]),
                 save_limit_s=words[at + _SAVING] / 1000,
                 section_since_s=words[at + _SINCE] / 1000,
-                silent=bool(words[at + _SILENT]),
+                patient=words[at + _EXCUSE] >= _PATIENT,
+                silent=words[at + _EXCUSE] == _SILENT_TOO,
             )
         )
     return tuple(beats)

@@ -36,7 +36,8 @@ class PaceLimits:
 
 
 class Work:
-    """The computations of one name in one process. `at_least_s`: a limit that they have of their own, and may reach."""
+    """The computations of one name in one process. `at_least_s`: a limit that they have of their own, and may reach while nothing
+    else moves."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Work:
     def _open(self) -> None:
         self._since = self._clock()
         limit_s = max(self._limits.limit_s(self._longest_s), self._at_least_s)
-        self._section = self._heartbeat.section(self._name, limit_s, silent=False)
+        self._section = self._heartbeat.section(self._name, limit_s, silent=False, patient=self._at_least_s > 0)
         self._section.__enter__()
 
     def _close(self) -> None:

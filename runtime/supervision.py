@@ -402,17 +402,17 @@ class Supervision:
         return []
 
     def _watch(self, now: float, beats: Mapping[str, Sequence[Beat]]) -> list[Action]:
-        """Whether anything moves. Who starts, or need not beat, has limits of its own: meanwhile this clock stands."""
-        moved = silent = False
+        """Whether anything moves. Who starts, saves or has a limit of its own is waited for: meanwhile this clock stands."""
+        moved = waited_for = False
         for life in self._lives.values():
             seen = beats.get(life.child.name, ())
             progress = sum(beat.progress for beat in seen)
             moved |= progress > life.progress
             life.progress = max(progress, life.progress)
-            silent |= any(beat.silent for beat in seen)
+            waited_for |= any(beat.patient for beat in seen)
         if moved:
             self.progressed(now)
-        elif silent or not self._all_up():
+        elif waited_for or not self._all_up():
             self._progress_at = now
         if now - self._progress_at <= self._limits.no_progress_s:
             return []

@@ -50,12 +50,13 @@ def test_the_end_of_a_section_is_a_sign_of_life() -> None:
 def test_a_save_is_seen_beside_a_section_with_a_nearer_limit_and_silence_is_excused_where_any_excuses_it() -> None:
     memory = memoryview(bytearray(segment_bytes(1)))
     writer = HeartbeatWriter(memory, 0, Clock())
-    with writer.section("save", 600), writer.section("train", 60, silent=False):
+    with writer.section("save", 600), writer.section("train", 60, silent=False, patient=False):
         (beat,) = read_beats(memory)
-        assert beat.section == "train" and beat.silent
+        assert beat.section == "train" and beat.silent and beat.patient
         assert beat.save_limit_s - beat.section_limit_s == 540
-    with writer.section("train", 60, silent=False):
-        assert not read_beats(memory)[0].silent and not read_beats(memory)[0].save_limit_s
+    with writer.section("reward", 60, silent=False):
+        (beat,) = read_beats(memory)
+        assert beat.patient and not beat.silent and not beat.save_limit_s
 
 
 def test_a_long_section_name_is_cut_and_leaves_the_next_slot_alone() -> None:

@@ -41,6 +41,9 @@ def test_limits_follow_what_was_seen_and_the_first_has_the_ceiling() -> None:
     seen = Seen()
     assert [seen.take(seconds) for seconds in (2, 30, 4, 1)] == [1000, 60, 300, 300]
     assert Seen(at_least_s=5000).take(1) == 5000
+    bounded = Seen(at_least_s=5000)
+    with bounded.work:
+        assert bounded.beat().patient
 
 
 def test_a_computation_is_a_section_that_excuses_no_silence_and_nothing_is_open_beside_it() -> None:
@@ -48,7 +51,7 @@ def test_a_computation_is_a_section_that_excuses_no_silence_and_nothing_is_open_
     with seen.work:
         beat = seen.beat()
         assert (beat.section, beat.section_since_s, beat.section_limit_s) == ("train", 100.0, 1100.0)
-        assert not beat.silent and beat.beat_s == 0
+        assert not beat.silent and not beat.patient and beat.beat_s == 0
     assert seen.beat() == Beat(0, 0.0, 0)
 
 

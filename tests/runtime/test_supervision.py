@@ -701,16 +701,16 @@ def test_anything_that_a_role_has_done_is_progress() -> None:
         assert run.tick(600, rollout_0=Beat(0, run.now + 600, done)) == []
 
 
-@pytest.mark.parametrize("excuse", ["silent", "starts"])
+@pytest.mark.parametrize("excuse", ["patient", "starts"])
 def test_who_saves_or_starts_has_limits_of_its_own_and_no_progress_is_no_fault_meanwhile(excuse: str) -> None:
     run = Run(Limits(no_progress_s=900, start_s=1e9)).up()
-    saves = {"actor-0": [Beat(0, 0, 0, "save", 1e9, silent=True)]}
+    saves = {"actor-0": [Beat(0, 0, 0, "save", 1e9, patient=True)]}
     if excuse == "starts":
         run.crash("actor-0")
         run.fail("actor-0")
         run.gone("actor-0")
         run.tick(2)
-    assert stand(run, saves if excuse == "silent" else {}, 2000) == []
+    assert stand(run, saves if excuse == "patient" else {}, 2000) == []
 
 
 def test_the_dead_are_listed_and_the_living_are_alive() -> None:
