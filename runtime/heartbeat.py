@@ -8,7 +8,7 @@ writes its own slot and nobody else's, but for the one word by which the supervi
 
 `beat` is the time of the event loop's last sign of life and `section limit` the time by which the open section with the
 nearest limit must be over (0: none is open), both in milliseconds of the monotonic clock, which all processes of a node
-share; `since` is when that section was opened. `excuse` is 1 while a section is open that lasts as long as it must, within its limit,
+share; `since` is when that section was opened. `excuse` is 1 while a section is open that may take all of its limit,
 and 2 while one is open in which the loop need not beat either. `save limit` is that of an open section named "save": a stop's
 grace does not cut it off. `left` is 1 from the moment a process ends on purpose. `asked` is 1 from the moment the supervisor
 wants it to save and leave: SIGTERM says "look here", since torchrun and batch systems send that signal too, for reasons of
