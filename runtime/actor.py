@@ -10,7 +10,8 @@ in the order in which they arrived; long computations belong on the compute thre
 
     server = await serve(Counter(), "unix:/run/x/counter.sock", token=token, name="counter")
 
-Invariants: a call that nobody waits for any more (cancelled, past its deadline, its caller gone) is cancelled here. At most
+Invariants: a call that nobody waits for any more (cancelled, past its deadline, its caller gone) is cancelled here, once: what it
+cleans up then is not cut off by a second reason, and takes at most `CLEANUP_S` (wait "cleanup"), or is cancelled again. At most
 `mailbox` calls run at once; the next ones wait at the caller, in order. However full the mailbox is, cancellations are read, and
 the questions are answered that every actor answers by itself: `rondo.ping`, `rondo.waits`, `rondo.stacks`.
 """
@@ -43,10 +44,13 @@ from rondo.runtime.transport import (
     pack,
     unpack,
 )
-from rondo.runtime.waits import PROCESS
+from rondo.runtime.waits import PROCESS, Wait
 
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 Endpoint = Callable[..., Coroutine[Any, Any, Any]]
+CLEANUP_S = 30.0
+"""An endpoint that was cancelled has so long for its `finally`."""
+
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
@@ -265,6 +269,7 @@ class _Caller(FrameProtocol):
         self._server = server
         self.calls: dict[int, asyncio.Task[None] | None] = {}
         self._answered: dict[int, asyncio.Task[None] | None] = {}  # they have their answer, and end in a moment
+        self._ending: dict[asyncio.Task[None], tuple[Wait, asyncio.TimerHandle]] = {}  # cancelled, and not at their end
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -302,8 +307,13 @@ class _Caller(FrameProtocol):
         self._answered[call_id] = self.calls.pop(call_id)
 
     def ended(self, call_id: int) -> None:
+        """Called by the call's own task, last of all."""
         self.calls.pop(call_id, None)
         self._answered.pop(call_id, None)
+        ending = self._ending.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+        if ending is not None:
+            PROCESS.end(ending[0])
+            ending[1].cancel()
 
     def hang_up(self) -> None:
         self.open = False
@@ -319,7 +329,7 @@ class _Caller(FrameProtocol):
             self._cancel(call_id)
         for task in self._answered.values():
             if task is not None:
-                task.cancel()
+                self._wind_up(task)
 
     def _cancel(self, call_id: int) -> None:
         task = self.calls[call_id]
@@ -327,8 +337,21 @@ class _Caller(FrameProtocol):
             self._server.forget(self, call_id)
             self.fail(call_id, asyncio.CancelledError())
         else:
-            # Behind the task's first step: a task cancelled before it never runs the `finally` that counts it out.
-            asyncio.get_running_loop().call_soon(task.cancel)
+            self._wind_up(task)
+
+    def _wind_up(self, task: asyncio.Task[None]) -> None:
+        if task in self._ending:
+            return
+        loop = asyncio.get_running_loop()
+        # Behind the task's first step: a task cancelled before it never runs the `finally` that counts it out.
+        loop.call_soon(task.cancel)
+        wait = PROCESS.begin("cleanup", self.peer, CLEANUP_S)
+        self._ending[task] = wait, loop.call_later(CLEANUP_S, self._insist, task)
+
+    def _insist(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        again = asyncio.get_running_loop().call_later(CLEANUP_S, self._insist, task)
+        self._ending[task] = self._ending[task][0], again
 
 
 def _endpoints(actor: Actor) -> dict[str, Endpoint]:

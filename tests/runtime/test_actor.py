@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import uvloop
 
+from rondo.runtime import actor as actor_module
 from rondo.runtime import ref as ref_module
 from rondo.runtime import transport as wire
-from rondo.runtime.actor import Actor, Server, answering, endpoint, serve
+from rondo.runtime.actor import CLEANUP_S, Actor, Server, answering, endpoint, serve
 from rondo.runtime.errors import (
     Closed,
     DeadlineExceeded,
@@ -84,6 +85,16 @@ class Probe(Actor):
         """As `hold`, and answers as soon as it has begun."""
         asyncio.get_running_loop().call_soon(answering(), key)
         return await self.hold(key)
+
+    @endpoint
+    async def clean_up(self, key: Any) -> None:
+        """Holds until it is cancelled, and then until the test releases `key`; `begun` says how far it came."""
+        try:
+            await self.hold("for ever")
+        finally:
+            self.begun.append("cleans up")
+            await self.hold(key)
+            self.begun.append("clean")
 
     @endpoint
     async def hold_once(self, key: str, marker: str) -> int:
@@ -248,7 +259,7 @@ async def test_an_unknown_endpoint_is_told_and_other_methods_are_out_of_reach(tm
             with pytest.raises(ValueError) as caught:
                 await ref.call(name)
             assert str(caught.value) == (
-                "endpoint of probe-0 must be one of echo, fail, hold, hold_answered, hold_once, log, pid, unsendable, "
+                "endpoint of probe-0 must be one of clean_up, echo, fail, hold, hold_answered, hold_once, log, pid, unsendable, "
                 f"until_begun, got {name!r}"
             )
 
@@ -408,6 +419,35 @@ async def test_a_callers_disconnect_cancels_its_calls_and_no_others(tmp_path: Pa
         await probe.release("kept")
         assert await kept == "kept"
         assert sorted(probe.cancelled) == [0, 1, 2]
+
+
+@on_both_loops
+async def test_what_a_cancelled_call_cleans_up_is_not_cut_off_by_its_callers_end_or_the_servers(tmp_path: Path) -> None:
+    async with served(tmp_path) as (probe, ref, server):
+        call = asyncio.create_task(ref.call("clean_up", "key"))
+        await probe.begun_count(1)
+        call.cancel()
+        await probe.begun_count(3)
+        ref.close()  # its connection ends while the call cleans up
+        while server.stats().num_callers:  # noqa: ASYNC110 - only the server tells
+            await asyncio.sleep(0)
+        closing = server.close()
+        assert [wait.deadline_s for wait in pending() if wait.name == "cleanup"] == [CLEANUP_S]
+        await probe.release("key")
+        await closing
+        assert probe.begun == ["for ever", "cleans up", "key", "clean"]
+
+
+@on_both_loops
+async def test_a_cleanup_that_does_not_end_is_cancelled_again_at_its_deadline(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(actor_module, "CLEANUP_S", 0.02)
+        async with served(tmp_path) as (probe, ref, _):
+            call = asyncio.create_task(ref.call("clean_up", "never"))
+            await probe.begun_count(1)
+            call.cancel()
+            await probe.cancelled_count(2)
+            assert probe.cancelled == ["for ever", "never"] and "clean" not in probe.begun
 
 
 @on_both_loops
