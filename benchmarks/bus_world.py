@@ -203,7 +203,7 @@ async def world(load: Load) -> AsyncIterator[World]:
                 child.wait()
             made.opened.close()
             made.coordinator.terminate()
-            made.coordinator.wait()
+            await asyncio.to_thread(made.coordinator.wait)  # it hangs up on this process, whose loop must hear it
             await supervisor.close()
             segments.close()
 

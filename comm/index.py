@@ -103,7 +103,10 @@ class Index:
     def news(self) -> tuple[list[tuple[str, int | None]], set[str]]:
         """Since the last call: streams, and steps of them, of which more may be planned; members one of whose groups is ready."""
         filled, self._filled = self._filled, set()
-        return self.rounds.news(), filled
+        needed, news = self.rules.groups_per_step, self.rounds.news()
+        return [
+            (name, step) for name, step in news if step is None or self.rounds.may_train(name, step, needed)
+        ], filled
 
     def _on_snapshot(self, event: Event) -> None:
         self.__dict__.update(Index.load(self.rules, event["state"]).__dict__)
