@@ -98,8 +98,10 @@ def train(options: argparse.Namespace) -> int:
     kill = tuple(_kill(text, config.num_steps) for text in options.kill)
     roles = {role for group in config.groups for role in group.roles} | {group.name for group in config.groups}
     _known_roles(kill, roles)
-    from rondo.launch.train import main as run
+    from rondo.launch.train import main as start
+    from rondo.launch.train import resume_or_start
 
+    run = resume_or_start if options.resume_or_start else start
     return run(config, TrainOptions(options.config, kill, options.plain))
 
 
@@ -241,6 +243,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         if name in ("train", "sft"):
             made.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
         if name == "train":
+            made.add_argument(
+                "--resume-or-start",
+                action="store_true",
+                help="go on with the newest run of that name from its checkpoint, where there is one",
+            )
             made.add_argument(
                 "--kill",
                 action="append",

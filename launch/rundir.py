@@ -193,6 +193,17 @@ def existing_run(path: Path) -> Path:
     return path
 
 
+def newest_run(parent: Path, name: str) -> Path | None:
+    """The run directory of a name with the greatest number: of `demo` and `demo-2`, the second. None where there is none."""
+    numbers = {1: parent / name} | {
+        int(path.name.removeprefix(f"{name}-")): path
+        for path in parent.glob(f"{name}-*")
+        if path.name.removeprefix(f"{name}-").isdecimal()
+    }
+    runs = [path for _, path in sorted(numbers.items()) if (path / "config.resolved.json").is_file()]
+    return runs[-1] if runs else None
+
+
 def owner(path: Path) -> int | None:
     """The pid of the live process that owns a run directory, or None; 0 of one that has not said it yet."""
     try:

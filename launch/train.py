@@ -1,4 +1,4 @@
-"""`rondo train` and `rondo resume`: a run from its directory to its summary.
+"""`rondo train`, with or without `--resume-or-start`, and `rondo resume`: a run from its directory to its summary.
 
 Owns the order: check, listen, claim the directory, prepare the model, start supervisor, view and admin endpoint, and when all
 of it has ended write the summary and the picture. Owns no rule: each piece knows its own. Invariant: once the supervisor has
@@ -32,9 +32,9 @@ from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
 from rondo.launch.provider import RunProvider, serve_trace
-from rondo.launch.rundir import RunDir, read_json, write_json
+from rondo.launch.rundir import RunDir, existing_run, newest_run, owner, read_json, write_json
 from rondo.launch.steps import Records
-from rondo.launch.summary import print_table, summarize, write
+from rondo.launch.summary import print_table, read, summarize, write
 from rondo.launch.view import open_view, say
 from rondo.runtime import timeline
 from rondo.runtime.admin import AdminServer, listen
@@ -69,6 +69,27 @@ def main(
         return _run(config, run, options, admin, attempt=0, groups=groups)
 
 
+def resume_or_start(config: RunConfig, options: TrainOptions) -> int:
+    """Go on with the newest run of `config`'s name, with the settings it has, where it has a whole checkpoint; else start one.
+
+    0 at once where it is done, so that a batch job may be queued again at any moment. ConfigError where it is alive."""
+    newest = newest_run(config.run_dir, config.name)
+    if newest is None:
+        say(f"run {config.name} starts: there is none of that name in {config.run_dir}")
+        return main(config, options)
+    newest = existing_run(newest)
+    summary = read(newest)
+    if owner(newest) is None and summary is not None and summary.exit_code == 0:
+        say(
+            f"run {newest.name} is done after step {summary.steps}: there is nothing to go on with. `rondo train` starts another"
+        )
+        return 0
+    if owner(newest) is None and newest_complete(newest / "checkpoints") is None:
+        say(f"run {config.name} starts anew: {newest.name} has no whole checkpoint to go on from")
+        return main(config, options)
+    return resume(newest, options=options)
+
+
 def fine_tune(config: RunConfig, options: TrainOptions) -> int:
     """`rondo sft`: the warm-up as a job of its own, on the actor's processes alone. Its result is a checkpoint."""
     actor = config.group_of("actor")
@@ -79,7 +100,7 @@ def fine_tune(config: RunConfig, options: TrainOptions) -> int:
         return _run(config, run, options, admin, attempt=0, groups=(group,))
 
 
-def resume(path: Path, sets: Sequence[str] = ()) -> int:
+def resume(path: Path, sets: Sequence[str] = (), *, options: TrainOptions | None = None) -> int:
     """Go on with the run at `path` from its newest whole checkpoint, under the next attempt. `sets`: other places for roles."""
     with RunDir.claim(path) as run:
         checkpoint = newest_complete(run.checkpoints)
@@ -95,7 +116,8 @@ def resume(path: Path, sets: Sequence[str] = ()) -> int:
             config = _placed_anew(config, run, sets)
         with listen(config.admin) as admin:
             say(f"run {run.path.name} goes on from {checkpoint.name}")
-            return _run(config, run, TrainOptions(run.path / "config.py"), admin, attempt=run.next_attempt())
+            options = options or TrainOptions(run.path / "config.py")
+            return _run(config, run, options, admin, attempt=run.next_attempt())
 
 
 def _work_where_it_began(run: Path) -> None:

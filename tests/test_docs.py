@@ -52,6 +52,8 @@ ELSEWHERE = {
     "rondo resume runs/quickstart": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
     "rondo resume runs/quickstart --set groups.1.processes=2": "tests/e2e: "
     "test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
+    "rondo train examples/quickstart.py --resume-or-start": "tests/launch: "
+    "test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so",
     "rondo bus /tmp/bus": "tests/comm: test_a_signal_ends_the_command_and_leaves_no_process",
     "rondo bench recovery": "measured by hand: it times a machine",
     "rondo bench calls": "measured by hand: it times a machine",

@@ -6,14 +6,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
-from rondo.launch import train
+from rondo.launch import cli, train
 from rondo.launch.cli import TrainOptions
 from rondo.launch.config import load, resolve
 from rondo.launch.rundir import RunDir, read_json, write_json
+from rondo.launch.summary import Summary, write
 from rondo.runtime.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
@@ -109,3 +111,48 @@ def test_a_run_whose_folder_of_work_is_gone_says_so(tmp_path: Path) -> None:
         f"the folder that the run was started in must be there, got {gone}: No such file or directory. Its settings may name "
         f'files from there: make it again, or set "cwd" in {run}/environment.json to where they lie now'
     )
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `rondo train --resume-or-start` did, instead of a run."""
+    done: list[str] = []
+
+    def start(config: Any, options: TrainOptions) -> int:
+        done.append(f"started {config.name}")
+        return 0
+
+    def go_on(path: Path, *, options: TrainOptions) -> int:
+        with RunDir.claim(path):
+            done.append(f"went on with {path.name}")
+        return 75
+
+    monkeypatch.setattr(train, "main", start)
+    monkeypatch.setattr(train, "resume", go_on)
+    return done
+
+
+def test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so(
+    tmp_path: Path, decided: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", str(QUICKSTART), "--resume-or-start", "--set", f"run_dir={tmp_path}", "--set", "name=demo"]
+
+    def said(code: int) -> str:
+        assert cli.main(command) == code
+        (line,) = capsys.readouterr().out.splitlines()
+        return str(line)
+
+    assert said(0) == f"run demo starts: there is none of that name in {tmp_path}"
+    RunDir.create(tmp_path, "demo", {}).close()
+    RunDir.create(tmp_path, "demo-large", {}).close()
+    assert said(0) == "run demo starts anew: demo has no whole checkpoint to go on from"
+    run_with_checkpoint(tmp_path)
+    assert (cli.main(command), decided) == (75, ["started demo", "started demo", "went on with demo-2"])
+    write(tmp_path / "demo-2", Summary(name="demo-2", exit_code=75, attempt=0, steps=2, wall_s=1.0))
+    assert cli.main(command) == 75
+    with RunDir.claim(tmp_path / "demo-2"):
+        assert cli.main(command) == 2
+    assert "must have no other owner, got a live run" in capsys.readouterr().err
+    write(tmp_path / "demo-2", Summary(name="demo-2", exit_code=0, attempt=1, steps=4, wall_s=1.0))
+    assert said(0).startswith("run demo-2 is done after step 4: there is nothing to go on with.")
+    assert decided[3:] == ["went on with demo-2"]
