@@ -276,7 +276,7 @@ async def consume(bus: Bus, load: Load, segments: SegmentClient) -> None:
             settling = asyncio.create_task(bus.call("commit", 0, step + 1, 7, ids))
         else:  # the ranks of a real trainer gather what they read; here the step is known to be whole
             first = step * load.groups_per_step
-            whole = [[g, 0, load.samples_per_group] for g in range(first, first + load.groups_per_step)]
+            whole = [[g, 0, 0, load.samples_per_group] for g in range(first, first + load.groups_per_step)]
             read.store(bus.member.rank, step + 1)  # the collectives of a real trainer wait for every rank
             if bus.member.rank == 0:
                 while min(read.load(rank) for rank in range(load.consumers)) <= step:  # noqa: ASYNC110

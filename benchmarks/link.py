@@ -87,7 +87,7 @@ async def link(row_bytes: int, ring_size: int, config: LinkConfig, seconds: floa
             tail.cursor = writer.head
             tail.release(sender.released)
             while writer.head - writer.tail < limit:
-                writer.put([(0, 0, 1)], columns, epoch=0, attempt=0)
+                writer.put([(0, 0, 0, 1)], columns, epoch=0, attempt=0)
             loop_s += time.process_time() - started
 
         fill()

@@ -241,7 +241,7 @@ def puts(tokens: np.ndarray, media: MediaInputs, num_samples: int, num_response:
     carried = [] if shared else media_columns(media)
     blob: Put = ([[0, GROUP_BLOB, 1]], media_columns(media), described | {"info": [[media.encoder_positions]]})
     rows: list[Put] = [
-        ([[0, sample, 1]], [*row_columns(tokens, num_response), *carried], described | {"info": [length]})
+        ([[0, 0, sample, 1]], [*row_columns(tokens, num_response), *carried], described | {"info": [length]})
         for sample in range(num_samples)
     ]
     return [blob, *rows] if shared else rows

@@ -46,8 +46,8 @@ class Batch:
         return len(self.columns[0].arrays)
 
     @property
-    def spans(self) -> list[tuple[int, int, int]]:
-        return [(0, 0, self.num_rows)]
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        return [(0, 0, 0, self.num_rows)]
 
     @property
     def num_bytes(self) -> int:
@@ -126,7 +126,7 @@ def _consume(tail: RingTail, view: RingView, names: list[str]) -> int:
         for name in names:
             record.arrays(name)
         assert record.valid()
-        num_rows += descriptor.spans[0][2]
+        num_rows += descriptor.spans[0][3]
         tail.release(ref.pos + ref.num_bytes)
     return num_rows
 
@@ -180,7 +180,7 @@ class Consumer:
         for _ in range(count):
             self.drained()
             started = time.monotonic_ns()
-            self.writer.put([(0, 0, 1)], [column], epoch=0, attempt=0)
+            self.writer.put([(0, 0, 0, 1)], [column], epoch=0, attempt=0)
             self.drained()
             yield (self.stamp.load(0) - started) / 1e3
 

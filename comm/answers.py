@@ -6,9 +6,9 @@ Owns the form of these answers, read off the index; changes nothing. Who gets wh
     lease   {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0",
              "has_media": False, "have": [[sample, reward, response], ...]}     what earlier holders have put
     round   {"key", "index", "step", "last", "update", "closes", "ring",
-             "spans": [[7, 0, 2], ...], "info": [lengths, responses, rewards],
-             "groups": [{"group": 7, "step": 1, "parts": [[columns, first sample, count, place], ...],
-                         "media": {column: place}}, ...]}
+             "spans": [[7, 0, 0, 2], ...], "info": [lengths, responses, rewards],
+             "groups": [{"group": 7, "step": 1, "samples": 8, "media": {column: place},
+                         "extents": [[columns, part, first sample, count, place], ...]}, ...]}
 
 Invariant: places are named by the record, not by the row, and the media of a group once a round, only to streams that read them.
 """
@@ -29,7 +29,7 @@ def lease_of(index: Index, group: Group) -> dict[str, Any]:
         "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
         "ring": index.space.ring_of(group.reservation()),
         "has_media": bool(group.media),
-        "have": [[sample, group.info[REWARD][sample], group.info[RESPONSE][sample]] for sample in group.numbers()],
+        "have": [[sample, group.info[REWARD][sample], group.response(sample)] for sample in group.numbers()],
     }  # fmt: skip
 
 
@@ -37,15 +37,15 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
     """This rank's part of a round."""
     spec = index.rounds.lanes[made.stream].spec
     spans = made.spans[rank]
-    groups = {group: index.groups[group] for group, _, _ in spans}
+    groups = {group: index.groups[group] for group, *_ in spans}
     reserve = made.reserve[rank]
     return {
         "key": made.key, "index": made.index, "step": made.step, "last": made.last,
         "update": made.update, "closes": made.closes,
         "spans": spans,
         "info": [
-            list(chain.from_iterable([groups[group].info[part][first : first + count] for group, first, count in spans]))
-            for part in (LENGTH, RESPONSE, REWARD)
+            list(chain.from_iterable([groups[span[0]].info[field][groups[span[0]].at(*span[1:])] for span in spans]))
+            for field in (LENGTH, RESPONSE, REWARD)
         ],
         "groups": [_group(group, spec) for group in groups.values()],
         "ring": reserve[0] if reserve else None,
@@ -54,9 +54,10 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
 
 def _group(group: Group, spec: Stream) -> dict[str, Any]:
     wanted = set(spec.inputs)
-    parts = [
-        [names, first, count, place]
-        for columns, first, count, place in group.parts
-        if (names := [name for name in columns if name in wanted])
+    extents = [
+        [names, *rows] for columns, *rows in group.extents if (names := [name for name in columns if name in wanted])
     ]
-    return {"group": group.id, "step": group.step, "parts": parts, "media": group.media if spec.media else {}}
+    return {
+        "group": group.id, "step": group.step, "samples": group.num_samples, "extents": extents,
+        "media": group.media if spec.media else {},
+    }  # fmt: skip

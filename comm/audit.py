@@ -1,8 +1,9 @@
-"""What the journal says happened to every sample: admitted, put, committed, compared with each other.
+"""What the journal says happened to every sample: admitted, put, committed, compared with each other, row by row.
 
 Owns reading journals after the fact, and nothing that runs; shares no code with the index, so that a fault there shows here.
 Events are taken at their word only where they are somebody's act (admitted, put, settled, committed); outcomes are derived:
-the first P survivors of a committed step, in admission order, must have been trained, each sample once, after it was put.
+the first P survivors of a committed step, in admission order, must have been trained, each row of each sample once, after it was
+put.
 
     audit(run_dir / "journal", samples_per_group=8, groups_per_step=32)
         -> Audit(num_admitted=9600, num_trained=9600, num_lost=0, num_trained_twice=0, ...)
@@ -27,7 +28,8 @@ OUTCOMES = ("trained", "filtered", "surplus", "failed", "quarantined")
 class Audit:
     """All counts are of samples, but `num_leases_lost`, which is of prompt groups.
 
-    lost: had to be trained by a committed step and was not; unexpected: trained without having been put.
+    lost: had to be trained by a committed step and was not, or not with all of its rows; trained twice: with any of them;
+    unexpected: rows trained without having been put.
     """
 
     num_admitted: int
@@ -67,21 +69,27 @@ def count(events: Iterable[Event], ledger: _Ledger) -> Audit:
     return ledger.totals()
 
 
+Sample = tuple[int, int]
+"""Group, sample."""
+Row = tuple[int, int, int]
+"""Group, sample, part."""
+
+
 class _Ledger:
     def __init__(self, n: int, groups_per_step: int, max_data_failures: int, max_infra_failures: int) -> None:
         self.n, self.groups_per_step = n, groups_per_step
         self.limits = {"data": max_data_failures, "infra": max_infra_failures}
         self.steps: dict[int, list[int]] = {}  # step -> groups in admission order
-        self.put: dict[int, set[int]] = {}  # group -> samples that were on the bus
-        self.trained: Counter[tuple[int, int]] = Counter()
+        self.put: dict[int, dict[int, int]] = {}  # group -> sample that was on the bus -> its parts
+        self.trained: Counter[Row] = Counter()
         self.ended: dict[int, str] = {}  # group -> outcome, or "lost"
         self.failures: Counter[tuple[int, str]] = Counter()
         self.holder: dict[int, tuple[str, int]] = {}  # running group -> (member, epoch)
         self.promised: dict[str, int] = {}  # reservation -> rows that its holder still has room for
         self.num_lost = self.num_unexpected = self.num_leases_lost = 0
         self.num_committed_steps = 0
-        self.oldest: dict[tuple[int, int], int] = {}  # (group, sample) -> policy version of its oldest token
-        self.ages: dict[tuple[int, int], int] = {}
+        self.oldest: dict[Sample, int] = {}  # policy version of its oldest token
+        self.ages: dict[Sample, int] = {}
 
     def on_admit(self, event: Event) -> None:
         self.steps.setdefault(event["step"], []).append(event["group"])
@@ -94,11 +102,15 @@ class _Ledger:
         if "info" not in event:
             return
         rows = _rows(event)
-        for (group, sample), *info in zip(rows, *event["info"], strict=True):
-            if group in self.holder and self.holder[group][1] == event["epoch"] and sample >= 0:
-                self.put.setdefault(group, set()).add(sample)
-                self.oldest.setdefault((group, sample), info[3])
-        for group in {group for group, _ in rows}:
+        there = {group: set(self.put.get(group, ())) for group, *_ in event["spans"]}
+        for (group, sample, part), *info in zip(rows, *event["info"], strict=True):
+            held = group in self.holder and self.holder[group][1] == event["epoch"]
+            if held and sample >= 0 and sample not in there[group]:
+                parts = self.put.setdefault(group, {})
+                parts[sample] = max(parts.get(sample, 0), part + 1)
+                if info[3] >= 0:  # a row of an environment alone has no version
+                    self.oldest[group, sample] = min(info[3], self.oldest.get((group, sample), info[3]))
+        for group in there:
             if len(self.put.get(group, ())) == self.n:
                 self.holder.pop(group, None)
         self._use_room(event["reservation"], event["entries"])
@@ -130,17 +142,23 @@ class _Ledger:
         step = event["version"] - 1
         rows = _rows(event)
         self.trained.update(rows)
-        self.ages |= {row: step - self.oldest[row] for row in rows if row in self.oldest}
-        self.num_unexpected += sum(sample not in self.put.get(group, ()) for group, sample in rows)
+        self.ages |= {row[:2]: step - self.oldest[row[:2]] for row in rows if row[:2] in self.oldest}
+        self.num_unexpected += sum(part >= self._num_parts(group, sample) for group, sample, part in rows)
         survivors = [group for group in self.steps.get(step, ()) if group not in self.ended]
         for place, group in enumerate(survivors):
-            missing = sum((group, sample) not in self.trained for sample in range(self.n))
+            missing = sum(not self._is_trained(group, sample) for sample in range(self.n))
             if place >= self.groups_per_step and missing == self.n:
                 self.ended[group] = "surplus"
             else:
                 self.num_lost += missing
                 self.ended[group] = "trained"
         self.num_committed_steps = max(self.num_committed_steps, event["version"])
+
+    def _num_parts(self, group: int, sample: int) -> int:
+        return self.put.get(group, {}).get(sample, 0)
+
+    def _is_trained(self, group: int, sample: int) -> bool:
+        return all((group, sample, part) in self.trained for part in range(max(1, self._num_parts(group, sample))))
 
     def _use_room(self, reservation: str, num_rows: int) -> None:
         left = self.promised.get(reservation, 0) - num_rows
@@ -167,8 +185,8 @@ class _Ledger:
         }
         known = {group for groups in self.steps.values() for group in groups} - waiting.keys()
         self.put = {group: samples for group, samples in self.put.items() if group in known}
-        self.oldest = {row: version for row, version in self.oldest.items() if row[0] in known}
-        self.ages = {row: age for row, age in self.ages.items() if row[0] in known}
+        self.oldest = {sample: version for sample, version in self.oldest.items() if sample[0] in known}
+        self.ages = {sample: age for sample, age in self.ages.items() if sample[0] in known}
         self.trained = Counter({row: times for row, times in self.trained.items() if row[0] in known})
         self.ended = {group: outcome for group, outcome in self.ended.items() if group in known}
         self.holder.clear()
@@ -180,14 +198,14 @@ class _Ledger:
         self.num_committed_steps = version
 
     def totals(self) -> Audit:
-        trained = sum(1 for _ in self.trained)
+        trained = len({row[:2] for row in self.trained})
         outcomes = {name: self.n * sum(outcome == name for outcome in self.ended.values()) for name in OUTCOMES}
         return Audit(
             num_admitted=self.n * sum(len(groups) for groups in self.steps.values()),
             num_put=sum(len(samples) for samples in self.put.values()),
             num_trained=trained,
             num_lost=self.num_lost,
-            num_trained_twice=sum(times - 1 for times in self.trained.values()),
+            num_trained_twice=len({row[:2] for row, times in self.trained.items() if times > 1}),
             num_unexpected=self.num_unexpected,
             num_leases_lost=self.num_leases_lost,
             outcomes=outcomes | {"trained": trained},
@@ -195,5 +213,5 @@ class _Ledger:
         )
 
 
-def _rows(event: Event) -> list[tuple[int, int]]:
-    return [(group, first + i) for group, first, count in event["spans"] for i in range(count)]
+def _rows(event: Event) -> list[Row]:
+    return [(group, first + i, part) for group, part, first, count in event["spans"] for i in range(count)]

@@ -25,7 +25,7 @@ from rondo.comm.group import INFO
 from rondo.comm.partitions.client import Partition
 from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
-from rondo.comm.spans import Span, spans_in
+from rondo.comm.spans import Span, num_rows, spans_in
 from rondo.runtime.errors import CorruptData
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Segment, SegmentClient
@@ -50,13 +50,14 @@ class Member:
 
 
 class Row:
-    """One sample of a round. `array` gives a read-only view into the ring, valid until the round is acknowledged. So are the
-    arrays of `media`: one mapping for all samples of a prompt group; None for text, and in streams that read no media."""
+    """One row of a round: a part of a sample, most often its only one. `array` gives a read-only view into the ring, valid until
+    the round is acknowledged. So are the arrays of `media`: one mapping for all samples of a prompt group; None for text, and in
+    streams that read no media."""
 
-    __slots__ = ("_held", "length", "response", "reward", "sample")
+    __slots__ = ("_held", "_number", "length", "response", "reward")
 
-    def __init__(self, held: _Held, sample: int, length: int, response: int, reward: float) -> None:
-        self.sample = sample
+    def __init__(self, held: _Held, number: int, length: int, response: int, reward: float) -> None:
+        self._number = number  # among the rows of its group (`group.py`)
         self.length = length  # tokens, prompt and response
         self.response = response  # tokens of the response
         self.reward = reward
@@ -65,6 +66,14 @@ class Row:
     @property
     def group(self) -> int:
         return self._held.group
+
+    @property
+    def sample(self) -> int:
+        return self._number % self._held.num_samples
+
+    @property
+    def part(self) -> int:
+        return self._number // self._held.num_samples
 
     @property
     def step(self) -> int:
@@ -85,31 +94,34 @@ class Row:
         return self._held.columns
 
     def array(self, column: str) -> np.ndarray:
-        return self._held[column][self.sample]
+        return self._held[column][self._number]
 
 
 class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
-    """What a round has of one prompt group: column -> sample -> its array. A column is made when it is first asked for."""
+    """What a round has of one prompt group: column -> number of the row -> its array. A column is made when it is first asked
+    for."""
 
-    __slots__ = ("_parts", "_records", "columns", "group", "media", "step")
+    __slots__ = ("_extents", "_records", "columns", "group", "media", "num_samples", "step")
 
     def __init__(self, fields: Mapping[str, Any], records: Mapping[tuple[str, int, int], Record]) -> None:
         self.group: int = fields["group"]
         self.step: int = fields["step"]
-        self._parts, self._records = fields["parts"], records
-        self.columns = {name for names, _, _, _ in self._parts for name in names}
+        self.num_samples: int = fields["samples"]
+        self._extents, self._records = fields["extents"], records
+        self.columns = {name for names, *_ in self._extents for name in names}
         self.media = {
             name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in fields["media"].items()
         } or None
 
     def __missing__(self, column: str) -> Mapping[int, np.ndarray] | Sequence[np.ndarray]:
         found: dict[int, np.ndarray] = {}
-        for names, first, count, (ring, pos, seq, i) in self._parts:
+        for names, part, first, count, (ring, pos, seq, i) in self._extents:
             if column in names:
                 arrays = self._records[ring, pos, seq].arrays(column)
-                if first == i == 0 and len(self._parts) == 1:
+                if first == i == 0 and len(self._extents) == 1:
                     return self.setdefault(column, arrays)  # put whole: they stand in the order of their samples
-                found.update(zip(range(first, first + count), arrays[i : i + count], strict=True))
+                start = part * self.num_samples + first
+                found.update(zip(range(start, start + count), arrays[i : i + count], strict=True))
         return self.setdefault(column, found)
 
 
@@ -218,12 +230,22 @@ class Bus:
         samples: Sequence[int],
         columns: Sequence[Column],
         info: Sequence[Sequence[float]],
+        parts: Sequence[int] | None = None,
     ) -> RecordRef:
-        """Samples of a leased group. info: [length, response tokens, reward, oldest version, newest version] each."""
-        if len(info) != len(samples) or set(map(len, info)) != {len(INFO)}:
-            raise ValueError(f"info must have {', '.join(INFO)} of {len(samples)} samples, got {list(info)!r:.200}.")
+        """Samples of a leased group, whole, which become visible together. info: [length, response tokens, reward, oldest
+        version, newest version] of each row; versions are NO_VERSION where no policy sampled a token.
+
+        parts: how many rows each sample has; None: one each. The rows stand part by part: part 0 of every sample, then part 1 of
+        those that have one, and so on.
+        """
+        spans = spans_in(group, samples)
+        for part in range(1, max(parts or (1,))):
+            more = [sample for sample, num_parts in zip(samples, parts or (), strict=True) if num_parts > part]
+            spans += spans_in(group, more, part)
+        if len(info) != num_rows(spans) or set(map(len, info)) != {len(INFO)}:
+            raise ValueError(f"info must have {', '.join(INFO)} of {num_rows(spans)} rows, got {list(info)!r:.200}.")
         meta = {"reservation": f"group.{group}.{epoch}", "info": list(zip(*info, strict=True))}
-        return self._put(ring, spans_in(group, samples), columns, epoch, meta)
+        return self._put(ring, spans, columns, epoch, meta)
 
     def put_media(
         self, ring: str, group: int, epoch: int, columns: Sequence[Column], encoder_positions: int
@@ -232,7 +254,7 @@ class Bus:
         lease says `has_media`: those of an earlier holder stay, and there is no room for others. `encoder_positions`: what
         the towers work on, which rounds are balanced by."""
         meta = {"reservation": f"group.{group}.{epoch}", "info": [[encoder_positions]]}
-        return self._put(ring, [(group, GROUP_BLOB, 1)], columns, epoch, meta)
+        return self._put(ring, [(group, 0, GROUP_BLOB, 1)], columns, epoch, meta)
 
     def put_columns(self, made: Round, columns: Mapping[str, Sequence[np.ndarray]]) -> RecordRef | None:
         """Derived columns for the rows of a round, one array a row, in the round's order."""
@@ -350,9 +372,10 @@ class Bus:
         records = {(ring, pos, seq): self._views[ring].read(pos, seq) for ring, pos, seq in named}
         held = {group["group"]: _Held(group, records) for group in fields["groups"]}
         spans = fields["spans"]
-        of = [held[group] for group, _, count in spans for _ in range(count)]
-        samples = [sample for _, first, count in spans for sample in range(first, first + count)]
-        rows = tuple(map(Row, of, samples, *fields["info"]))
+        of = [held[group] for group, _, _, count in spans for _ in range(count)]
+        starts = [(part * held[group].num_samples + first, count) for group, part, first, count in spans]
+        numbers = [number for start, count in starts for number in range(start, start + count)]
+        rows = tuple(map(Row, of, numbers, *fields["info"]))
         plain = {name: fields[name] for name in ("key", "index", "step", "last", "update", "closes", "ring")}
         return Round(**plain, rows=rows, spans=spans, records=records)
 
@@ -376,5 +399,5 @@ class Bus:
 
 def _named(fields: Mapping[str, Any]) -> set[tuple[str, int, int]]:
     """The records that the answer about a round names: (ring, position, generation)."""
-    parts = {(ring, pos, seq) for group in fields["groups"] for *_, (ring, pos, seq, _) in group["parts"]}
-    return parts | {(ring, pos, seq) for group in fields["groups"] for ring, pos, seq, _ in group["media"].values()}
+    rows = {(ring, pos, seq) for group in fields["groups"] for *_, (ring, pos, seq, _) in group["extents"]}
+    return rows | {(ring, pos, seq) for group in fields["groups"] for ring, pos, seq, _ in group["media"].values()}

@@ -34,7 +34,7 @@ from rondo.comm.partitions.service import PartitionService
 from rondo.comm.records import worst_case_bytes
 from rondo.comm.rings import Rings
 from rondo.comm.rounds import Round, Stream
-from rondo.comm.spans import Span, by_group, num_rows, samples
+from rondo.comm.spans import Span, by_part, num_rows
 from rondo.comm.versions import engine_reader
 from rondo.comm.wakes import Wakes
 from rondo.runtime.actor import Actor, answering, endpoint
@@ -568,7 +568,8 @@ class Coordinator(PartitionEndpoints, Actor):
     def _output_bytes(self, spans: list[Span], spec: Stream) -> int:
         if not spans:
             return 0
-        tokens = max([max(self.index.groups[g].info[RESPONSE][first : first + n]) for g, first, n in spans])
+        groups = self.index.groups
+        tokens = max([max(groups[g].info[RESPONSE][groups[g].at(part, first, n)]) for g, part, first, n in spans])
         return worst_case_bytes(num_rows(spans), [(name, spec.output_bytes_per_token, tokens) for name in spec.outputs])
 
     @endpoint
@@ -637,12 +638,12 @@ class Coordinator(PartitionEndpoints, Actor):
         if version != expected:
             raise Refused(f"commit must make version {expected}, got {version}. Restore the committed version first.")
         members = self.index.membership(version - 1) if version > 0 else []
-        wanted = dict.fromkeys(members, samples(0, self.config.rules.samples_per_group))
-        trained, repeated = by_group(spans)
+        wanted = {rows: chosen for id in members for rows, chosen in self.index.groups[id].by_part().items()}
+        trained, repeated = by_part(spans)
         if version > 0 and (len(members) != self.config.rules.groups_per_step or trained != wanted or repeated):
             raise Refused(
-                f"commit of version {version} must train every sample of its step once, got {num_rows(spans)} rows for "
-                f"{len(members) * self.config.rules.samples_per_group} in {len(members)} certain groups."
+                f"commit of version {version} must train every row of its step once, got {num_rows(spans)} rows for "
+                f"{sum(chosen.bit_count() for chosen in wanted.values())} in {len(members)} certain groups."
             )
 
     @endpoint

@@ -21,9 +21,42 @@ from rondo.runtime import formats
 FORMAT = 1
 
 Fields = dict[str, Any]
-_STATES: tuple[Callable[[Fields], Fields], ...] = (lambda state: state,)
+
+
+def _rows_of_0(spans: list[list[int]]) -> list[list[int]]:
+    """Of format 0, [group, first sample, how many]: samples had one part."""
+    return [[group, 0, first, count] for group, first, count in spans]
+
+
+def _round_of_0(made: Fields) -> Fields:
+    return {**made, "spans": [_rows_of_0(spans) for spans in made["spans"]]}
+
+
+def _group_of_0(group: Fields) -> Fields:
+    extents = [[columns, 0, first, count, place] for columns, first, count, place in group["parts"]]
+    return {name: value for name, value in group.items() if name != "parts"} | {"extents": extents}
+
+
+def _state_of_0(state: Fields) -> Fields:
+    lanes = {
+        name: {**lane, "rounds": [_round_of_0(made) for made in lane["rounds"]]}
+        for name, lane in state["rounds"]["lanes"].items()
+    }
+    groups = [_group_of_0(group) for group in state["groups"]]
+    return {**state, "groups": groups, "rounds": {**state["rounds"], "lanes": lanes}}
+
+
+def _event_of_0(event: Fields) -> Fields:
+    if "spans" in event:
+        return {**event, "spans": _rows_of_0(event["spans"])}
+    if event["event"] == "rounds":
+        return {**event, "rounds": [_round_of_0(made) for made in event["rounds"]]}
+    return event
+
+
+_STATES: tuple[Callable[[Fields], Fields], ...] = (_state_of_0,)
 """Step i makes a dump of format i one of format i + 1."""
-_EVENTS: tuple[Callable[[Fields], Fields], ...] = (lambda event: event,)
+_EVENTS: tuple[Callable[[Fields], Fields], ...] = (_event_of_0,)
 """Likewise for the events of a journal."""
 
 

@@ -10,7 +10,8 @@ rings, `versions.py` the weights.
        `--lose, error----'  `--settle--> filtered | failed        too many errors --> quarantined
 
 Invariants: a group trains at the step it was admitted for and at no other; a step is its first P survivors in admission order;
-the first visible put of a (group, sample, column), and of a group's media, wins; at every moment
+the first visible put of a (group, sample), of a column of one of its rows, and of a group's media, wins; accounts count samples,
+whatever rows they have; at every moment
 admitted = trained + filtered + surplus + failed + quarantined + waiting + running + ready.
 """
 
@@ -24,12 +25,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.comm import formats
-from rondo.comm.group import LIVE, OLDEST, SETTLED, Group
+from rondo.comm.group import LIVE, NO_VERSION, SETTLED, Group
 from rondo.comm.journal import Event
 from rondo.comm.partitions.fold import Partitions
 from rondo.comm.records import GROUP_BLOB
 from rondo.comm.rounds import Rounds, Stream, mini_batch_of
 from rondo.comm.space import Space
+from rondo.comm.spans import Span, whole_samples
 from rondo.comm.versions import Versions
 
 
@@ -43,7 +45,7 @@ class Rules:
     max_staleness: int  # in policy versions
     base_columns: tuple[str, ...]  # written by rollout
     streams: tuple[Stream, ...]
-    row_bytes: int  # worst case of one sample's record in a rollout ring
+    row_bytes: int  # worst case of one sample's record, all its parts, in a rollout ring
     media_bytes: int = 0  # worst case of the record with a prompt group's media; 0: there are none
     num_slots: int = 2
     spare_groups: int = 0
@@ -186,22 +188,24 @@ class Index:
         self.space.reserve(group.reservation(), event["ring"], event["entries"])
 
     def _on_put(self, event: Event) -> None:
-        """A record became visible. Its rows are accepted one by one; whoever comes second is refused and counted."""
+        """A record became visible. Its rows are accepted one by one, the parts of a sample all or none; whoever comes second is
+        refused and counted."""
         ring, pos = event["ring"], event["pos"]
         if ring not in self.space.rings:
             return
         touched: dict[int, Group] = {}
+        fresh = self._fresh(event["spans"]) if "info" in event else {}
         row = 0  # of the record
-        for group_id, first, count in event["spans"]:
-            group, taken = self.groups.get(group_id), 0
+        for span in event["spans"]:
+            group, taken = self.groups.get(span[0]), 0
             if group is not None and event["attempt"] == self.attempt:
-                taken = self._take(group, first, count, event, row)
+                taken = self._take(group, span, fresh.get(span[0], 0), event, row)
             if group is not None and taken:
-                touched[group_id] = group
-            self.refused_rows += count - taken
-            row += count
+                touched[group.id] = group
+            self.refused_rows += span[3] - taken
+            row += span[3]
         if "info" in event:
-            if event["spans"][0][1] == GROUP_BLOB:
+            if event["spans"][0][2] == GROUP_BLOB:
                 self.media_bytes += event["bytes"]
             else:
                 self.row_bytes += event["bytes"]
@@ -228,18 +232,24 @@ class Index:
         if group is not None and held and event["epoch"] == group.epoch and not self.space.holds(group.reservation()):
             self._lose(group, f"{group.holder} put samples twice and has no room for the others", infra=False)
 
-    def _take(self, group: Group, first: int, count: int, event: Event, row: int) -> int:
-        """The rows of a record from `row` on, as many of them as are the first of their kind: media, samples, or derived
-        columns (they have no info)."""
+    def _fresh(self, spans: list[Span]) -> dict[int, int]:
+        """The samples of each group that a record has with all of their parts, and that nobody has put before."""
+        able = [span for span in spans if span[0] in self.groups and self.groups[span[0]].has(*span[1:])]
+        return {group: chosen & ~self.groups[group].known for group, chosen in whole_samples(able).items()}
+
+    def _take(self, group: Group, span: Span, fresh: int, event: Event, row: int) -> int:
+        """The rows of a record from `row` on, as many of them as are the first of their kind: media, samples that are `fresh`, or
+        derived columns (they have no info)."""
+        _, part, first, count = span
         columns, place = event["columns"], [event["ring"], event["pos"], event["seq"], row]
-        media = first == GROUP_BLOB and count == 1 and "info" in event
-        if not media and not 0 <= first <= first + count <= group.num_samples:
-            return 0  # no sample has such a number; a fold takes any record, since it has been journalled
+        media = first == GROUP_BLOB and count == 1 and not part and "info" in event
+        if not media and not group.has(part, first, count):
+            return 0  # no row has such a number; a fold takes any record, since it has been journalled
         if "info" not in event:
-            return group.take_columns(first, count, columns, place)
+            return group.take_columns(span, columns, place)
         if media:
             return int(group.take_media(columns, event["epoch"], event["info"][0][row], place))
-        return group.take_samples(first, count, columns, event["epoch"], event["info"], place)
+        return group.take_samples(span, fresh, columns, event["epoch"], event["info"], place)
 
     def _on_lose(self, event: Event) -> None:
         """A lease ended without progress. The memory stays reserved until its holder abandons it or is proved dead."""
@@ -289,7 +299,7 @@ class Index:
 
     def _fits(self, made: Event) -> bool:
         """Whether a round names groups and rings that are there, and is new."""
-        groups = {group for spans in made["spans"] for group, _, _ in spans}
+        groups = {group for spans in made["spans"] for group, *_ in spans}
         rings = {reserve[0] for reserve in made["reserve"] if reserve is not None}
         live = all(group in self.groups and self.groups[group].state == "ready" for group in groups)
         return live and rings <= self.space.rings.keys() and self.rounds.get(made["key"]) is None
@@ -301,19 +311,20 @@ class Index:
                 self._free_if_done(self.groups[unpinned])
 
     def _on_commit(self, event: Event) -> None:
-        """Version `version` exists on every rank. Version v > 0 trained step v - 1 on exactly the named rows."""
+        """Version `version` exists on every rank. Version v > 0 trained step v - 1 on exactly the rows of these spans."""
         if self.version is not None and event["version"] <= self.version:
             return
         self.version, self.checksum = event["version"], event["checksum"]
         step = self.version - 1
-        trained = {group_id for group_id, _, _ in event["spans"]}
+        trained = {group_id for group_id, *_ in event["spans"]}
         for group_id in self.steps.pop(step, []):
             group = self.groups.get(group_id)
             if group is None or group.state not in LIVE:
                 continue
             if group_id in trained and group.state == "ready":
-                for oldest, count in Counter(group.info[OLDEST]).items():
-                    self.staleness[step - oldest] = self.staleness.get(step - oldest, 0) + count
+                for oldest, count in Counter(group.oldest()).items():
+                    if oldest != NO_VERSION:
+                        self.staleness[step - oldest] = self.staleness.get(step - oldest, 0) + count
                 self._end(group, "trained")
             else:  # what its holder has reserved stays so until it is abandoned
                 self._end(group, "surplus")
@@ -523,7 +534,7 @@ class Index:
         Where a prompt has no media, its first sample uses up their room.
         """
         media = [self.rules.media_bytes] if self.rules.media_bytes and not group.media else []
-        return media + [self.rules.row_bytes] * (group.num_samples - group.known.bit_count())
+        return media + [self.rules.row_bytes] * (group.num_samples - group.known_samples.bit_count())
 
     def starving(self) -> str:
         """Why the oldest step can never fill, or empty while it can."""

@@ -16,7 +16,7 @@ orders what is read early, and a CRC-32 (2.7 GB/s) at the put and at the read wo
 a row. What crosses a network has one (`links/`).
 
     columns = [Column("tokens", "int32", [np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)])]
-    record_bytes([(7, 0, 2)], columns)  # two rows: samples 0 and 1 of group 7
+    record_bytes([(7, 0, 0, 2)], columns)  # two rows: samples 0 and 1 of group 7, part 0 of each
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _GATHER_BYTES = 8 * 1024 * 1024
 
 # Upper bounds of JSON text, in bytes. A shape of 4 dimensions below 10**10 has at most 46 with its comma; a length is shorter.
 _SHAPE_BYTES = 48
-_SPAN_BYTES = 46  # of one row; a span of several has fewer than as many of one
+_SPAN_BYTES = 67  # of one row; a span of several has fewer than as many of one
 _NUMBER_BYTES = 20
 _DTYPE_BYTES = 16
 

@@ -26,7 +26,7 @@ from rondo.comm.partitions.shelf import Ring
 from rondo.comm.records import Descriptor
 from rondo.comm.ring import RecordRef, RingTail
 from rondo.comm.space import RingSpace
-from rondo.comm.spans import num_rows
+from rondo.comm.spans import num_rows, num_samples
 from rondo.comm.words import PEEK_IS_SAFE, drain
 from rondo.runtime.segments import QUICK_BYTES, Segment, SegmentClient
 
@@ -194,6 +194,8 @@ def _put_event(ring: str, ref: RecordRef, descriptor: Descriptor) -> Event:
         "event": "put", "ring": ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
         "spans": descriptor.spans,
         "columns": [column.name for column in descriptor.columns], "epoch": descriptor.epoch,
-        "attempt": descriptor.attempt, "reservation": meta["reservation"], "entries": num_rows(descriptor.spans),
+        "attempt": descriptor.attempt, "reservation": meta["reservation"],
+        # Room is promised by the sample, and for the columns of a round as one record.
+        "entries": num_samples(descriptor.spans) if "info" in meta else 1,
     }  # fmt: skip
     return event | ({"info": meta["info"]} if "info" in meta else {})

@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.comm.balance import fill, micro_batches, recut
+from rondo.comm.balance import Bound, fill, micro_batches, recut
 from rondo.comm.group import Group
 from rondo.comm.journal import Event
 from rondo.comm.spans import Span
@@ -47,6 +47,7 @@ class Stream:
     outputs: tuple[str, ...] = ()
     kind: str = "forward"  # forward | train
     whole_groups: bool = False  # keep the samples of a prompt group in one micro-batch (group statistics)
+    whole_samples: bool = False  # keep the parts of a sample in one micro-batch (losses over a tree, or a whole sample)
     whole_step: bool = False  # train only when every group of the step is ready (needs_full_step algorithms)
     media: bool = False  # reads the media of prompt groups too
     fixed: bool = False  # rounds follow from admission order and lengths alone, never from what is ready when
@@ -72,7 +73,7 @@ class Round:
     pending: set[int] = field(default_factory=set)
 
     def groups(self) -> set[int]:
-        return {group for rank in self.spans for group, _, _ in rank}
+        return {group for rank in self.spans for group, *_ in rank}
 
 
 @dataclass(slots=True)
@@ -232,10 +233,9 @@ class Rounds:
         """The rows of an update once more, each with the rank that had it before."""
         ranks, tokens = lane.layouts[member]
         before = [made for _, made in sorted(lane.rounds[scope].items()) if made.update == update]
-        shares = [[span for made in before for span in made.spans[rank]] for rank in range(ranks)]
-        chosen = {group for made in before for group in made.groups()}
-        costs = {id: groups[id].costs() for id in chosen}
-        return recut(shares, costs, tokens, together={id for id in chosen if lane.spec.media and groups[id].media})
+        shares = [[made.spans[rank] for made in before] for rank in range(ranks)]
+        chosen = {id: groups[id].costs() for made in before for id in made.groups()}
+        return recut(shares, chosen, tokens, self._bound(lane, chosen, groups))
 
     def _batches(
         self, lane: _Lane, ready: Iterable[int], groups: Mapping[int, Group], member: str
@@ -244,8 +244,16 @@ class Rounds:
         share media stay together in a stream that reads media."""
         ranks, tokens = lane.layouts[member]
         costs = fill(((id, groups[id].costs()) for id in ready), ranks * tokens)
-        together = {id for id in costs if lane.spec.media and groups[id].media}
-        return micro_batches(costs, ranks, tokens, whole=lane.spec.whole_groups, together=together), len(costs)
+        return micro_batches(costs, ranks, tokens, self._bound(lane, costs, groups)), len(costs)
+
+    def _bound(self, lane: _Lane, chosen: Collection[int], groups: Mapping[int, Group]) -> Bound:
+        """Which rows of some groups must not be taken apart."""
+        spec = lane.spec
+        return Bound(
+            groups=spec.whole_groups, samples=spec.whole_samples,
+            media={id for id in chosen if spec.media and groups[id].media},
+            parts={id: groups[id].parts() for id in chosen if groups[id].branched},
+        )  # fmt: skip
 
     def may_train(self, stream: str, step: int, needed: int) -> bool:
         """False where `plan_train` would find nothing, told without a look at the groups. needed: groups of a whole step."""

@@ -69,7 +69,7 @@ async def put_and_mirror(address: str) -> None:
         if writer.head - writer.tail > writer.capacity - (64 << 10):
             waits += 1
             await sender.released_upto(writer.tail + (64 << 10), deadline_s=60.0)
-        writer.put([(number, 0, 1)], rows, epoch=0, attempt=0)
+        writer.put([(number, 0, 0, 1)], rows, epoch=0, attempt=0)
         sender.wake()
     await sender.released_upto(writer.head, deadline_s=60.0)
     stats = sender.stats()
@@ -97,7 +97,7 @@ async def read_mirror(pipe: Any) -> Any:
         view, tail = view or RingView(segment, RING), tail or RingTail(segment, RING)
         for ref, descriptor in tail.poll():
             tokens = view.read(ref.pos, ref.seq).column("tokens", 0)
-            assert descriptor.spans == [[seen, 0, 1]] and (tokens == seen).all()
+            assert descriptor.spans == [[seen, 0, 0, 1]] and (tokens == seen).all()
             seen += 1
         receiver.release(RING, tail.cursor)
     asyncio.get_running_loop().remove_reader(doorbell)

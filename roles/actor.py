@@ -32,6 +32,7 @@ import numpy as np
 import orjson
 
 from rondo.comm.bus import POLL_S, Round, Row
+from rondo.comm.group import NO_VERSION
 from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
 from rondo.comm.spans import Span
@@ -195,7 +196,7 @@ class ActorRole:
         step_s = time.monotonic() - self._step_began
         self._step_began = time.monotonic()
         num_ages = config.max_staleness + 1
-        by_age = np.bincount([int(each.max()) for each in ages], minlength=num_ages)
+        by_age = np.bincount([int(each.max()) for each in ages if len(each)], minlength=num_ages)
         by_token = np.bincount(np.concatenate([np.zeros(0, np.int64), *ages]), minlength=num_ages)
         sums = [sum(rewards), float(len(rewards)), float(num_tokens), *map(float, by_age), *map(float, by_token)]
         reward, num_samples, tokens, *counts = await self._ctx.compute(trainer.sum_over_ranks, sums)
@@ -309,7 +310,7 @@ class ActorRole:
         self._read_ahead[made.key] = await asyncio.to_thread(self._read, made)
 
     def _read(self, made: Round) -> Read:
-        """Views of a round's rows as the loss needs them, and how many versions old each token is, int64 [R] a sample."""
+        """Views of a round's rows as the loss needs them, and of each how many versions old its sampled tokens are, int64."""
         algorithm = self._job.config.algorithm
         has_fwd = bool(made.rows) and all("log_probs" in row.columns for row in made.rows)
         source = old_log_probs_source(algorithm, on_policy=self._job.config.on_policy, has_actor_fwd=has_fwd)
@@ -330,7 +331,9 @@ class ActorRole:
             )
             for row in made.rows
         ]
-        return rows, [made.step - row.array("policy_versions").astype(np.int64) for row in made.rows]
+        return rows, [
+            made.step - row.policy_versions[row.policy_versions != NO_VERSION].astype(np.int64) for row in rows
+        ]
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class AdvantagesRole:
 
 
 def _advantages(rows: list[Row], compute: advantage_functions.AdvantageFunction) -> list[np.ndarray]:
-    """float32 [R] for each sample of one prompt group: its advantage on sampled tokens, 0 elsewhere."""
-    values = compute(np.array([row.reward for row in rows], np.float32))
-    return [row.array("loss_mask").astype(np.float32) * value for row, value in zip(rows, values, strict=True)]
+    """float32 [R] for each row of one prompt group: the advantage of its sample on sampled tokens, 0 elsewhere."""
+    rewards = {row.sample: row.reward for row in rows}
+    values = dict(zip(rewards, compute(np.array(list(rewards.values()), np.float32)), strict=True))
+    return [row.array("loss_mask").astype(np.float32) * values[row.sample] for row in rows]

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from rondo.comm.group import NO_VERSION
 from rondo.comm.spans import Span, rows_of
 from rondo.comm.weights.sums import bucket_sum
 from rondo.models import checkpoint, parallel
@@ -51,7 +52,7 @@ from rondo.roles.whitening import Contribution, Whitening
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
-    """One sample as the loss needs it; T tokens, R of them response."""
+    """One row as the loss needs it; T tokens, R of them response."""
 
     tokens: np.ndarray  # int32 [T]
     mask: np.ndarray  # uint8 [R], 1 = sampled by the policy
@@ -59,7 +60,9 @@ class TrainRow:
     rollout_log_probs: np.ndarray  # float32 [R]
     old_log_probs: np.ndarray | None  # float32 [R]; None: the trainer's own, detached
     ref_log_probs: np.ndarray | None  # float32 [R]; None: no KL
-    policy_versions: np.ndarray  # int32 [R], the weights that each token was sampled under
+    policy_versions: (
+        np.ndarray
+    )  # int32 [R], the weights that each token was sampled under; NO_VERSION: an environment's
     scored: tuple[int, np.ndarray] | None = None  # (version, float32 [R]): actor_fwd's log-probs under that version
     media: MediaInputs | None = None
     routed_experts: np.ndarray | None = None  # uint8 or int16 [T - 1, layers, top_k]; None or empty: not told
@@ -114,22 +117,26 @@ class Trainer:
         self._trained: list[Span] = []
         self._updates: list[_Update] = []
         self._first: dict[
-            tuple[int, int], np.ndarray
-        ] = {}  # (group, sample) -> log-probs of its first forward in this step
-        self._uses: dict[tuple[int, int], int] = {}  # (group, sample) -> passes of this step that used it
+            tuple[int, ...], np.ndarray
+        ] = {}  # (group, sample, part) -> log-probs of its first forward in this step
+        self._uses: dict[tuple[int, ...], int] = {}  # (group, sample, part) -> passes of this step that used it
         self._whitening: Whitening | None = None
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def whiten(self, parts: Sequence[Contribution]) -> None:
         """Bring the advantages of the step to mean 0 and deviation 1 (collective). parts: of every row of this rank, once."""
-        self._whitening = Whitening.of(self._gathered(parts, torch.float64))
+        self._whitening = Whitening.of(self._gathered(parts, 3, torch.float64))
 
     def accumulate(
         self, step: int, rows: Sequence[TrainRow], spans: Sequence[Span], *, last: bool, update: int = 0
     ) -> None:
         """Add one micro-batch of an update of `step` to the gradient (collective). No rows: a dummy of weight 0 through the same
-        modules. last: of its update."""
+        modules. last: of its update. ValueError for samples of several parts."""
+        if any(part for _, part, _, _ in spans):
+            raise ValueError(
+                f"samples must have one part where the loss counts samples by rows, got {spans[:4]}. Put an episode as one row."
+            )
         self.model.train()
         parallel.set_sync(self.model, last)
         used = update // self.config.train.optimizer_steps_per_batch
@@ -157,7 +164,7 @@ class Trainer:
         for key in _keys(spans):
             if self._uses.get(key, 0) != used:
                 raise AssertionError(
-                    f"sample {key} must be used once in every pass, got pass {used} after {self._uses.get(key)}"
+                    f"row {key} must be used once in every pass, got pass {used} after {self._uses.get(key)}"
                 )
             self._uses[key] = used + 1
         if used == 0:
@@ -192,9 +199,15 @@ class Trainer:
         """unchanged: the weights are those of version `step` still."""
         for row, mine in zip(rows, log_probs, strict=True):
             modalities = row.media.modalities if row.media is not None else ()
-            began = int(row.policy_versions[0])
-            same = row.policy_versions == began
-            comparable = (row.mask > 0) & same & np.append(same[1:], True)
+            sampled = row.policy_versions != NO_VERSION
+            versions = row.policy_versions[sampled]
+            if not len(versions):
+                continue
+            began = int(versions[0])
+            same = versions == began
+            comparable = row.mask > 0
+            comparable[~sampled] = False
+            comparable[sampled] &= same & np.append(same[1:], True)
             if began == step and unchanged:
                 self._gap.add(mine, row.rollout_log_probs, comparable, modalities)
             elif row.scored is not None and row.scored[0] == began:
@@ -268,7 +281,7 @@ class Trainer:
             metrics[name] /= self.config.train.epochs
         if self._whitening is not None:
             metrics |= {"advantage_mean": self._whitening.mean, "advantage_std": self._whitening.deviation}
-        spans = self._gathered(self._trained, torch.int64)
+        spans = self._gathered(self._trained, 4, torch.int64)
         if self.world_size > 1:
             self._gap.reduce(self.device)
         metrics |= self._gap.metrics()
@@ -290,15 +303,15 @@ class Trainer:
             min_fraction=train.min_lr_fraction,
         )  # fmt: skip
 
-    def _gathered(self, triples: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-        """Triples of numbers of all ranks, one rank's behind the other's (collective)."""
+    def _gathered(self, tuples: Sequence[Any], width: int, dtype: torch.dtype) -> list[Any]:
+        """Tuples of `width` numbers of all ranks, one rank's behind the other's (collective)."""
         if self.world_size == 1:
-            return list(triples)
-        mine = torch.tensor(triples, dtype=dtype, device=self.device).reshape(-1, 3)
+            return list(tuples)
+        mine = torch.tensor(tuples, dtype=dtype, device=self.device).reshape(-1, width)
         counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
         dist.all_gather(counts, torch.tensor([len(mine)], device=self.device))
         longest = int(max(counts))
-        padded = torch.full((longest, 3), -1, dtype=dtype, device=self.device)
+        padded = torch.full((longest, width), -1, dtype=dtype, device=self.device)
         padded[: len(mine)] = mine
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded)
@@ -410,6 +423,6 @@ class Trainer:
         return num_steps == config.sft.steps or self.sum_over_ranks([float(should_stop())])[0] == 0
 
 
-def _keys(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """(group, sample) of every row, in their order."""
-    return [(group, sample) for group, sample in rows_of(spans)]
+def _keys(spans: Sequence[Span]) -> list[tuple[int, ...]]:
+    """(group, sample, part) of every row, in their order."""
+    return [tuple(row) for row in rows_of(spans)]

@@ -42,7 +42,6 @@ from rondo.comm.records import (
     write_header,
     write_payload,
 )
-from rondo.comm.spans import num_rows as count_rows
 from rondo.runtime.errors import CorruptData
 
 ROWS, MANIFEST = "rows.bin", "manifest.json"
@@ -103,7 +102,7 @@ async def restore(part: Partition, folder: Path, *, rank: int = 0, ranks: int = 
             if _sum(columns) != descriptor.meta["sum"]:
                 raise CorruptData(f"record {number} of {folder / ROWS} must match its checksum, got another one.")
             meta = {name: value for name, value in descriptor.meta.items() if name != "sum"}
-            n = count_rows(descriptor.spans)
+            n = sum(count for *_, count in descriptor.spans)
             await part.put_record(columns, n, meta, deadline_s=deadline_s)
             num_rows += n
     return num_rows
@@ -130,7 +129,7 @@ def _write(file: BinaryIO, batch: Batch, done: dict[str, Any], seq: int) -> None
     said = {name: getattr(batch, name) for name in _SAID if getattr(batch, name) is not None}
     meta = {**said, "json": [name for name in batch if batch.is_json(name)], "done": done, "sum": _sum(columns)}
     n = len(batch)
-    record = plan([(0, 0, n)], columns, meta)
+    record = plan([(0, 0, 0, n)], columns, meta)
     buffer = np.zeros(record.num_bytes, np.uint8)
     write_payload(record, columns, buffer[record.payload :], io.BytesIO())
     header = Header(RECORD, file.tell(), seq, record.num_bytes, len(record.descriptor), 0, 0)

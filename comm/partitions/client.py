@@ -160,7 +160,7 @@ class Partition:
             async with self._lock:
                 if self._try(record):
                     return
-                num_bytes = record_bytes([(0, 0, n)], columns, self._said(meta))
+                num_bytes = record_bytes([(0, 0, 0, n)], columns, self._said(meta))
                 done = False
                 try:
                     while not done:
@@ -184,7 +184,7 @@ class Partition:
                 f"partition {self.name} must be open for new rows, got one that has ended. Add columns, or drop it."
             )
         columns, n, meta = record
-        spans, said, num_bytes = [(0, 0, n)], self._said(meta), 0
+        spans, said, num_bytes = [(0, 0, 0, n)], self._said(meta), 0
         for name in list(reversed(self._writers)):
             writer = self._writers[name][0]
             if num_bytes and place(writer.capacity, writer.head, num_bytes) + num_bytes > writer.tail + writer.capacity:

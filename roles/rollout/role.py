@@ -25,6 +25,7 @@ import numpy as np
 
 from rondo.comm.bus import POLL_S
 from rondo.comm.coordinator import EVALUATION_READER
+from rondo.comm.group import NO_VERSION
 from rondo.comm.records import Column
 from rondo.comm.slab import WeightSlab
 from rondo.models.load import load_model, load_tokenizer
@@ -34,7 +35,7 @@ from rondo.roles.datasets import Row, RowError, open_splits, train_order
 from rondo.roles.determinism import settle
 from rondo.roles.forward import LOAD_LIMIT_S, REPORT_S
 from rondo.roles.job import SLAB, follow, open_job
-from rondo.roles.kept import KeptSamples, columns_of
+from rondo.roles.kept import KeptSamples, put_kept
 from rondo.roles.media import MediaPool
 from rondo.roles.prompts import render_prompt
 from rondo.roles.rollout.dispatch.dispatcher import Dispatcher
@@ -478,10 +479,7 @@ class RolloutRole:
         """What the checkpoint that this run goes on from has of the group, on the bus again: sample -> reward."""
         kept = [each for each in self._kept.take(lease.group, lease.position, prompt) if each.sample not in lease.have]
         if kept:
-            numbers = [each.sample for each in kept]
-            self._job.bus.put_samples(
-                lease.ring, lease.group, lease.epoch, numbers, columns_of(kept), [each.info for each in kept]
-            )
+            put_kept(self._job.bus, lease.ring, lease.group, lease.epoch, kept)
         return {each.sample: each.info[2] for each in kept}
 
     def _put_media(self, lease: Lease, media: MediaInputs) -> None:
@@ -563,11 +561,14 @@ class RolloutRole:
 
 
 def loss_mask(completion: Completion, mask_old: bool) -> np.ndarray:
-    """The tokens that the loss counts, uint8 [R]: all, or with `mask_old` those of the newest weights that the sample saw."""
+    """The tokens that the loss counts, uint8 [R]: all that a policy sampled, or with `mask_old` those of the newest weights that
+    the sample saw."""
     versions = completion.policy_versions
-    return (versions == versions.max()).astype(np.uint8) if mask_old else np.ones(len(versions), np.uint8)
+    chosen = (versions == versions.max()) & (versions != NO_VERSION) if mask_old else versions != NO_VERSION
+    return chosen.astype(np.uint8)
 
 
 def _versions(completion: Completion) -> tuple[int, int]:
-    """The oldest and the newest policy version among its tokens."""
-    return int(completion.policy_versions.min()), int(completion.policy_versions.max())
+    """The oldest and the newest policy version among the tokens that a policy sampled."""
+    versions = completion.policy_versions[completion.policy_versions != NO_VERSION]
+    return (int(versions.min()), int(versions.max())) if len(versions) else (NO_VERSION, NO_VERSION)

@@ -103,7 +103,7 @@ def facts(
         if event["event"] == "admit":
             step_of[event["group"]] = event["step"]
         elif event["event"] == "commit":
-            taken += [(group, sample) for group, sample in rows_of(event["spans"])]
+            taken += [(group, sample) for group, sample, _ in rows_of(event["spans"])]
             version = event["version"]
     return told["attempt"], told["ack"], taken, step_of, version
 
@@ -142,13 +142,13 @@ async def chaos(folder: Path, num_acts: int) -> tuple[Verdict, Any, int, Counter
 
 
 def loses_a_row(commits: list[Event]) -> None:
-    (group, first, count), *others = commits[1]["spans"]
-    commits[1]["spans"] = [[group, first + 1, count - 1], *others] if count > 1 else others
+    (group, _, first, count), *others = commits[1]["spans"]
+    commits[1]["spans"] = [[group, 0, first + 1, count - 1], *others] if count > 1 else others
 
 
 def trains_a_row_twice(commits: list[Event]) -> None:
-    group, first, _ = commits[0]["spans"][0]
-    commits[1]["spans"].append([group, first, 1])
+    group, _, first, _ = commits[0]["spans"][0]
+    commits[1]["spans"].append([group, 0, first, 1])
 
 
 def planted(folder: Path, change: Callable[[list[Event]], None]) -> tuple[Verdict, Audit]:

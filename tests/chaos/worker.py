@@ -24,7 +24,7 @@ from rondo.runtime.guard import die_with_parent
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from tests.comm.driver import rules
-from tests.comm.inprocess import MEMBERS, ROW_BYTES, payload, put, put_scores
+from tests.comm.inprocess import MEMBERS, payload, put, put_scores, row_bytes
 
 TOKEN = "t0ken"
 P, N = 4, 2
@@ -33,7 +33,7 @@ P, N = 4, 2
 def config() -> CoordinatorConfig:
     return CoordinatorConfig(
         rules=rules(
-            row_bytes=ROW_BYTES, num_steps=10**6, groups_per_step=P, samples_per_group=N, max_infra_failures=10**6
+            row_bytes=row_bytes(), num_steps=10**6, groups_per_step=P, samples_per_group=N, max_infra_failures=10**6
         ),
         publisher="actor-0", rollout_ring_bytes=ring_bytes(1 << 13), column_ring_bytes=ring_bytes(1 << 14),
         rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(MEMBERS, 1), lease_deadline_s=2.0,

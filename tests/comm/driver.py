@@ -10,7 +10,7 @@ from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event
 from rondo.comm.records import GROUP_BLOB
 from rondo.comm.rounds import Stream
-from rondo.comm.spans import rows_of, spans_of
+from rondo.comm.spans import num_samples, rows_of, spans_of
 
 STREAMS = (
     Stream("actor_fwd", ("tokens",), ("log_probs",), media=True),
@@ -20,7 +20,7 @@ STREAMS = (
 BASE = ("tokens", "loss_mask")
 
 
-def by_part(info: Sequence[Sequence[float]]) -> list[list[float]]:
+def by_field(info: Sequence[Sequence[float]]) -> list[list[float]]:
     """What is said of samples, as a put's event has it: one list for each of `INFO`."""
     return [list(values) for values in zip(*info, strict=True)]
 
@@ -94,8 +94,8 @@ class Driver:
         found = self.index.groups.get(group)
         at = found.epoch if epoch is None and found is not None else epoch
         self._put(
-            f"ring/{member}/0", [[group, s] for s in samples], list(BASE), epoch=at, reservation=f"group.{group}.{at}",
-            info=by_part([[10, 4, reward, 0, 0] for _ in samples]),
+            f"ring/{member}/0", [[group, s, 0] for s in samples], list(BASE), epoch=at, reservation=f"group.{group}.{at}",
+            info=by_field([[10, 4, reward, 0, 0] for _ in samples]),
         )  # fmt: skip
 
     def put_columns(self, key: str, rows: list[list[int]], columns: list[str], member: str) -> None:
@@ -107,16 +107,17 @@ class Driver:
         found = self.index.groups.get(group)
         at = found.epoch if epoch is None and found is not None else epoch
         self._put(
-            f"ring/{member}/0", [[group, GROUP_BLOB]], ["pixel_values"], epoch=at, reservation=f"group.{group}.{at}",
+            f"ring/{member}/0", [[group, GROUP_BLOB, 0]], ["pixel_values"], epoch=at, reservation=f"group.{group}.{at}",
             info=[[encoder]], num_bytes=num_bytes,
         )  # fmt: skip
 
     def _put(self, ring: str, rows: list[list[int]], columns: list[str], *, num_bytes: int = 128, **more: Any) -> None:
         pos = self.pos.get(ring, 0)
         self.pos[ring] = pos + num_bytes
+        spans = spans_of(rows)
         self.emit(
-            event="put", ring=ring, pos=pos, seq=pos // 128 + 1, bytes=num_bytes, spans=spans_of(rows), columns=columns,
-            attempt=self.index.attempt, entries=len(rows), **more,
+            event="put", ring=ring, pos=pos, seq=pos // 128 + 1, bytes=num_bytes, spans=spans, columns=columns,
+            attempt=self.index.attempt, entries=num_samples(spans) if "info" in more else 1, **more,
         )  # fmt: skip
 
     def fill(self, group: int, member: str = "rollout-0") -> None:
@@ -148,7 +149,7 @@ class Driver:
 
     def commit(self, version: int) -> list[list[int]]:
         members = self.index.membership(version - 1) if version else []
-        rows = [[g, s] for g in members for s in range(self.index.rules.samples_per_group)]
+        rows = [[g, s, 0] for g in members for s in range(self.index.rules.samples_per_group)]
         self.emit(event="commit", version=version, checksum=7, attempt=self.index.attempt, spans=spans_of(rows))
         return rows
 

@@ -16,6 +16,7 @@ import orjson
 
 from rondo.comm.bus import Bus, Member, Round
 from rondo.comm.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.group import NO_VERSION
 from rondo.comm.journal import Journal
 from rondo.comm.records import Column, worst_case_bytes
 from rondo.comm.serve import open_index
@@ -24,7 +25,13 @@ from rondo.runtime.segments import Segment
 from tests.comm.driver import rules
 
 LENGTH, RESPONSE = 6, 4
-ROW_BYTES = worst_case_bytes(1, [("tokens", 4, LENGTH), ("loss_mask", 1, RESPONSE)])
+
+
+def row_bytes(parts: int = 1) -> int:
+    """The most that a sample of so many parts takes in a ring."""
+    return worst_case_bytes(parts, [("tokens", 4, LENGTH), ("loss_mask", 1, RESPONSE)])
+
+
 MEMBERS = ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0")
 
 
@@ -71,7 +78,7 @@ class Roster:
         self.dead: list[list[Any]] = []
 
     async def call(self, method: str, *_: Any, **__: Any) -> Any:
-        return {"attempt": 0, "groups": self.groups, "dead": self.dead}
+        return {"attempt": 0, "draining": False, "groups": self.groups, "dead": self.dead}
 
 
 class InProcess:
@@ -79,7 +86,7 @@ class InProcess:
         self.folder, self.store, self.roster, self.clock = folder, store, Roster(), 0.0
         self.attempt = 0
         self.config = CoordinatorConfig(
-            rules=rules(row_bytes=ROW_BYTES, **changes), publisher="actor-0", rollout_ring_bytes=ring_bytes,
+            rules=rules(**{"row_bytes": row_bytes(), **changes}), publisher="actor-0", rollout_ring_bytes=ring_bytes,
             column_ring_bytes=ring_bytes, rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(MEMBERS, 1),
             lease_deadline_s=100.0, evaluate_start=False, evaluate_end=False,
         )  # fmt: skip
@@ -113,27 +120,35 @@ class InProcess:
         await self.coordinator.member_dead(group, incarnation)
 
 
-def payload(group: int, sample: int, nonce: int = 0) -> np.ndarray:
-    """The tokens of a sample: their first number says whose they are, the others who put them."""
-    return np.array([1000 * group + sample, *[nonce] * (LENGTH - 1)], np.int32)
+def payload(group: int, sample: int, nonce: int = 0, part: int = 0) -> np.ndarray:
+    """The tokens of a row: their first number says whose they are, the others who put them."""
+    return np.array([1000 * group + sample, part, *[nonce] * (LENGTH - 2)], np.int32)
 
 
-def put(bus: Bus, grant: dict[str, Any], samples: list[int], nonce: int = 0, version: int = 0) -> None:
+def put(
+    bus: Bus, grant: dict[str, Any], samples: list[int], nonce: int = 0, version: int = 0,
+    parts: list[int] | None = None,
+) -> None:  # fmt: skip
+    """Samples of `version`; of several parts one has it, those before it are of the step's own, one behind it has none."""
+    parts = parts or [1] * len(samples)
+    rows = [(s, part, num) for part in range(max(parts)) for s, num in zip(samples, parts, strict=True) if part < num]
     columns = [
-        Column("tokens", "int32", [payload(grant["group"], s, nonce) for s in samples]),
-        Column("loss_mask", "uint8", [np.ones(RESPONSE, np.uint8) for _ in samples]),
+        Column("tokens", "int32", [payload(grant["group"], s, nonce, part) for s, part, _ in rows]),
+        Column("loss_mask", "uint8", [np.ones(RESPONSE, np.uint8) for _ in rows]),
     ]
-    info = [[LENGTH, RESPONSE, 1.0, version, version] for _ in samples]
-    bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns, info)
+    oldest = [
+        version if part == min(num, 3) - 1 else grant["step"] if part < 3 else NO_VERSION for _, part, num in rows
+    ]
+    info = [[LENGTH, RESPONSE, 1.0, each, each] for each in oldest]
+    bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns, info, parts)
 
 
 OUTPUTS = {"actor_fwd": "log_probs", "advantages": "advantages"}
 
 
 def put_scores(bus: Bus, stream: str, made: Round) -> None:
-    bus.put_columns(
-        made, {OUTPUTS[stream]: [np.full(RESPONSE, 1000 * r.group + r.sample, np.float32) for r in made.rows]}
-    )
+    scores = [np.full(RESPONSE, 1000 * row.group + row.sample + row.part / 8, np.float32) for row in made.rows]
+    bus.put_columns(made, {OUTPUTS[stream]: scores})
 
 
 async def ask(call: Any, turns: int = 4) -> Any:

@@ -88,7 +88,7 @@ async def test_a_repeated_commit_gets_the_same_answer_and_a_late_or_partial_one_
         assert (await actor.call("commit", 0, 1, 7, ids))["version"] == 1
         with pytest.raises(Refused, match="must make version 2"):
             await actor.call("commit", 0, 5, 7, ids)
-        with pytest.raises(Refused, match="every sample of its step once"):
+        with pytest.raises(Refused, match="every row of its step once"):
             await actor.call("commit", 0, 2, 7, ids)
         with pytest.raises(Refused, match="attempt 0"):
             await actor.call("commit", 3, 2, 7, ids)

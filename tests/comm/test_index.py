@@ -11,7 +11,7 @@ from rondo.comm.audit import _Ledger, count
 from rondo.comm.index import Index
 from rondo.comm.spans import num_rows, rows_of
 from tests.comm.cost import lines
-from tests.comm.driver import STREAMS, Driver
+from tests.comm.driver import BASE, STREAMS, Driver, by_field
 
 
 def totals(driver: Driver):
@@ -35,8 +35,8 @@ def test_a_group_trains_at_the_step_it_was_admitted_for_and_at_no_other():
         bus.fill(group)
     bus.score()
     assert bus.index.membership(0) == first
-    assert {g for event in bus.train_rounds(0) for g, _, _ in event["spans"][0]} == set(first)
-    assert {g for g, _ in bus.commit(1)} == set(first)
+    assert {g for event in bus.train_rounds(0) for g, *_ in event["spans"][0]} == set(first)
+    assert {g for g, *_ in bus.commit(1)} == set(first)
     assert bus.index.membership(1) == second
 
 
@@ -47,11 +47,11 @@ def test_a_step_is_its_first_survivors_in_admission_order_however_slow_they_are(
         bus.fill(group)
     bus.score()
     assert bus.index.membership(0) == quick[:2]  # the third quick one is not certain while the slow one may still come
-    assert {g for event in bus.train_rounds(0) for g, _, _ in event["spans"][0]} == set(quick[:2])
+    assert {g for event in bus.train_rounds(0) for g, *_ in event["spans"][0]} == set(quick[:2])
     bus.fill(slow)
     bus.score()
     (last,) = bus.train_rounds(0)
-    assert last["last"] and {g for g, _, _ in last["spans"][0]} == {slow}
+    assert last["last"] and {g for g, *_ in last["spans"][0]} == {slow}
     bus.commit(1)
     assert bus.index.counts["surplus"] == 1 and bus.index.counts["trained"] == 3
 
@@ -100,9 +100,9 @@ def test_the_first_visible_column_wins_and_a_second_is_refused():
     bus.fill(group)
     bus.forward("actor_fwd", "log_probs", ack=False)
     (key,) = bus.index.rounds._by_key
-    bus.put_columns(key, [[group, 0], [group, 1]], ["log_probs"], "actor_fwd-0")
+    bus.put_columns(key, [[group, 0, 0], [group, 1, 0]], ["log_probs"], "actor_fwd-0")
     place = bus.index.groups[group].place(0, "log_probs")
-    bus.put_columns(key, [[group, 0], [group, 1]], ["log_probs"], "actor_fwd-0")
+    bus.put_columns(key, [[group, 0, 0], [group, 1, 0]], ["log_probs"], "actor_fwd-0")
     assert place is not None and bus.index.groups[group].place(0, "log_probs") == place
     assert bus.index.refused_rows == 2
 
@@ -117,7 +117,7 @@ def test_rounds_of_a_dead_scorer_are_planned_again_and_finished_ones_are_not():
     bus.die("actor_fwd-0", 1)
     bus.start("actor_fwd-0", 2)
     assert list(bus.index.rounds.lanes["actor_fwd"].in_order()) == [undone]
-    assert bus.forward("actor_fwd", "log_probs", incarnation=2) == [[[undone, 0], [undone, 1]]]
+    assert bus.forward("actor_fwd", "log_probs", incarnation=2) == [[[undone, 0, 0], [undone, 1, 0]]]
 
 
 def test_a_returning_trainer_gets_the_same_rounds_and_another_layout_new_ones():
@@ -303,9 +303,11 @@ def test_rounds_count_encoder_work_and_keep_samples_that_share_media_together():
         bus.put(group, [0, 1])
     (first,) = bus.index.plan_rounds("actor_fwd", "actor_fwd-0", 1, None)[:1]
     assert all(
-        len({s for g, s in rank if g == group}) in (0, 2) for rank in map(rows_of, first["spans"]) for group in (0, 1)
+        len({s for g, s, _ in rank if g == group}) in (0, 2)
+        for rank in map(rows_of, first["spans"])
+        for group in (0, 1)
     )
-    assert all({g for g, _, _ in rank} & {0, 1} for rank in first["spans"])
+    assert all({g for g, *_ in rank} & {0, 1} for rank in first["spans"])
 
 
 def test_the_audit_passes_over_a_settlement_that_came_after_its_lease_was_lost():
@@ -345,11 +347,11 @@ def test_the_audit_counts_leases_that_samples_put_twice_cost_and_the_quarantine_
 def test_the_audit_turns_red_on_a_planted_loss_and_a_planted_duplicate():
     bus = random_run(1)
     commits = [event for event in bus.events if event["event"] == "commit" and event["spans"]]
-    (group, first, count), *others = commits[1]["spans"]
-    commits[1]["spans"] = [[group, first + 1, count - 1], *others]
+    (group, _, first, count), *others = commits[1]["spans"]
+    commits[1]["spans"] = [[group, 0, first + 1, count - 1], *others]
     assert totals(bus).num_lost == 1
-    group, first, _ = commits[0]["spans"][0]
-    commits[1]["spans"] = [[group, first, 1], *commits[1]["spans"]]
+    group, _, first, _ = commits[0]["spans"][0]
+    commits[1]["spans"] = [[group, 0, first, 1], *commits[1]["spans"]]
     assert totals(bus).num_trained_twice == 1
 
 
@@ -443,7 +445,7 @@ def test_columns_for_the_media_of_a_group_are_refused() -> None:
     bus = Driver(media_bytes=64)
     group = bus.admit(0)[0]
     bus.grant(group)
-    bus._put("ring/rollout-0/0", [[group, -1]], ["log_probs"], epoch=0, reservation="x")
+    bus._put("ring/rollout-0/0", [[group, -1, 0]], ["log_probs"], epoch=0, reservation="x")
     assert bus.index.refused_rows == 1
 
 
@@ -457,7 +459,7 @@ def fixed(budget: int, order: list[int], *, ranks: int = 1, **changes: int) -> l
     rounds = []
     for at in order:
         bus.fill(admitted[at])
-        assert all(len({group for group, _ in rows}) == 1 for rows in bus.forward("actor_fwd", "log_probs"))
+        assert all(len({group for group, *_ in rows}) == 1 for rows in bus.forward("actor_fwd", "log_probs"))
         bus.forward("advantages", "advantages")
         while planned := bus.train_rounds(0):
             rounds += planned
@@ -478,7 +480,7 @@ def test_fixed_rounds_of_several_updates_and_passes_are_the_same_too(budget: int
     first, *others = (fixed(budget, list(order), **updates) for order in itertools.permutations(range(4)))
     assert all(other == first for other in others)
     seen = [row for made in first for row in made[0]]
-    assert sorted(seen) == sorted([[group, sample] for group in range(4) for sample in range(2)] * 2)
+    assert sorted(seen) == sorted([[group, sample, 0] for group in range(4) for sample in range(2)] * 2)
 
 
 def test_fixed_rounds_are_trained_as_soon_as_they_are_certain() -> None:
@@ -506,7 +508,7 @@ def test_a_filtered_group_does_not_hold_fixed_rounds_up() -> None:
     bus.fill(third)
     bus.score()
     (made,) = bus.train_rounds(0)
-    assert made["last"] and sorted({group for group, _ in rows_of(made["spans"][0])}) == [second, third]
+    assert made["last"] and sorted({group for group, *_ in rows_of(made["spans"][0])}) == [second, third]
 
 
 class Stopped:
@@ -564,3 +566,60 @@ def test_a_resumed_run_consumes_the_same_prompts_in_the_same_steps_to_the_end_of
         stopped = Stopped(num_positions, at)
         assert stopped.bus.index.attempt == 1 and stopped.consumed == whole.consumed
         assert stopped.bus.index.imbalance() == "" and stopped.bus.index.counts["trained"] == 3 * num_steps
+
+
+def put_rows(bus: Driver, group: int, rows: list[list[int]], oldest: list[int] | None = None, **more: int) -> None:
+    """Rows [sample, part] of a leased group."""
+    found = bus.index.groups[group]
+    versions = oldest or [0] * len(rows)
+    bus._put(
+        "ring/rollout-0/0", [[group, *row] for row in rows], list(BASE), epoch=found.epoch, reservation=found.reservation(),
+        info=by_field([[10, 4, 1.0, each, each] for each in versions]), **more,
+    )  # fmt: skip
+
+
+def test_the_parts_of_a_sample_are_taken_together_or_not_at_all_and_the_first_put_of_it_counts() -> None:
+    bus = Driver()
+    group, *_ = bus.admit(0)
+    found = bus.grant(group)
+    put_rows(bus, group, [[0, 0], [0, 2], [1, 1], [9, 0], [0, -1], [0, 1 << 70]])  # a part is left out, none are there
+    assert (found.numbers(), bus.index.refused_rows) == ([], 6)
+    bus.grant(group)  # the room of two samples was used up
+    put_rows(bus, group, [[0, 0], [0, 1], [0, 2]])
+    assert (found.parts(), found.state, bus.index.entries(found)) == ([3, 0], "running", [256])
+    put_rows(bus, group, [[0, 0], [1, 0], [0, 1]])  # sample 0 again, with fewer parts
+    assert (found.parts(), found.state) == ([3, 1], "ready") and bus.index.refused_rows == 8
+    assert (
+        found.place(0, "tokens", 2) is not None and found.place(0, "tokens", 3) is found.place(1, "tokens", 1) is None
+    )
+
+
+def test_a_group_is_complete_with_the_columns_of_all_rows_and_committed_with_all_of_them() -> None:
+    bus = Driver(groups_per_step=1)
+    (group,) = bus.admit(0)
+    found = bus.grant(group)
+    put_rows(bus, group, [[0, 0], [1, 0], [1, 1]], [-1, 0, -1])
+    assert found.oldest() == [-1, 0] and list(found.costs()) == [10, 10, 10]
+    bus.join(tokens=20)
+    (first, second) = bus.index.plan_rounds("actor_fwd", "actor_fwd-0", 1, None)
+    bus.emit(event="rounds", rounds=[first, second])
+    assert [rows_of(made["spans"][0]) for made in (first, second)] == [[[0, 0, 0], [0, 1, 0]], [[0, 1, 1]]]
+    bus.put_columns(first["key"], rows_of(first["spans"][0]), ["log_probs"], "actor_fwd-0")
+    assert not found.complete(("tokens", "log_probs"))
+    bus.put_columns(second["key"], rows_of(second["spans"][0]), ["log_probs"], "actor_fwd-0")
+    assert found.complete(("tokens", "log_probs"))
+    for key in (first["key"], second["key"]):
+        bus.emit(event="ack", key=key, rank=0)
+    bus.forward("advantages", "advantages")
+    again = Index.load(bus.index.rules, orjson.loads(orjson.dumps(bus.index.dump())))
+    assert again.dump() == bus.index.dump()
+    made = bus.train_rounds(0)
+    spans = [span for event in made for span in event["spans"][0]]
+    assert sorted(rows_of(spans)) == [[0, 0, 0], [0, 1, 0], [0, 1, 1]]
+    bus.emit(event="commit", version=1, checksum=7, attempt=0, spans=spans)
+    assert bus.index.staleness == {0: 1} and bus.index.groups == {}  # the sample of an environment alone has no age
+    for cut, lost, twice in ((spans, 0, 0), (spans[:-1], 1, 0), (spans + spans[-1:], 0, 1)):
+        bus.events[-1]["spans"] = cut
+        found_ = count(bus.events, _Ledger(2, 1, 2, 5))
+        assert (found_.num_put, found_.num_trained, found_.num_lost, found_.num_trained_twice) == (2, 2, lost, twice)
+        assert found_.staleness == {0: 1} and found_.num_unexpected == 0

@@ -16,6 +16,7 @@ from tests.strength import strength
 RULES = rules(media_bytes=64, max_data_failures=0, max_infra_failures=1, spare_groups=1)
 
 groups, samples, epochs, small = st.integers(0, 7), st.integers(-2, 3), st.integers(0, 2), st.integers(0, 3)
+parts = st.sampled_from([0, 0, 0, 1, 1, 2, -1, 1 << 62])
 members = st.sampled_from(["rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0", "stranger-0"])
 rings = members.map(lambda member: f"ring/{member}/0") | st.just("overflow/rollout-0/0.0")
 streams = st.sampled_from(["actor_fwd", "advantages", "actor"])
@@ -31,8 +32,8 @@ def event(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Even
 
 @st.composite
 def puts(draw: st.DrawFn) -> Event:
-    spans = draw(st.lists(st.tuples(groups, samples, st.integers(1, 2)).map(list), min_size=1, max_size=2))
-    num = sum(count for _, _, count in spans)
+    spans = draw(st.lists(st.tuples(groups, parts, samples, st.integers(1, 2)).map(list), min_size=1, max_size=2))
+    num = sum(count for *_, count in spans)
     made = {
         "event": "put", "ring": draw(rings), "pos": draw(small) * 128, "seq": 1, "bytes": 128, "spans": spans,
         "columns": draw(columns), "epoch": draw(epochs), "attempt": draw(st.integers(0, 1)),
@@ -48,7 +49,7 @@ def rounds(draw: st.DrawFn) -> Event:
     """What some index would plan now, be it another one."""
     made = draw(keys)
     stream, scope, index = made.split("/")
-    spans = [draw(st.lists(st.tuples(groups, small, st.integers(1, 2)).map(list), max_size=2))]
+    spans = [draw(st.lists(st.tuples(groups, st.integers(0, 2), small, st.integers(1, 2)).map(list), max_size=2))]
     reserve = draw(st.sampled_from([[None], [["ring/actor_fwd-0/0", [64]]]]))
     return {
         "event": "rounds", "rounds": [{
@@ -69,7 +70,7 @@ EVENTS = st.one_of(
     puts(), puts(), rounds(),
     event("ack", key=keys, rank=small),
     event("commit", version=small, checksum=small, attempt=small,
-          spans=st.lists(st.tuples(groups, small, st.just(2)).map(list), max_size=4)),
+          spans=st.lists(st.tuples(groups, st.integers(0, 1), small, st.just(2)).map(list), max_size=4)),
     event("started", member=members, incarnation=epochs, ranks=st.just(1)),
     event("dead", member=members, incarnation=epochs, publisher=st.booleans()),
     event("ring", ring=rings, bytes=st.just(1 << 12), member=members, overflow=st.booleans()),

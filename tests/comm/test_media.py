@@ -253,4 +253,4 @@ async def test_samples_of_a_group_with_media_stay_together_in_rounds_of_streams_
             rows.append(made.spans)
             if len(rows) == 3:
                 break
-        assert rows == [[[group, 0, 2]] for group in range(3)]
+        assert rows == [[[group, 0, 0, 2]] for group in range(3)]

@@ -3,6 +3,7 @@
 A hypothesis state machine drives a real coordinator (with its journal, and rings of a few kB in real memory) by the calls that
 roles make, and keeps dicts of what the promises say must be true; nothing in the model is read off the index. Bytes count: each
 row that a round delivers must be what the first put that counts has put, and stay so until the round is acknowledged.
+Samples have one to four parts, and others each time they are put.
 
 Always the same examples. RONDO_MODEL_S=600 looks for new ones for ten minutes.
 """
@@ -42,7 +43,7 @@ from rondo.comm.rounds import Rounds
 from rondo.comm.spans import rows_of
 from rondo.runtime.errors import CorruptData, Refused
 from tests.comm.driver import STREAMS
-from tests.comm.inprocess import MEMBERS, RESPONSE, InProcess, Store, ask, payload, put, put_scores
+from tests.comm.inprocess import MEMBERS, RESPONSE, InProcess, Store, ask, payload, put, put_scores, row_bytes
 from tests.strength import strength
 
 BUDGET_S = float(os.environ.get("RONDO_MODEL_S", "0"))
@@ -51,6 +52,15 @@ MINI_BATCHES, PASSES = 2, 2
 MAX_DATA, MAX_INFRA = 1, 3
 ROLLOUTS, FORWARDS = ("rollout-0", "rollout-1"), ("actor_fwd", "advantages")
 MEDIA_BYTES = 704
+PARTS = 4
+
+Row = tuple[int, int, int]
+"""Group, sample, part."""
+
+
+def num_parts(nonce: int, sample: int) -> int:
+    """Of a sample, as a put makes it."""
+    return 1 + (5 * nonce + 3 * sample) // 2 % PARTS
 
 
 class Lease:
@@ -73,9 +83,10 @@ class BusMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory(prefix="rondo-")
         self.store = Store()
         self.run_ = InProcess(
-            Path(self.folder.name), self.store, ring_bytes=1 << 13, num_steps=STEPS, groups_per_step=P, samples_per_group=N,
+            Path(self.folder.name), self.store, ring_bytes=1 << 14, num_steps=STEPS, groups_per_step=P, samples_per_group=N,
+            row_bytes=row_bytes(PARTS),
             max_staleness=STALENESS, max_data_failures=MAX_DATA, max_infra_failures=MAX_INFRA, media_bytes=MEDIA_BYTES,
-            streams=(*STREAMS[:2], replace(STREAMS[2], mini_batches=MINI_BATCHES, passes=PASSES)),
+            streams=(*STREAMS[:2], replace(STREAMS[2], mini_batches=MINI_BATCHES, passes=PASSES, whole_samples=True)),
         )  # fmt: skip
         self.buses: dict[str, Bus] = {}
         self.incarnations = dict.fromkeys(MEMBERS, 0)
@@ -95,12 +106,12 @@ class BusMachine(RuleBasedStateMachine):
         self.failures: Counter[tuple[int, str]] = Counter()
         self.positions: dict[int, int] = {}
         self.refused = 0
-        self.trained: Counter[tuple[int, int]] = Counter()
+        self.trained: Counter[Row] = Counter()
         self.ages: Counter[int] = Counter()
         self.reading: list[tuple[str, Round, list[tuple[Any, np.ndarray]]]] = []
         self.rounds: dict[str, list[str]] = {}  # forward scope -> keys delivered and not acknowledged
         self.counted: dict[str, int] = {}
-        self.scored: dict[str, set[tuple[int, int]]] = {stream: set() for stream in FORWARDS}
+        self.scored: dict[str, set[Row]] = {stream: set() for stream in FORWARDS}
         self.put_for: set[str] = set()  # rounds whose columns were put and that are not acknowledged yet
 
     def teardown(self) -> None:
@@ -264,19 +275,20 @@ class BusMachine(RuleBasedStateMachine):
     def put_now(self, lease: Lease, samples: list[int]) -> None:
         self.nonce += 1
         version = min(lease.grant["step"], self.proved.get(lease.member, 0))
-        put(self.buses[lease.member], lease.grant, samples, self.nonce, version)
+        parts = [num_parts(self.nonce, sample) for sample in samples]
+        put(self.buses[lease.member], lease.grant, samples, self.nonce, version, parts)
         lease.room -= len(samples)
         lease.entries -= len(samples)
         lease.begun = True
         taken = 0
         if self.current(lease):
-            for sample in samples:
+            for sample, rows in zip(samples, parts, strict=True):
                 if sample not in self.put[lease.group]:
                     self.put[lease.group][sample] = self.nonce, version
-                    taken += 1
+                    taken += rows
             if len(self.put[lease.group]) == N:
                 self.state[lease.group] = "ready"
-        self.refused += len(samples) - taken
+        self.refused += sum(parts) - taken
         self.call(lease.member, "committed")  # the coordinator has seen it
         if not lease.entries and self.current(lease):  # samples put twice took the room of the others
             self.leases.remove(lease)
@@ -400,7 +412,7 @@ class BusMachine(RuleBasedStateMachine):
         self.call(member, "join", stream, 1, tokens)
         answer = self.asked(member, "next_rounds", stream, 0, index, None)
         if answer is None:  # nothing is left that could be scored
-            ready = {(g, s) for g, state in self.state.items() if state == "ready" for s in range(N)}
+            ready = {row for g, state in self.state.items() if state == "ready" for row in self.rows_of(g)}
             assert ready <= self.scored[stream], "a group that is ready is scored in the end, whoever died meanwhile"
             return
         if "end" in answer:
@@ -431,13 +443,18 @@ class BusMachine(RuleBasedStateMachine):
             self.put_columns(member, held)
             self.call(member, "committed")
 
+    def rows_of(self, group: int) -> list[Row]:
+        """Of a group that is ready."""
+        put = self.put[group].items()
+        return [(group, sample, part) for sample, (nonce, _) in put for part in range(num_parts(nonce, sample))]
+
     def put_columns(self, member: str, held: tuple[str, Round, list[tuple[Any, np.ndarray]]]) -> None:
         self.check_bytes(held[2])
         made, stream = held[1], member.split("-")[0]
         if made.key not in self.put_for:
             put_scores(self.buses[member], stream, made)
             self.put_for.add(made.key)
-            rows = {(row.group, row.sample) for row in made.rows}
+            rows = {(row.group, row.sample, row.part) for row in made.rows}
             # Scored again after a death, or too late: the first columns count.
             self.refused += sum(row in self.scored[stream] or self.state[row[0]] != "ready" for row in rows)
             self.scored[stream] |= rows
@@ -449,9 +466,9 @@ class BusMachine(RuleBasedStateMachine):
             assert self.state[row.group] == "ready" and self.step_of[row.group] == row.step
             nonce, _ = self.put[row.group][row.sample]
             if "tokens" in row.columns:
-                held.append((row.array("tokens"), payload(row.group, row.sample, nonce)))
+                held.append((row.array("tokens"), payload(row.group, row.sample, nonce, row.part)))
             if stream == "actor":
-                score = np.full(RESPONSE, 1000 * row.group + row.sample, np.float32)
+                score = np.full(RESPONSE, 1000 * row.group + row.sample + row.part / 8, np.float32)
                 held += [(row.array("log_probs"), score), (row.array("advantages"), score)]
             if stream in ("actor", "actor_fwd"):
                 assert (row.media is not None) == (row.group in self.media)
@@ -470,7 +487,7 @@ class BusMachine(RuleBasedStateMachine):
     def train(self, tokens: int, commit: bool) -> None:
         """All rounds of the step that there are; with the last of them the step commits, once, with exactly its rows."""
         member, step, index, last = "actor-0", self.version, 0, False
-        updates: list[list[tuple[int, int]]] = [[] for _ in range(MINI_BATCHES * PASSES)]
+        updates: list[list[Row]] = [[] for _ in range(MINI_BATCHES * PASSES)]
         closed: list[int] = []
         self.call(member, "join", "actor", 1, tokens)
         held = []
@@ -481,7 +498,10 @@ class BusMachine(RuleBasedStateMachine):
             made = self.buses[member]._rounds("actor", answer["rounds"])[0]
             held += self.compare("actor", made)
             assert made.update == len(closed), "updates come one behind the other"
-            updates[made.update] += [(group, sample) for group, sample in rows_of(made.spans)]
+            rows = [(group, sample, part) for group, sample, part in rows_of(made.spans)]
+            whole = {row for group in {row[0] for row in rows} for row in self.rows_of(group)}
+            assert set(rows) == {row for row in whole if row[:2] in {each[:2] for each in rows}}, "samples stay whole"
+            updates[made.update] += rows
             closed += [made.update] * made.closes
             last, index = made.last, index + 1
         rows = [row for update in updates[:MINI_BATCHES] for row in update]
@@ -489,13 +509,14 @@ class BusMachine(RuleBasedStateMachine):
             assert sorted(updates[update]) == sorted(updates[update % MINI_BATCHES]), "every pass has the same rows"
         assert all(len(set(update)) == len(update) for update in updates)
         assert len(set(rows)) == len(rows)
-        assert all(self.step_of[group] == step for group, _ in rows)
-        spans = [[group, sample, 1] for group, sample in rows]
+        assert all(self.step_of[group] == step for group, *_ in rows)
+        spans = [[group, part, sample, 1] for group, sample, part in rows]
         if not last:
-            with pytest.raises(Refused, match="every sample of its step once"):
+            with pytest.raises(Refused, match="every row of its step once"):
                 self.call(member, "commit", 0, step + 1, 7, spans)
             return
-        assert len(rows) == P * N, "a step is P whole groups"
+        assert len({group for group, *_ in rows}) == P, "a step is P whole groups"
+        assert sorted(rows) == sorted(row for group in {group for group, *_ in rows} for row in self.rows_of(group))
         assert closed == list(range(MINI_BATCHES * PASSES))
         self.check_bytes(held)
         if not commit:
@@ -503,9 +524,9 @@ class BusMachine(RuleBasedStateMachine):
         held.clear()
         for _ in range(2):  # whoever did not hear the answer asks again
             assert self.call(member, "commit", 0, step + 1, 7, spans)["version"] == step + 1
-        self.trained.update((group, sample) for group, sample in rows)
+        self.trained.update(rows)
         self.version = step + 1
-        for group, sample in rows:
+        for group, sample in {row[:2] for row in rows}:
             self.state[group] = "trained"
             self.ages[step - self.put[group][sample][1]] += 1
         for group, at in self.step_of.items():

@@ -24,7 +24,7 @@ from rondo.comm.spans import num_rows
 from rondo.runtime.errors import CorruptData
 from tests.comm.memory import tokens
 
-SPANS = [(7, 0, 2)]
+SPANS = [(7, 0, 0, 2)]
 quick = settings(deadline=None, derandomize=True, database=None)
 
 
@@ -41,7 +41,7 @@ def test_a_descriptor_says_what_was_put() -> None:
     memory, _ = written([tokens(5, 0), Column("value é", "bfloat16", [np.zeros((2, 3), np.uint16)] * 2)])
     header, text = read_header(memoryview(memory), 0, 640, len(memory))
     descriptor = read_descriptor(header, text)
-    assert descriptor.spans == [[7, 0, 2]]
+    assert descriptor.spans == [[7, 0, 0, 2]]
     assert (descriptor.epoch, descriptor.attempt, descriptor.seq) == (2, 1, 3)
     assert descriptor.meta == {"reservation": "group.7.1", "info": [[8, 0.5]]}
     assert descriptor.columns == [
@@ -133,7 +133,7 @@ def test_a_record_may_have_no_columns_at_all() -> None:
 def records(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[Column]]:
     """Spans with the widest ids and columns of every dtype, up to 4 dimensions, empty and 0-d included."""
     number = st.one_of(st.integers(0, 100), st.integers(-(2**63), 2**63 - 1))
-    spans = draw(st.lists(st.tuples(number, number, st.integers(1, 3)), min_size=1, max_size=6))
+    spans = draw(st.lists(st.tuples(number, number, number, st.integers(1, 3)), min_size=1, max_size=6))
     names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), unique=True, max_size=4))
     columns = []
     for name in names:
@@ -162,7 +162,7 @@ def test_the_worst_case_is_never_exceeded(
 
 def test_the_worst_case_covers_the_largest_shapes_and_ids() -> None:
     wide = np.empty((0, 999_999_999, 999_999_999, 9), np.int8)
-    spans = [(2**63 - 1, -(2**63), 1)] * 5
+    spans = [(2**63 - 1, -(2**63), -(2**63), 1)] * 5
     columns = [Column("w", "int8", [wide] * 5)]
     assert record_bytes(spans, columns) <= worst_case_bytes(5, [("w", 1, 0)], 2)
 

@@ -19,19 +19,19 @@ quick = settings(deadline=None, derandomize=True, database=None)
 
 
 def put(ring: TestRing, group: int, *lengths: int) -> RecordRef:
-    return ring.writer.put([(group, 0, len(lengths))], [tokens(*lengths, first=group)], epoch=0, attempt=0)
+    return ring.writer.put([(group, 0, 0, len(lengths))], [tokens(*lengths, first=group)], epoch=0, attempt=0)
 
 
 def one_row_of(num_bytes: int) -> Column:
     """A column whose record of one row takes exactly `num_bytes`."""
-    overhead = record_bytes([(0, 0, 1)], [Column("x", "uint8", [np.zeros(0, np.uint8)])])
+    overhead = record_bytes([(0, 0, 0, 1)], [Column("x", "uint8", [np.zeros(128, np.uint8)])]) - 128
     column = Column("x", "uint8", [np.zeros(num_bytes - overhead, np.uint8)])
-    assert record_bytes([(0, 0, 1)], [column]) == num_bytes
+    assert record_bytes([(0, 0, 0, 1)], [column]) == num_bytes
     return column
 
 
 def put_bytes(ring: TestRing, num_bytes: int) -> RecordRef:
-    return ring.writer.put([(0, 0, 1)], [one_row_of(num_bytes)], epoch=0, attempt=0)
+    return ring.writer.put([(0, 0, 0, 1)], [one_row_of(num_bytes)], epoch=0, attempt=0)
 
 
 def drop(ring: TestRing, ref: RecordRef) -> None:
@@ -59,7 +59,7 @@ def jagged(draw: st.DrawFn) -> list[Column]:
 def test_every_row_comes_back_as_it_was_put_in_order(puts: list[list[Column]]) -> None:
     ring = TestRing(1 << 16)
     for group, columns in enumerate(puts):
-        ring.writer.put([(group, 0, len(columns[0].arrays))], columns, epoch=4, attempt=1)
+        ring.writer.put([(group, 0, 0, len(columns[0].arrays))], columns, epoch=4, attempt=1)
     seen = ring.tail.poll()
     assert [descriptor.spans[0][0] for _, descriptor in seen] == list(range(len(puts)))
     for (ref, descriptor), columns in zip(seen, puts, strict=True):
@@ -79,7 +79,7 @@ def test_rows_that_are_not_contiguous_are_put_like_any_other(row_bytes: int) -> 
     matrix = np.arange(row_bytes * 2, dtype=np.int64).reshape(-1, 2)
     arrays = [matrix[:, 0], matrix[::-1, 1], matrix.T]
     ring = TestRing(1 << 25)
-    ref = ring.writer.put([(0, 0, 3)], [Column("m", "int64", arrays)], epoch=0, attempt=0)
+    ref = ring.writer.put([(0, 0, 0, 3)], [Column("m", "int64", arrays)], epoch=0, attempt=0)
     record = ring.view.read(ref.pos, ref.seq)
     for row, array in enumerate(arrays):
         np.testing.assert_array_equal(record.column("m", row), array)
@@ -89,7 +89,7 @@ def test_long_rows_beside_short_ones_come_back() -> None:
     pixels = [np.full((300, 1176), value, np.float32) for value in range(4)]
     ring = TestRing(1 << 24)
     columns = [tokens(5, 0, 7, 2), Column("pixel_values", "float32", pixels)]
-    ref = ring.writer.put([(0, 0, 4)], columns, epoch=0, attempt=0)
+    ref = ring.writer.put([(0, 0, 0, 4)], columns, epoch=0, attempt=0)
     record = ring.view.read(ref.pos, ref.seq)
     for row in range(4):
         np.testing.assert_array_equal(record.column("pixel_values", row), pixels[row])
@@ -99,16 +99,18 @@ def test_long_rows_beside_short_ones_come_back() -> None:
 def test_a_short_record_after_a_long_one_carries_nothing_of_it() -> None:
     ring = TestRing(1 << 16)
     put(ring, 1, 500, 500)
-    ref = ring.writer.put([(2, 0, 1)], [tokens(0), Column("b", "uint8", [np.zeros(0, np.uint8)])], epoch=0, attempt=0)
+    ref = ring.writer.put(
+        [(2, 0, 0, 1)], [tokens(0), Column("b", "uint8", [np.zeros(0, np.uint8)])], epoch=0, attempt=0
+    )
     record = ring.view.read(ref.pos, ref.seq)
     assert record.column("tokens", 0).shape == record.column("b", 0).shape == (0,)
 
 
 def test_a_group_blob_is_a_row_with_the_sample_minus_one() -> None:
     ring = TestRing(4096)
-    ring.writer.put([(9, GROUP_BLOB, 1)], [tokens(3)], epoch=0, attempt=0, meta={"hash": "ab"})
+    ring.writer.put([(9, 0, GROUP_BLOB, 1)], [tokens(3)], epoch=0, attempt=0, meta={"hash": "ab"})
     [(_, descriptor)] = ring.tail.poll()
-    assert descriptor.spans == [[9, -1, 1]] and descriptor.meta == {"hash": "ab"}
+    assert descriptor.spans == [[9, 0, -1, 1]] and descriptor.meta == {"hash": "ab"}
 
 
 def test_a_reader_views_the_ring_itself_and_cannot_write_to_it() -> None:
@@ -158,7 +160,7 @@ def test_a_fresh_segment_is_an_empty_ring_for_whoever_comes_first() -> None:
     segment = MemorySegment(ring_bytes(4096))
     view, tail = RingView(segment, "r"), RingTail(segment, "r")
     assert (tail.head, tail.tail, tail.capacity, tail.poll()) == (0, 0, 4096, [])
-    ref = RingWriter(segment, None, "r").put([(0, 0, 1)], [tokens(2)], epoch=0, attempt=0)
+    ref = RingWriter(segment, None, "r").put([(0, 0, 0, 1)], [tokens(2)], epoch=0, attempt=0)
     assert tail.poll()[0][0] == ref
     assert view.read(ref.pos, ref.seq).column("tokens", 0).tolist() == [0, 1]
 
@@ -284,7 +286,7 @@ def test_thousands_of_laps_keep_every_record_whole() -> None:
         lengths = random.integers(0, 300, random.integers(1, 4))
         ref = put(ring, group, *lengths)
         [(seen, descriptor)] = ring.tail.poll()
-        assert seen == ref and descriptor.spans == [[group, 0, len(lengths)]]
+        assert seen == ref and descriptor.spans == [[group, 0, 0, len(lengths)]]
         record = ring.view.read(ref.pos, ref.seq)
         found = np.concatenate(record.arrays("tokens"))
         assert found.tolist() == list(range(group, group + lengths.sum()))

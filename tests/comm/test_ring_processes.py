@@ -29,7 +29,7 @@ def row(group: int) -> Column:
 def put_groups(segment_fd: int, doorbell_fd: int, first: int, count: int) -> None:
     writer = RingWriter(MemorySegment(fd=segment_fd), doorbell_fd, "r")
     for group in range(first, first + count):
-        writer.put([(group, 0, 1)], [row(group)], epoch=0, attempt=0)
+        writer.put([(group, 0, 0, 1)], [row(group)], epoch=0, attempt=0)
 
 
 def die() -> None:
@@ -39,7 +39,7 @@ def die() -> None:
 def put_and_die(segment_fd: int, doorbell_fd: int, moment: str) -> None:
     """Put group 0, then die in the middle of putting group 1."""
     writer = RingWriter(MemorySegment(fd=segment_fd), doorbell_fd, "r")
-    writer.put([(0, 0, 1)], [row(0)], epoch=0, attempt=0)
+    writer.put([(0, 0, 0, 1)], [row(0)], epoch=0, attempt=0)
 
     def half_a_payload(record: object, columns: list[Column], payload: np.ndarray, gathered: object) -> None:
         payload[: len(payload) // 2] = 255
@@ -57,7 +57,7 @@ def put_and_die(segment_fd: int, doorbell_fd: int, moment: str) -> None:
         ring_module.ring_doorbell = lambda fd: die()
     else:
         Words.store = store  # type: ignore[method-assign, assignment]
-    writer.put([(1, 0, 1)], [row(1)], epoch=0, attempt=0)
+    writer.put([(1, 0, 0, 1)], [row(1)], epoch=0, attempt=0)
     raise AssertionError("the put must not return")
 
 
@@ -80,7 +80,7 @@ def groups_seen(tail: RingTail, view: RingView) -> list[int]:
     """Groups that became visible, after comparing every row with what its producer meant to put."""
     seen = []
     for ref, descriptor in tail.poll():
-        [[group, _, _]] = descriptor.spans
+        [[group, *_]] = descriptor.spans
         assert np.array_equal(view.read(ref.pos, ref.seq).column("tokens", 0), row(group).arrays[0])
         seen.append(group)
     return seen
@@ -98,7 +98,7 @@ def test_a_producer_killed_inside_a_put_leaves_nothing_and_its_successor_goes_on
 
     put_groups(segment.fd, doorbell, 7, 2)
     assert groups_seen(tail, view) == [7, 8]
-    assert tail.tail == 0 and view.read(head, 2 if moment != "before head" else 3).descriptor.spans == [[7, 0, 1]]
+    assert tail.tail == 0 and view.read(head, 2 if moment != "before head" else 3).descriptor.spans == [[7, 0, 0, 1]]
 
 
 def test_a_producer_killed_before_its_doorbell_has_put_the_record(doorbell: int) -> None:
@@ -142,7 +142,7 @@ def put_forever(segment_fd: int, doorbell_fd: int, first: int) -> None:
     group = first
     while True:
         if writer.stats().used_bytes < CAPACITY // 16:
-            writer.put([(group, 0, 1)], [row(group)], epoch=0, attempt=0)
+            writer.put([(group, 0, 0, 1)], [row(group)], epoch=0, attempt=0)
             group += 1
 
 

@@ -51,7 +51,7 @@ def trained_by_row(*, max_staleness: int, num_slots: int, spare_groups: int = 0)
         if len(run.index.membership(now)) == PER_STEP:
             while run.train_rounds(now):
                 pass
-            trained.update(positions[group] % NUM_ROWS for group in {group for group, _ in run.commit(now + 1)})
+            trained.update(positions[group] % NUM_ROWS for group in {group for group, *_ in run.commit(now + 1)})
     raise AssertionError("the run must end")
 
 
@@ -88,7 +88,7 @@ async def test_the_wait_for_a_steps_longest_trajectories_begins_when_half_of_it_
         for step, (times, committed_at, expected) in enumerate((((1, 2, 3, 11), 0, 9.0), ((12, 12, 13, 20), 15, 5.0))):
             run.clock = float(committed_at)
             if step:
-                spans = [[grant["group"], 0, 2] for grant in grants[:4]]
+                spans = [[grant["group"], 0, 0, 2] for grant in grants[:4]]
                 await actor.call("commit", 0, 1, 7, spans)
             for grant, at in zip(grants[4 * step :][:4], times, strict=True):
                 run.clock = float(at)

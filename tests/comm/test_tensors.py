@@ -20,7 +20,7 @@ def test_a_tensor_goes_through_the_ring_and_comes_back_bit_for_bit(dtype: str) -
     array, name = as_array(tensor)
     assert name == dtype
     ring = TestRing(4096)
-    ref = ring.writer.put([(0, 0, 1)], [Column("t", name, [array])], epoch=0, attempt=0)
+    ref = ring.writer.put([(0, 0, 0, 1)], [Column("t", name, [array])], epoch=0, attempt=0)
     record = ring.view.read(ref.pos, ref.seq)
     back = as_tensor(record.column("t", 0), record.dtype("t"))
     assert back.dtype == tensor.dtype and back.shape == tensor.shape

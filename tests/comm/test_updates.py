@@ -13,7 +13,7 @@ from rondo.comm.index import Index
 from rondo.comm.journal import Event
 from rondo.comm.rounds import mini_batch_sizes
 from rondo.comm.spans import num_rows, rows_of, spans_of
-from tests.comm.driver import BASE, STREAMS, Driver, by_part
+from tests.comm.driver import BASE, STREAMS, Driver, by_field
 
 
 def driver(mini_batches: int = 2, passes: int = 1, *, whole_step: bool = False, **changes: Any) -> Driver:
@@ -30,13 +30,13 @@ def ready(bus: Driver, groups: list[int]) -> None:
 def put_lengths(bus: Driver, group: int, lengths: list[int]) -> None:
     found = bus.grant(group)
     bus._put(
-        "ring/rollout-0/0", [[group, s] for s in range(len(lengths))], list(BASE), epoch=found.epoch,
-        reservation=found.reservation(), info=by_part([[n, 4, 1.0, 0, 0] for n in lengths]),
+        "ring/rollout-0/0", [[group, s, 0] for s in range(len(lengths))], list(BASE), epoch=found.epoch,
+        reservation=found.reservation(), info=by_field([[n, 4, 1.0, 0, 0] for n in lengths]),
     )  # fmt: skip
 
 
 def groups_of(rounds: list[Event]) -> list[int]:
-    return sorted({g for event in rounds for rank in event["spans"] for g, _, _ in rank})
+    return sorted({g for event in rounds for rank in event["spans"] for g, *_ in rank})
 
 
 def all_rounds(bus: Driver, step: int) -> list[Event]:
@@ -174,16 +174,16 @@ def test_whatever_comes_when_each_survivor_is_in_one_update_of_a_pass_with_one_r
     for update in range(mini_batches * passes):
         mine = [event for event in made if event["update"] == update]
         at = sum(sizes[: update % mini_batches])
-        rows = [(g, s) for event in mine for rank in event["spans"] for g, s in rows_of(rank)]
+        rows = [(g, s) for event in mine for rank in event["spans"] for g, s, _ in rows_of(rank)]
         assert sorted(rows) == [(g, s) for g in sorted(members[at : at + sizes[update % mini_batches]]) for s in (0, 1)]
         assert [event["closes"] for event in mine] == [False] * (len(mine) - 1) + [True]
-        per_rank.append([{(g, s) for event in mine for g, s in rows_of(event["spans"][r])} for r in range(ranks)])
+        per_rank.append([{(g, s) for event in mine for g, s, _ in rows_of(event["spans"][r])} for r in range(ranks)])
         for event in mine:
-            assert all(sum(lengths[g][s] for g, s in rows_of(rank)) <= budget for rank in event["spans"])
+            assert all(sum(lengths[g][s] for g, s, _ in rows_of(rank)) <= budget for rank in event["spans"])
     for update, held in enumerate(per_rank):
         assert held == per_rank[update % mini_batches]
     bus.emit(
-        event="commit", version=1, checksum=7, attempt=0, spans=spans_of([[g, s] for g in members for s in (0, 1)])
+        event="commit", version=1, checksum=7, attempt=0, spans=spans_of([[g, s, 0] for g in members for s in (0, 1)])
     )
     assert bus.index.imbalance() == "" and bus.index.counts["trained"] == 6
 
@@ -197,14 +197,14 @@ def test_ranks_have_about_equal_tokens_media_included_in_every_pass() -> None:
         if group % 2:
             bus.put_media(group, encoder=draw.randint(50, 400))
         bus._put(
-            "ring/rollout-0/0", [[group, 0], [group, 1]], list(BASE), epoch=0, reservation=found.reservation(),
-            info=by_part([[draw.randint(20, 300), 4, 1.0, 0, 0] for _ in range(2)]),
+            "ring/rollout-0/0", [[group, 0, 0], [group, 1, 0]], list(BASE), epoch=0, reservation=found.reservation(),
+            info=by_field([[draw.randint(20, 300), 4, 1.0, 0, 0] for _ in range(2)]),
         )  # fmt: skip
     bus.score()
     made = all_rounds(bus, 0)
     assert len(made) == 4
     for event in made:
-        loads = [sum(bus.index.groups[g].costs()[s] for g, s in rows_of(rank)) for rank in event["spans"]]
+        loads = [sum(bus.index.groups[g].costs()[s] for g, s, _ in rows_of(rank)) for rank in event["spans"]]
         assert max(loads) <= 1.3 * sum(loads) / len(loads)
         assert sum(num_rows(rank) for rank in event["spans"]) == 16
 
@@ -221,7 +221,7 @@ def test_filtered_groups_are_replaced_and_spares_become_surplus_in_steps_of_seve
     ready(bus, [*admitted[:1], *admitted[2:], *replacement])
     made = all_rounds(bus, 0)
     assert [groups_of([event]) for event in made] == [[0, 2], [3, 4]] * 2
-    rows = [[g, s] for g in (0, 2, 3, 4) for s in (0, 1)]
+    rows = [[g, s, 0] for g in (0, 2, 3, 4) for s in (0, 1)]
     bus.emit(event="commit", version=1, checksum=7, attempt=0, spans=spans_of(rows))
     counts = bus.index.counts
     assert (counts["trained"], counts["surplus"], counts["filtered"]) == (4, 2, 1)

@@ -48,7 +48,7 @@ def once_a_pass(run: Path) -> None:
     for event in (event for file in files(run / "journal") for event in read(file)):
         if event["event"] == "rounds" and event["rounds"][0]["stream"] == "actor":
             for made in event["rounds"]:
-                chosen = {group for rank in made["spans"] for group, _, _ in rank}
+                chosen = {group for rank in made["spans"] for group, *_ in rank}
                 updates.setdefault(made["step"], {}).setdefault(made["update"], set()).update(chosen)
     assert len(updates) == NUM_STEPS
     for of_step in updates.values():

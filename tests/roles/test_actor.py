@@ -82,7 +82,7 @@ def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
     """Two rows a mini-batch; `sizes`: rows of each round, of the first pass."""
     made, at = [], 0
     for index, size in enumerate(sizes):
-        spans = [[at, 0, 1] for at in range(at, at + size)]
+        spans = [[at, 0, 0, 1] for at in range(at, at + size)]
         part = SimpleNamespace(
             index=index, step=0, rows=tuple(Given(row) for row in batch[at : at + size]), spans=spans, last=False,
             key=f"actor/step0/{index}", update=at // 2, closes=(at + size) % 2 == 0,

@@ -17,7 +17,7 @@ from rondo.comm.records import Column, record_bytes
 from rondo.comm.ring import Record
 from rondo.roles.config import RolloutConfig
 from rondo.roles.datasets import Row
-from rondo.roles.kept import FILE, KeptSample, KeptSamples, columns_of, copy_samples, write_samples
+from rondo.roles.kept import FILE, KeptRow, KeptSamples, copy_samples, write_samples
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
 from rondo.roles.rollout.role import Lease, RolloutRole, Sample
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, row_bytes
@@ -27,9 +27,9 @@ from tests.comm.served import Served, prove, served
 PROMPT = np.array([5, 6, 7], np.int32)
 
 
-def columns(group: int, sample: int) -> dict[str, np.ndarray]:
-    """Of a sample; each has a length of its own, and the empty answer is one of them."""
-    draw, response = np.random.default_rng([group, sample]), 2 * sample
+def columns(group: int, sample: int, part: int = 0) -> dict[str, np.ndarray]:
+    """Of a row; each has a length of its own, and the empty answer is one of them."""
+    draw, response = np.random.default_rng([group, sample, part]), 2 * sample + part
     return {
         "tokens": np.concatenate([PROMPT, draw.integers(0, 99, response, np.int32)]),
         "loss_mask": np.ones(response, np.uint8),
@@ -38,18 +38,21 @@ def columns(group: int, sample: int) -> dict[str, np.ndarray]:
     }
 
 
-def put(bus: Bus, grant: Mapping[str, Any], samples: list[int]) -> None:
-    made = [columns(grant["group"], sample) for sample in samples]
+def put(bus: Bus, grant: Mapping[str, Any], samples: list[int], parts: list[int] | None = None) -> None:
+    parts = parts or [1] * len(samples)
+    rows = [(s, part) for part in range(max(parts)) for s, num in zip(samples, parts, strict=True) if part < num]
+    made = [columns(grant["group"], sample, part) for sample, part in rows]
     fields = [Column(name, made[0][name].dtype.name, [each[name] for each in made]) for name in BASE_COLUMNS]
-    info = [[3 + 2 * sample, 2 * sample, 0.25 * sample, 0, 0] for sample in samples]
-    bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, fields, info)
+    info = [[3 + 2 * sample + part, 2 * sample + part, 0.25 * sample, 0, 0] for sample, part in rows]
+    bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, fields, info, parts)
 
 
-def equal(kept: list[KeptSample], expected: list[tuple[int, int]]) -> None:
-    assert [(each.group, each.sample) for each in kept] == expected
+def equal(kept: list[KeptRow], expected: list[tuple[int, ...]]) -> None:
+    assert [(each.group, each.sample, each.part) for each in kept] == [(*row, 0)[:3] for row in expected]
     for each in kept:
-        assert each.info == (3 + 2 * each.sample, 2 * each.sample, 0.25 * each.sample, 0, 0)
-        for name, array in columns(each.group, each.sample).items():
+        response = 2 * each.sample + each.part
+        assert each.info == (3 + response, response, 0.25 * each.sample, 0, 0)
+        for name, array in columns(each.group, each.sample, each.part).items():
             assert each.columns[name].dtype == array.dtype and np.array_equal(each.columns[name], array)
 
 
@@ -76,13 +79,15 @@ async def test_what_lies_on_the_bus_unfinished_groups_included_comes_back_from_a
         put(bus, second, [1])
         put(bus, first, [1])
         put(bus, first, [0])
+        put(bus, third, [0, 1], [2, 3])
         await saved(run, bus, tmp_path)
         kept = KeptSamples.read(tmp_path)
-        assert len(kept) == 3
+        assert len(kept) == 5
         equal(kept.take(first["group"], first["position"], PROMPT), [(0, 0), (0, 1)])
         equal(kept.take(second["group"], second["position"], PROMPT), [(1, 1)])
         assert kept.take(second["group"], second["position"], PROMPT) == []  # each is given out once
-        assert kept.take(third["group"], third["position"], PROMPT) == []
+        parts = kept.take(third["group"], third["position"], PROMPT)
+        equal(parts, [(2, 0), (2, 1), (2, 0, 1), (2, 1, 1), (2, 1, 2)])
 
 
 async def test_a_group_that_was_settled_after_the_index_was_read_is_left_out(tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave
     write_samples(tmp_path, [])
     assert not (tmp_path / FILE).exists()
     assert len(KeptSamples.read(tmp_path)) == len(KeptSamples.read(None)) == 0
-    sample = KeptSample(4, 9, 1, (5, 2, 0.25, 0, 0), columns(4, 1))
+    sample = KeptRow(4, 9, 1, 0, (5, 2, 0.25, 0, 0), columns(4, 1))
     assert KeptSamples([sample]).take(4, 8, PROMPT) == []
     assert KeptSamples([sample]).take(4, 9, PROMPT + 1) == []
     equal(KeptSamples([sample]).take(4, 9, PROMPT), [(4, 1)])
@@ -196,7 +201,7 @@ async def test_routed_experts_lie_on_the_bus_and_come_back_from_a_checkpoint_als
         found = [each.columns["routed_experts"] for each in samples]
         assert [array.shape for array in found] == shapes and {array.dtype for array in found} == {np.dtype(np.int16)}
         assert found[1].ravel().tolist() == list(range(24))
-        assert [column.name for column in columns_of(samples)] == list(ROLLOUT_COLUMNS)
+        assert list(samples[0].columns) == list(ROLLOUT_COLUMNS)
     assert len(KeptSamples.read(tmp_path)) == 4
 
 
@@ -208,14 +213,14 @@ def test_what_is_reserved_for_a_sample_holds_the_experts_of_the_longest() -> Non
         "rollout_log_probs": np.zeros(response, np.float32), "policy_versions": np.zeros(response, np.int32),
         "routed_experts": np.zeros((length - 1, 48, 8), np.int16),
     }  # fmt: skip
-    taken = record_bytes([(0, 0, 1)], [Column(name, array.dtype.name, [array]) for name, array in arrays.items()])
+    taken = record_bytes([(0, 0, 0, 1)], [Column(name, array.dtype.name, [array]) for name, array in arrays.items()])
     assert row_bytes(rollout) < taken <= row_bytes(rollout, 48 * 8 * 2) < taken + 4096
 
 
 async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_the_rest(tmp_path: Path) -> None:
     async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
         bus, (first, second, _) = await leased(run)
-        put(bus, first, [0, 1])
+        put(bus, first, [0, 1], [2, 1])
         put(bus, second, [1])
         state = await saved(run, bus, tmp_path)
     async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
@@ -230,5 +235,5 @@ async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_t
         assert replica.asked == ["1.1/0", "2.1/0", "2.1/1"]
         index = run.coordinator.index
         assert index.counts["ready"] == 3
-        equal(copy_samples(bus, index.dump())[:2], [(0, 0), (0, 1)])
+        equal(copy_samples(bus, index.dump())[:3], [(0, 0), (0, 0, 1), (0, 1)])
         assert index.groups[1].info[REWARD] == [1.0, 0.25]

@@ -79,7 +79,7 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
                 for ranks in cut:
                     chosen = range(*ranks[rank])
                     made.accumulate(
-                        step, every[chosen.start : chosen.stop], [[at, 0, 1] for at in chosen],
+                        step, every[chosen.start : chosen.stop], [[at, 0, 0, 1] for at in chosen],
                         last=ranks is cut[-1], update=update,
                     )  # fmt: skip
                 if update < config.train.epochs * len(cuts) - 1:
@@ -104,7 +104,13 @@ class Bus:
         chosen = (range(0, 5), range(5, 8))[self._rank]
         named = [SimpleNamespace(group=at, sample=0, length=len(batch(step)[at].mask), reward=1.0) for at in chosen]
         yield SimpleNamespace(
-            rows=named, spans=[[at, 0, 1] for at in chosen], last=True, closes=True, update=0, step=step, key=f"{step}"
+            rows=named,
+            spans=[[at, 0, 0, 1] for at in chosen],
+            last=True,
+            closes=True,
+            update=0,
+            step=step,
+            key=f"{step}",
         )
 
     async def call(self, method: str, *arguments: Any, **_: Any) -> dict[str, Any]:
@@ -154,7 +160,7 @@ class Actor(ActorRole):
         self._step_began = 0.0
 
     def _read(self, made: Any) -> tuple[list[TrainRow], list[np.ndarray]]:
-        chosen = [batch(made.step)[at] for at, _, _ in made.spans]
+        chosen = [batch(made.step)[at] for at, *_ in made.spans]
         return chosen, [np.zeros(len(row.mask), np.int64) for row in chosen]
 
     def _told(self, *_: Any) -> None:
@@ -221,7 +227,7 @@ def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, mode
     assert max((alone["weights"][key] - before[key]).abs().max() for key in before) > 1e-3
     assert first["told"] == second["told"]
     for (metrics, spans), (wanted, every) in zip(first["told"], alone["told"], strict=True):
-        assert spans == every == [[at, 0, 1] for at in range(8)]
+        assert spans == every == [[at, 0, 0, 1] for at in range(8)]
         assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
@@ -247,7 +253,7 @@ def test_collectives_of_a_commit_and_of_the_rounds_beside_it_do_not_cross(two: A
     torch.manual_seed(0)
     alone = Trainer(config, model, rank=0, world_size=1, device="cpu")
     for step in range(2):
-        alone.accumulate(step, batch(step), [[at, 0, 1] for at in range(8)], last=True)
+        alone.accumulate(step, batch(step), [[at, 0, 0, 1] for at in range(8)], last=True)
         alone.finish(step)
     for key, tensor in whole(alone).items():
         torch.testing.assert_close(two.ranks[0]["settled"][key], tensor, atol=2e-6, rtol=0)

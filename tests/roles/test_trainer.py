@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rondo.comm.group import NO_VERSION
 from rondo.models.config import ModelConfig
 from rondo.models.load import prepare
 from rondo.roles.config import (
@@ -80,11 +81,11 @@ def test_a_step_cut_into_rounds_makes_the_same_weights_as_one_round(model: str, 
     for cuts in ([6], [1, 5], [2, 0, 2, 2]):
         made, start = trainer(config, model), 0
         for number, size in enumerate(cuts):
-            ids = [[0, start + i] for i in range(size)]
+            ids = [[0, 0, start + i, 1] for i in range(size)]
             made.accumulate(0, batch[start : start + size], ids, last=number == len(cuts) - 1)
             start += size
         metrics, trained = made.finish(0)
-        assert trained == [[0, i] for i in range(6)]
+        assert trained == [[0, 0, i, 1] for i in range(6)]
         results.append((weights(made), metrics["loss"], metrics["grad_norm"]))
     for other in results[1:]:
         torch.testing.assert_close(other[0], results[0][0], atol=2e-5, rtol=0)
@@ -94,18 +95,18 @@ def test_a_step_cut_into_rounds_makes_the_same_weights_as_one_round(model: str, 
 def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
     config = job(model)
     made = trainer(config, model)
-    made.accumulate(0, rows(1), [[0, 0, 1]], last=True)
+    made.accumulate(0, rows(1), [[0, 0, 0, 1]], last=True)
     made.finish(0)
     tensors, state = made.state()
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     before = made.checksum()
-    made.accumulate(0, rows(2), [[1, 0, 1]], last=True)
+    made.accumulate(0, rows(2), [[1, 0, 0, 1]], last=True)
     made.finish(1)
     after = made.checksum()
     again = trainer(config, model)
     again.load_state(kept, state)
     assert again.checksum() == before
-    again.accumulate(0, rows(2), [[1, 0, 1]], last=True)
+    again.accumulate(0, rows(2), [[1, 0, 0, 1]], last=True)
     again.finish(1)
     assert again.checksum() == after != before
 
@@ -113,18 +114,18 @@ def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
 def test_a_discarded_step_leaves_no_trace(model: str) -> None:
     config = job(model)
     made, other = trainer(config, model), trainer(config, model)
-    made.accumulate(0, rows(3), [[9, 9, 1]], last=False)
+    made.accumulate(0, rows(3), [[9, 0, 9, 1]], last=False)
     made.discard()
     for each in (made, other):
-        each.accumulate(0, rows(4), [[0, 0, 1]], last=True)
-    assert made.finish(0)[1] == [[0, 0, 1]] and other.finish(0)[1] == [[0, 0, 1]]
+        each.accumulate(0, rows(4), [[0, 0, 0, 1]], last=True)
+    assert made.finish(0)[1] == [[0, 0, 0, 1]] and other.finish(0)[1] == [[0, 0, 0, 1]]
     assert made.checksum() == other.checksum()
 
 
 def test_without_old_log_probs_the_ratio_is_one(model: str) -> None:
     made = trainer(job(model), model)
     batch = [replace(row, old_log_probs=None) for row in rows(5)]
-    made.accumulate(0, batch, [[0, 0, 1]], last=True)
+    made.accumulate(0, batch, [[0, 0, 0, 1]], last=True)
     metrics, _ = made.finish(0)
     assert metrics["ratio_mean"] == 1.0 and metrics["clip_fraction"] == 0.0
 
@@ -140,7 +141,7 @@ def test_the_warm_up_trains_and_can_be_stopped(model: str) -> None:
 
 def test_a_checkpoint_holds_the_index_and_a_folder_for_transformers(model: str, tmp_path: Path) -> None:
     made = trainer(job(model), model)
-    made.accumulate(0, rows(6), [[0, 0, 1]], last=True)
+    made.accumulate(0, rows(6), [[0, 0, 0, 1]], last=True)
     made.finish(0)
     folder = tmp_path / "step_000001"
     made.save(folder, {"version": 1, "index": {"next_group": 3}}, tokenizer_path=model)
@@ -155,25 +156,38 @@ def test_the_gap_compares_each_token_with_a_log_prob_of_the_version_it_was_sampl
     (row,) = rows(7, num_rows=1)
     length = len(row.mask)
     fresh = replace(row, policy_versions=np.full(length, 3, np.int32))
-    made.accumulate(3, [fresh], [[0, 0, 1]], last=True)
+    made.accumulate(3, [fresh], [[0, 0, 0, 1]], last=True)
     metrics, _ = made.finish(3)
     assert metrics["log_prob_gap_tokens"] == length and metrics["log_prob_gap"] > 0.1
     # One version older: actor_fwd has scored it under that version, so its log-probs are compared and the trainer's are not.
     scored = row.rollout_log_probs + np.float32(0.25)
     older = replace(row, policy_versions=np.full(length, 2, np.int32), scored=(2, scored))
-    made.accumulate(3, [older], [[0, 0, 1]], last=True)
+    made.accumulate(3, [older], [[0, 0, 0, 1]], last=True)
     assert made.finish(3)[0]["log_prob_gap"] == pytest.approx(0.25, abs=1e-6)
     # Nobody has scored it under its own version.
-    made.accumulate(3, [replace(older, scored=(1, scored))], [[0, 0, 1]], last=True)
+    made.accumulate(3, [replace(older, scored=(1, scored))], [[0, 0, 0, 1]], last=True)
     assert "log_prob_gap" not in made.finish(3)[0]
     # After a change of version in mid-sample the engine's cache is older than its weights: only what stands before counts, but
     # for the last token there, since servers tell the change one token off.
     changed = replace(row, policy_versions=np.arange(length, dtype=np.int32) // 3 + 3)
-    made.accumulate(3, [changed], [[0, 0, 1]], last=True)
+    made.accumulate(3, [changed], [[0, 0, 0, 1]], last=True)
     assert made.finish(3)[0]["log_prob_gap_tokens"] == 2
     arrived = replace(row, policy_versions=np.array([2] * 2 + [3] * (length - 2), np.int32))
-    made.accumulate(3, [arrived], [[0, 0, 1]], last=True)
+    made.accumulate(3, [arrived], [[0, 0, 0, 1]], last=True)
     assert "log_prob_gap" not in made.finish(3)[0]
+    # Tokens of an environment, at the beginning and in the middle, are no change of version.
+    versions = np.full(length, 3, np.int32)
+    versions[[0, 2]] = NO_VERSION
+    made.accumulate(3, [replace(row, policy_versions=versions)], [[0, 0, 0, 1]], last=True)
+    assert made.finish(3)[0]["log_prob_gap_tokens"] == length - 2
+    nothing = replace(row, policy_versions=np.full(length, NO_VERSION, np.int32), mask=np.zeros_like(row.mask))
+    made.accumulate(3, [fresh, nothing], [[0, 0, 0, 2]], last=True)
+    assert made.finish(3)[0]["log_prob_gap_tokens"] == length
+
+
+def test_samples_of_several_parts_are_refused_since_the_loss_counts_a_sample_by_its_row(model: str) -> None:
+    with pytest.raises(ValueError, match="samples must have one part"):
+        trainer(job(model), model).accumulate(0, rows(8, num_rows=2), [[0, 0, 1, 1], [0, 1, 1, 1]], last=True)
 
 
 def test_lent_weights_are_no_version_from_the_optimizer_on_and_stay_the_trainers_tensors(model: str) -> None:
@@ -184,7 +198,7 @@ def test_lent_weights_are_no_version_from_the_optimizer_on_and_stay_the_trainers
     made.lent.holds(0)
     tensors, state = made.state()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    made.accumulate(0, rows(0), [[0, i, 1] for i in range(6)], last=True)
+    made.accumulate(0, rows(0), [[0, 0, i, 1] for i in range(6)], last=True)
     assert made.lent.version == 0
     made.finish(0)
     assert made.lent.version is None

@@ -32,7 +32,7 @@ def run(made: Trainer, batch: list[TrainRow], cuts: list[list[int]], passes: int
             for i, size in enumerate(sizes):
                 last = i == len(sizes) - 1
                 made.accumulate(
-                    0, batch[at : at + size], [[at, 0, 1] for at in range(at, at + size)],
+                    0, batch[at : at + size], [[at, 0, 0, 1] for at in range(at, at + size)],
                     last=last, update=use * len(cuts) + number,
                 )  # fmt: skip
                 at += size
@@ -94,7 +94,7 @@ def test_mini_batches_and_passes_equal_a_plain_loop(model: str, normalizer: str,
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert (metrics["num_updates"], metrics["samples"], metrics["skipped"]) == (4, 6, 0)
     assert metrics["tokens"] == sum(len(row.mask) for row in batch)
-    assert trained == [[i, 0, 1] for i in range(6)]  # once, however often they were used
+    assert trained == [[i, 0, 0, 1] for i in range(6)]  # once, however often they were used
 
 
 @pytest.mark.parametrize("normalizer", ["sample", "token", "constant"])
@@ -148,12 +148,12 @@ def test_whitened_advantages_are_what_the_loss_uses(model: str) -> None:
 def test_a_row_is_refused_a_second_time_in_one_pass(model: str) -> None:
     made = trainer(several(model, 1, 2), model)
     batch = rows(4, num_rows=1)
-    made.accumulate(0, batch, [[0, 0, 1]], last=True)
+    made.accumulate(0, batch, [[0, 0, 0, 1]], last=True)
     with pytest.raises(AssertionError, match="used once in every pass"):
-        made.accumulate(0, batch, [[0, 0, 1]], last=True)
+        made.accumulate(0, batch, [[0, 0, 0, 1]], last=True)
     made.discard()
     with pytest.raises(AssertionError, match="used once in every pass"):
-        made.accumulate(0, batch, [[0, 0, 1]], last=True, update=1)
+        made.accumulate(0, batch, [[0, 0, 0, 1]], last=True, update=1)
 
 
 def test_a_step_that_is_stopped_between_its_updates_says_that_it_moved_and_can_be_undone(model: str) -> None:
@@ -162,7 +162,7 @@ def test_a_step_that_is_stopped_between_its_updates_says_that_it_moved_and_can_b
     tensors, state = made.state()
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     before = made.checksum()
-    made.accumulate(0, rows(5), [[i, 0, 1] for i in range(6)], last=False)
+    made.accumulate(0, rows(5), [[i, 0, 0, 1] for i in range(6)], last=False)
     assert not made.moved
     made.update(0)
     assert made.moved and made.checksum() != before

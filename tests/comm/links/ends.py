@@ -54,7 +54,7 @@ class Ends:
 
     def put(self, count: int) -> None:
         for group in range(len(self.refs), len(self.refs) + count):
-            ref = self.writer.put([(group, 0, 1)], [column(group, self.sizes(group))], epoch=0, attempt=0)
+            ref = self.writer.put([(group, 0, 0, 1)], [column(group, self.sizes(group))], epoch=0, attempt=0)
             self.refs.append((ref.pos, ref.seq, ref.num_bytes))
 
     def fill(self, most: int) -> None:
@@ -83,7 +83,7 @@ class Reader:
     def check(self) -> None:
         for ref, descriptor in self.tail.poll():
             assert (ref.pos, ref.seq, ref.num_bytes) == self.ends.refs[self.seen]
-            assert descriptor.spans == [[self.seen, 0, 1]]
+            assert descriptor.spans == [[self.seen, 0, 0, 1]]
             found = self.view.read(ref.pos, ref.seq).column("x", 0)
             assert found.tobytes() == column(self.seen, self.ends.sizes(self.seen)).arrays[0].tobytes()
             self.seen += 1

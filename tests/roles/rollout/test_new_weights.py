@@ -11,10 +11,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from rondo.comm.group import NO_VERSION
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request, experts_of_whole
-from rondo.roles.rollout.role import RolloutRole, loss_mask
+from rondo.roles.rollout.role import RolloutRole, _versions, loss_mask
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError
 from tests.comm.served import served
@@ -220,6 +221,10 @@ def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
     done = Completion("a", versions, versions.astype(np.float32), versions, "length")
     assert loss_mask(done, True).tolist() == [0, 0, 1, 1, 1] and loss_mask(done, False).tolist() == [1] * 5
     assert loss_mask(done, True).dtype == np.uint8
+    acted = replace(done, policy_versions=np.array([NO_VERSION, 3, NO_VERSION, 4, NO_VERSION], np.int32))
+    assert loss_mask(acted, False).tolist() == [0, 1, 0, 1, 0] and loss_mask(acted, True).tolist() == [0, 0, 0, 1, 0]
+    assert _versions(acted) == (3, 4)
+    assert _versions(replace(done, policy_versions=np.full(5, NO_VERSION, np.int32))) == (NO_VERSION, NO_VERSION)
 
 
 def test_a_prefix_that_does_not_fit_its_request_is_refused() -> None:
