@@ -41,6 +41,7 @@ from rondo.runtime.actor import Actor, answering, endpoint
 from rondo.runtime.errors import Refused
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
+from rondo.runtime.telling import telling
 
 ROLLOUT_READER = engine_reader(0)
 """Who proves the weights that the leases of a replica depend on that generates on one rank."""
@@ -180,10 +181,16 @@ class Coordinator(PartitionEndpoints, Actor):
             await asyncio.sleep(period_s)
 
     async def reporting(self) -> None:
-        """Forward reports to the supervisor, one by one; a restarted supervisor does not exist, so no retry is kept."""
+        """Forward reports to the supervisor, one by one; a restarted supervisor does not exist, so no retry is kept. One that
+        does not arrive is lost, unless it is to end the run."""
         while True:
             kind, data = await self._reports.get()
-            await self._supervisor.call("report", "coordinator", kind, data, deadline_s=30, retry=True)
+            call = self._supervisor.call("report", "coordinator", kind, data, deadline_s=30, retry=True)
+            if kind == "fatal":
+                await call
+            else:
+                with telling("reports"):
+                    await call
 
     # ---- members ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from rondo.launch.records import evaluation_records, step_records
-from rondo.launch.rundir import SupervisorRecord, existing_run, owner, supervisor_record
+from rondo.launch.rundir import SupervisorRecord, existing_run, owner, read_json, supervisor_record
 from rondo.launch.summary import print_table, read
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError, PeerGone
@@ -33,7 +33,7 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
     if record is not None:
         found = {"run": run.name, "alive": True, "pid": record.pid, "url": url_of(record)}
         found |= {"health": ask(record, "/healthz"), "roles": ask(record, "/roles"), "waits": ask(record, "/waits")}
-        found |= {"endpoints": [orjson.loads(path.read_bytes()) for path in sorted((run / "endpoints").glob("*.json"))]}
+        found |= {"endpoints": [read_json(path) for path in sorted((run / "endpoints").glob("*.json"))]}
         if as_json:
             _print_json(found)
         else:

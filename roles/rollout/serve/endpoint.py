@@ -24,6 +24,7 @@ from rondo.roles.rollout.serve.app import listening, server
 from rondo.roles.rollout.serve.trajectory import Trajectories
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.telling import telling
 
 FOLDER = "endpoints"
 _DRAIN_S = 5.0
@@ -68,8 +69,9 @@ async def endpoint(
         told = {
             "group": name, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(),
         }  # fmt: skip
-        record.parent.mkdir(exist_ok=True)
-        _write(record, told)
+        with telling("endpoints"):
+            record.parent.mkdir(exist_ok=True)
+            _write(record, told)
         await ctx.report("endpoint", told)
         yield
     with suppress(FileNotFoundError):
@@ -80,7 +82,7 @@ def _earlier(record: Path) -> int:
     """The port that was taken before, 0 without one."""
     try:
         return int(orjson.loads(record.read_bytes())["url"].rpartition(":")[2])
-    except FileNotFoundError:
+    except (FileNotFoundError, orjson.JSONDecodeError):
         return 0
 
 
