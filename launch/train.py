@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,6 +41,7 @@ from rondo.runtime import timeline
 from rondo.runtime.admin import AdminServer, listen
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.orders import EXIT_FAILED
 from rondo.runtime.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
 from rondo.runtime.supervision import Limits
 from rondo.runtime.supervisor import STOP_SIGNALS, Supervisor
@@ -309,6 +311,9 @@ async def _supervise(
             )
         try:
             return await running
+        except Exception as error:  # noqa: BLE001  # a mistake of ours: told whole, and the run has its summary
+            traceback.print_exception(error)
+            return Outcome(EXIT_FAILED, f"supervisor: {error!r}", {}, {}, 0.0, attempt, {}, {}, 0.0)
         finally:
             for task in beside:
                 task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from rondo.launch.cli import TrainOptions
 from rondo.launch.config import load, resolve
 from rondo.launch.rundir import RunDir, read_json, write_json
 from rondo.launch.summary import Summary, write
+from rondo.runtime.admin import listen
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.spec import GroupSpec
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
@@ -69,6 +72,29 @@ def test_what_fails_after_a_run_leaves_its_exit_code_and_its_summary(tmp_path: P
 def test_a_run_without_room_for_its_summary_and_with_a_full_stdout_keeps_its_exit_code(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         assert stopped_run(tmp_path, full.fileno(), "write", "print_table") == 75
+
+
+async def test_an_error_of_the_supervisor_itself_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        def __init__(self, config: Any, on_event: Any) -> None:
+            self.on_event = on_event
+
+        async def run(self) -> None:
+            (tmp_path / "token").write_text("t" * 32)
+            self.on_event({"kind": "started", "rt_dir": str(tmp_path)})
+            await asyncio.sleep(0)
+            raise ExceptionGroup("tasks", [KeyError("actor-0")])
+
+    monkeypatch.setattr(train, "Supervisor", Broken)
+    config, options = load(QUICKSTART, [f"run_dir={tmp_path}"]), TrainOptions(QUICKSTART, plain=True)
+    groups = (GroupSpec("actor-0", "actor", 1, ()),)
+    with RunDir.create(tmp_path, "demo", {}) as run, listen(config.admin) as admin:
+        outcome = await train._supervise(config, run, options, admin, 3, groups, [])
+    assert (outcome.exit_code, outcome.attempt) == (1, 3)
+    assert outcome.first_cause == "supervisor: ExceptionGroup('tasks', [KeyError('actor-0')])"
+    assert "KeyError: 'actor-0'" in capsys.readouterr().err
 
 
 def test_a_busy_admin_port_is_found_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
