@@ -11,6 +11,7 @@ which rows exist and who may read them is the coordinator's word alone.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -26,11 +27,14 @@ from rondo.comm.partitions.client import Partition
 from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
 from rondo.comm.spans import Span, num_rows, spans_in
-from rondo.runtime.errors import CorruptData
+from rondo.runtime.errors import CorruptData, NotYet
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Segment, SegmentClient
+from rondo.runtime.waits import waiting
 
-POLL_S = 3600.0  # longest time one call waits at the coordinator before it is asked again
+POLL_S = 3600.0
+"""Longest time that one call waits at the coordinator: one that lives says sooner that there is nothing yet (`NotYet`), and is
+asked again, without end."""
 
 MADE_S = 3900.0
 """Longer than making the largest segment may take."""
@@ -205,9 +209,16 @@ class Bus:
         self._open.close()
 
     async def call(self, method: str, *args: Any, deadline_s: float = 60.0, **kwargs: Any) -> Any:
-        """An idempotent request as this member, repeated over coordinator restarts until the deadline."""
+        """An idempotent request as this member, repeated over coordinator restarts until the deadline, and without one while a
+        coordinator that lives has no answer yet."""
         who = (self.member.group, self.member.incarnation)
-        return await self._coordinator.call(method, *who, *args, deadline_s=deadline_s, retry=True, **kwargs)
+        while True:
+            try:
+                return await self._coordinator.call(method, *who, *args, deadline_s=deadline_s, retry=True, **kwargs)
+            except NotYet as answer:
+                if answer.after_s:
+                    async with waiting(f"call {method}", peer=f"coordinator: {answer}", deadline_s=None):
+                        await asyncio.sleep(answer.after_s)
 
     def partition(self, name: str, **settings: Any) -> Partition:
         """The named set of rows `name`, beside the training stream. Its first use makes it, with these `partitions.spec.Spec`."""

@@ -49,6 +49,8 @@ EVALUATION_READER = "evaluation.0"
 """Who holds the weights that a replica evaluates beside the training."""
 _SPARE_BYTES = 1 << 16
 """Of an overflow ring beyond its records: it is empty and used once, so nothing wraps."""
+HOLD_S = 600.0
+"""A call that waits is told after this time, or twice as long, that there is nothing yet (`NotYet`), and asks again."""
 MANY_FAILURES = 8
 """So many failed prompt groups in a row are told of, long before they end the run."""
 
@@ -111,7 +113,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._renewed: dict[int, float] = {}  # running group -> when progress was last seen
         self._granted: dict[int, float] = {}
         self._put_at: dict[int, float] = {}  # group -> when its newest sample was seen
-        self._committed_at = clock()
+        self._committed_at = self._sent_back_at = clock()
         self._evaluators: dict[str, tuple[str, int]] = {}
         self._draining = False
         self._short: set[str] = set()  # members that wait for room in a ring of theirs
@@ -161,6 +163,9 @@ class Coordinator(PartitionEndpoints, Actor):
         if events:
             self._emit(*events)
         self._tell_of_failures()
+        if now - self._sent_back_at > HOLD_S:
+            self._sent_back_at = now
+            self._wakes.send_back()
         fatal = self.index.imbalance() or self.index.starving()
         if fatal and not self._draining:
             self._draining = True  # told once; the supervisor ends the run
@@ -708,12 +713,13 @@ class Coordinator(PartitionEndpoints, Actor):
 
     @endpoint
     async def checkpoint(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
-        """The whole index at `version` for a checkpoint; the journal goes on in a new file that begins with it."""
+        """The whole index at `version` for a checkpoint, as JSON text: {"state": bytes}, which a call carries beside its header
+        however long it is. The journal goes on in a new file that begins with it."""
         self._fence(member, incarnation)
         if version != self.index.version:
             raise Refused(f"checkpoint must be of the committed version {self.index.version}, got {version}.")
-        state = self.index.dump()
-        self._journal.rotate({"event": "snapshot", "state": state})
+        state = orjson.dumps(self.index.dump())
+        self._journal.rotate({"event": "snapshot", "state": orjson.Fragment(state)})
         return {"state": state}
 
     @endpoint

@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from rondo.comm.journal import Event
+from rondo.runtime.errors import NotYet
 
 SLOTS, WEIGHTS, EVALUATIONS = "slots", "weights", "evaluations"
 _EVERYBODY, _ANYTHING = "*", "?"
@@ -68,6 +69,7 @@ class Wakes:
         self._waiting: dict[_Question, None] = {}
         self._woken: dict[_Question, None] = {}  # to be asked again, in order
         self._asking = False
+        self._old: list[_Question] = []  # those that waited at the last `send_back`
         self._vain: dict[str, set[Hashable]] = {}  # topic -> plans that only it, or another of theirs, can help
 
     def __len__(self) -> int:
@@ -113,6 +115,13 @@ class Wakes:
         self._vain.clear()
         self._wake(self._waiting)
 
+    def send_back(self) -> None:
+        """Tell those that waited at the call before this one too that there is nothing yet: they ask again, and who has gone away
+        unnoticed does not."""
+        for question in self._old:
+            question.fail(NotYet("there must be something to answer, got nothing yet. Ask again"))
+        self._old = list(self._waiting)
+
     def _wake(self, questions: dict[_Question, None]) -> None:
         if questions and not self._woken and not self._asking:
             asyncio.get_running_loop().call_soon(self.ask)
@@ -143,7 +152,11 @@ class _Question:
         try:
             found = self._ask()
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to whoever asked
-            self.answer.set_exception(error)
+            self.fail(error)
             return
         if found is not None:
             self.answer.set_result(found)
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)

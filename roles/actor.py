@@ -460,8 +460,8 @@ class ActorRole:
             await self._settle_saving()
             self._newer = newer = asyncio.Event()
             whole = folder in complete(folder.parent)  # a run that ends, or is stopped, before its next commit
-            index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 and not whole else {}
-            extra = {"version": version, "index": index}
+            index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 and not whole else b""
+            extra = {"version": version, "index": orjson.Fragment(index or b"{}")}
             # The index names samples that other roles may let go of meanwhile; those of open groups stay until this role commits.
             kept = await asyncio.to_thread(copy_samples, self._job.bus, index) if index else []
             beside = functools.partial(write_samples, kept=kept)

@@ -51,12 +51,12 @@ class KeptRow:
     columns: Mapping[str, np.ndarray]
 
 
-def copy_samples(bus: Bus, state: Mapping[str, Any]) -> list[KeptRow]:
-    """Copies of all finished samples of the open groups in the index `state`, which is as new as the rings or older: a group
-    that was settled meanwhile, and let go of its records or its ring, is left out. On any thread."""
+def copy_samples(bus: Bus, state: bytes) -> list[KeptRow]:
+    """Copies of all finished samples of the open groups in the index `state` (JSON), which is as new as the rings or older: a
+    group that was settled meanwhile, and let go of its records or its ring, is left out. On any thread."""
     kept: list[KeptRow] = []
     with bus.views() as views:
-        for fields in state["groups"]:
+        for fields in orjson.loads(state)["groups"]:
             group = Group.load(fields)
             if group.state not in LIVE or not group.known:
                 continue

@@ -79,6 +79,18 @@ class Refused(RondoError, RuntimeError):
     """The other side understood and said no: a late epoch, another attempt, a wrong token."""
 
 
+class NotYet(RondoError, RuntimeError):
+    """The other side lives and has no answer yet: it is to be asked again, in `after_s` seconds."""
+
+    def __init__(self, what: str, after_s: float = 0.0) -> None:
+        super().__init__(what, after_s)
+        self.what = what
+        self.after_s = after_s
+
+    def __str__(self) -> str:
+        return self.what
+
+
 class RemoteError(RondoError, RuntimeError):
     """An error of the other side whose type does not travel; `type_name` names it."""
 
@@ -108,7 +120,7 @@ class SamplerFailed(RondoError, RuntimeError):
 TRAVELLERS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        RondoError, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Closed, Refused, RemoteError, CorruptData,
+        RondoError, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Closed, Refused, NotYet, RemoteError, CorruptData,
         OutOfSpace, WorkerDied, SamplerFailed, ValueError, KeyError, TypeError, TimeoutError,
     )
 }  # fmt: skip

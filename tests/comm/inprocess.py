@@ -22,6 +22,7 @@ from rondo.comm.records import Column, worst_case_bytes
 from rondo.comm.serve import open_index
 from rondo.comm.words import new_doorbell
 from rondo.runtime.segments import Segment
+from rondo.runtime.transport import pack, unpack
 from tests.comm.driver import rules
 
 LENGTH, RESPONSE = 6, 4
@@ -62,14 +63,15 @@ class Store:
 
 
 class Wire:
-    """Calls the coordinator of the moment as a socket would: everything goes through JSON, both ways."""
+    """Calls the coordinator of the moment as a socket would: everything goes through its form on the wire, both ways."""
 
     def __init__(self, run: InProcess) -> None:
         self._run = run
 
     async def call(self, method: str, *args: Any, deadline_s: float = 60.0, retry: bool = False) -> Any:
         answer = await getattr(self._run.coordinator, method)(*orjson.loads(orjson.dumps(args)))
-        return orjson.loads(orjson.dumps(answer))
+        header, buffers = pack(answer)
+        return unpack(header, [memoryview(bytes(buffer)) for buffer in buffers])
 
 
 class Roster:

@@ -7,16 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from rondo.comm.audit import audit
+from rondo.comm.coordinator import HOLD_S
 from rondo.comm.epochs import GroupSpec
+from rondo.comm.index import Index
 from rondo.comm.meeting import fields_of
 from rondo.comm.rounds import Stream
 from rondo.comm.spans import rows_of, spans_of
 from rondo.runtime.errors import OutOfSpace, Refused
 from rondo.runtime.segments import QUICK_BYTES
+from rondo.runtime.transport import MAX_HEADER_BYTES
 from tests.comm.served import ROW_BYTES, Served, prove, put_group, score, served
+from tests.strength import strength
 
 
 async def train(run: Served, bus, step: int) -> list[list[int]]:
@@ -518,3 +523,53 @@ async def test_a_put_asks_nobody_again_whom_it_cannot_help_and_one_plan_in_vain_
         rounds = [(await task)["rounds"] for task in waits[1:]]
         assert [made[-1]["last"] for made in rounds] == [True] * 16
         waits[0].cancel()
+
+
+async def test_a_wait_lasts_as_long_as_it_must_and_its_caller_asks_again_for_ever() -> None:
+    async with served(max_staleness=0) as run:
+        rollout, *_, actor = await everyone(run)
+        refused = run.coordinator._wakes.send_back
+        num_sent_back = 0
+
+        def send_back() -> None:
+            nonlocal num_sent_back
+            num_sent_back += 1
+            refused()
+
+        run.coordinator._wakes.send_back = send_back
+        waiting = asyncio.create_task(actor.call("await_version", 1))
+        for _ in range(6):
+            run.clock += HOLD_S + 1
+            run.coordinator.tick()
+            await rollout.call("renew", [])  # whoever was sent back has had his turn
+            await actor.call("committed")
+            assert not waiting.done()
+        assert num_sent_back == 6
+        assert len(run.coordinator._wakes) == 1
+        run.coordinator.index.apply({"event": "commit", "version": 1, "checksum": 7, "attempt": 0, "spans": []})
+        run.coordinator._wakes.wake_all()
+        assert await waiting == {"version": 1}
+
+
+async def test_a_checkpoint_takes_an_index_of_any_size() -> None:
+    num_rows, text = strength(quick=8_000, full=200_000), strength(quick=20_000, full=10)
+    async with served(max_staleness=0, groups_per_step=num_rows // 8, samples_per_group=8) as run:
+        *_, actor = await everyone(run)
+        index, name = run.coordinator.index, "ring/rollout-0/0"
+        for event in index.plan_admissions(0):
+            index.apply(event)
+        for at in range(num_rows):
+            group, sample = divmod(at, 8)
+            if not sample:
+                index.apply(
+                    {"event": "grant", "group": group, "epoch": 0, "member": "rollout-0", "ring": name, "entries": [64]}
+                )
+            index.apply({
+                "event": "put", "ring": name, "pos": at * 64, "seq": at + 1, "bytes": 64, "spans": [[group, 0, sample, 1]],
+                "columns": ["tokens", "loss_mask"], "epoch": 0, "attempt": 0, "reservation": "", "entries": 1,
+                "info": [[9], [4], [1.0], [0], [0]],
+            })  # fmt: skip
+            index.groups[group].error = "x" * text  # the traceback of a reward
+        state = (await actor.call("checkpoint", 0))["state"]
+        assert len(state) > MAX_HEADER_BYTES
+        assert len(Index.load(run.config.rules, orjson.loads(state)).groups) == num_rows // 8

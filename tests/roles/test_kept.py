@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import orjson
 import pytest
 
 from rondo.comm.bus import Bus
@@ -63,12 +64,12 @@ async def leased(run: Served) -> tuple[Bus, list[dict[str, Any]]]:
     return bus, (await bus.call("lease", 3, []))["grants"]
 
 
-async def saved(run: Served, bus: Bus, folder: Path) -> dict[str, Any]:
+async def saved(run: Served, bus: Bus, folder: Path) -> bytes:
     """The index of a checkpoint that is written to `folder`, with the samples that lie on the bus now."""
     await bus.call("renew", [])  # the coordinator has seen every put of this replica
     state = (await run.buses[1].call("checkpoint", 0))["state"]
     write_samples(folder, copy_samples(run.buses[1], state))
-    return cast(dict[str, Any], state)
+    return cast(bytes, state)
 
 
 async def test_what_lies_on_the_bus_unfinished_groups_included_comes_back_from_a_checkpoint_to_the_bit(
@@ -101,7 +102,7 @@ async def test_a_group_that_was_settled_after_the_index_was_read_is_left_out(tmp
         equal(copy_samples(run.buses[1], state), [(1, 0)])
 
 
-async def overflowing(run: Served, samples: list[int]) -> tuple[Bus, Bus, dict[str, Any], dict[str, Any]]:
+async def overflowing(run: Served, samples: list[int]) -> tuple[Bus, Bus, dict[str, Any], bytes]:
     """A replica and the actor, one group put into an overflow ring, and the index of a checkpoint."""
     bus, actor = await run.bus("rollout-0"), await run.bus("actor-0")
     await actor.call("commit", 0, 0, 7, [])
@@ -222,7 +223,7 @@ async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_t
         bus, (first, second, _) = await leased(run)
         put(bus, first, [0, 1], [2, 1])
         put(bus, second, [1])
-        state = await saved(run, bus, tmp_path)
+        state = orjson.loads(await saved(run, bus, tmp_path))
     async with served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
         run.coordinator._emit({"event": "snapshot", "state": state}, {"event": "attempt", "attempt": 0})
         bus, grants = await leased(run)
