@@ -1,9 +1,9 @@
-"""Guard: runs a command that cannot outlive its parent. `python -m rondo.runtime.guard --parent PID -- COMMAND...`
+"""Guard: runs a command that cannot outlive its parent. `python -m rondo.runtime.guard --parent PID [--deaf] -- COMMAND...`
 
 Owns the one promise that makes orphans impossible: the kernel sends SIGKILL to this process when its parent dies, also
 when the parent is killed itself. The command replaces the guard (`exec`), so pid, descriptors and the promise stay.
-Batch systems and service managers signal all processes of a run at once, of which the supervisor alone is meant: the command
-begins without ears for SIGTERM, SIGHUP and SIGUSR1, as does what it starts, and listens again where it knows what to do.
+Batch systems and service managers signal all processes of a run at once, of which the supervisor alone is meant: with --deaf the
+command ignores SIGTERM, SIGHUP and SIGUSR1, as does what it starts, until it says what it does at them.
 Does not own grandchildren: each asks for the same with `die_with_parent`, and finds its parent's pid in
 RONDO_PARENT_PID, which the guard sets to its own.
 
@@ -22,7 +22,7 @@ PARENT_PID = "RONDO_PARENT_PID"
 """The environment variable in which a process finds the pid that its parent must have."""
 
 _PR_SET_PDEATHSIG = 1
-_USAGE = "usage: python -m rondo.runtime.guard --parent PID -- COMMAND [ARGUMENT...]"
+_USAGE = "usage: python -m rondo.runtime.guard --parent PID [--deaf] -- COMMAND [ARGUMENT...]"
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -44,14 +44,16 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Becomes the command. Returns only when it cannot: 2 for wrong usage, 127 for a command that does not start."""
-    if len(arguments) < 4 or arguments[0] != "--parent" or not arguments[1].isdecimal() or arguments[2] != "--":
+    deaf = list(arguments[2:3]) == ["--deaf"]
+    rest = list(arguments[2 + deaf :])
+    if len(rest) < 2 or arguments[0] != "--parent" or not arguments[1].isdecimal() or rest[0] != "--":
         print(_USAGE, file=sys.stderr)
         return 2
     die_with_parent(int(arguments[1]))
     os.environ[PARENT_PID] = str(os.getpid())
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if deaf else ():
         signal.signal(number, signal.SIG_IGN)
-    command = list(arguments[3:])
+    command = rest[1:]
     try:
         os.execvp(command[0], command)
     except OSError as error:

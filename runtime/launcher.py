@@ -123,11 +123,27 @@ def used_incarnations(run_dir: Path) -> dict[str, int]:
 
 
 def start(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    pass_fds: Sequence[int] = (),
+    *,
+    deaf: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Starts a command that dies with this process. To be called from the main thread only."""
+    """Starts a command that dies with this process, and ignores signals that are meant for the supervisor (`guard.py`) unless it is
+    not to be `deaf`. To be called from the main thread only."""
     # By its path and without `site`: the guard needs the standard library only, and starts in a tenth of the time.
-    guarded = [sys.executable, "-I", "-S", guard.__file__, "--parent", str(os.getpid()), "--", *command]
+    guarded = [
+        sys.executable,
+        "-I",
+        "-S",
+        guard.__file__,
+        "--parent",
+        str(os.getpid()),
+        *["--deaf"] * deaf,
+        "--",
+        *command,
+    ]
     with log.open("ab") as output:
         return subprocess.Popen(
             guarded,

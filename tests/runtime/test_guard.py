@@ -52,6 +52,18 @@ def test_the_command_keeps_the_guards_pid_and_finds_it_in_its_environment() -> N
     assert done.stdout.split() == ["True", str(os.getpid())]
 
 
+def test_a_deaf_command_and_what_it_starts_ignore_what_is_meant_for_the_supervisor_until_they_say_otherwise() -> None:
+    code = """
+import os, signal, subprocess, sys
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    os.kill(os.getpid(), number)
+asks = "import os, signal; signal.signal(15, signal.SIG_DFL); os.kill(os.getpid(), 1); os.kill(os.getpid(), 15)"
+print(subprocess.run([sys.executable, "-S", "-c", asks]).returncode)
+"""
+    line = [*RUN, "--parent", str(os.getpid()), "--deaf", "--", sys.executable, "-c", code]
+    assert subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout == "-15\n"
+
+
 def test_a_grandchild_that_asks_dies_with_the_guarded_process() -> None:
     inner = (
         "import os, time; from rondo.runtime.process import die_with_parent; die_with_parent();"

@@ -179,7 +179,9 @@ class SGLangServer:
         await asyncio.to_thread(self._temporary.mkdir, mode=0o700, parents=True, exist_ok=True)
         self._names = await asyncio.to_thread(SharedNames)
         command = [self._launch.python, *self._names.begin, "sglang.launch_server", "--config", str(self._settings)]
-        self._process = process = start_guarded(command, self._launch.surroundings(self._temporary), self.log)
+        self._process = process = start_guarded(
+            command, self._launch.surroundings(self._temporary), self.log, deaf=False
+        )
         self._exit = asyncio.create_task(_exit_code(process), name=f"{self.name} exit")
         client = SGLangClient(f"http://{LOOPBACK}:{self.port}", api_key=self.key)
         try:
