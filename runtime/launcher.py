@@ -130,8 +130,8 @@ def start(
     *,
     deaf: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Starts a command that dies with this process, and ignores signals that are meant for the supervisor (`guard.py`) unless it is
-    not to be `deaf`. To be called from the main thread only."""
+    """Starts a command that dies with this process, and where it is `deaf` ignores signals that are meant for the supervisor
+    (`guard.py`). To be called from the main thread only."""
     # By its path and without `site`: the guard needs the standard library only, and starts in a tenth of the time.
     guarded = [
         sys.executable,
