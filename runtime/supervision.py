@@ -267,7 +267,10 @@ class Supervision:
         self._unsaved = self._unsaved or Cause(name, self._lives[name].incarnation, what)
 
     def fatal(self, name: str, what: str, now: float) -> list[Action]:
-        """Something that no restart repairs, as told by a child: the run fails with this as its cause."""
+        """Something that no restart repairs, as told by a child: the run fails with this as its cause; one that is being stopped
+        does so if it has nothing to go on from."""
+        if self.phase is Phase.STOPPING and name in self._lives:
+            self.unsaved(name, what)
         if self.phase not in (Phase.RUNNING, Phase.RESTARTING):
             return []
         return self._fail(what, Cause(name, self._lives[name].incarnation if name in self._lives else 0, what), now)
@@ -358,7 +361,8 @@ class Supervision:
         """Why the run failed; None while and where it did not."""
         if self._first is None or self._exit_code != EXIT_FAILED:
             return None
-        return self._causes.get((self._first.child, self._first.incarnation), self._first)
+        told = self._causes.get((self._first.child, self._first.incarnation), self._first)
+        return told if told.what == self._first.what else self._first  # the same, by now with its last lines
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 

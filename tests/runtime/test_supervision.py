@@ -570,6 +570,8 @@ def test_a_stop_without_a_checkpoint_to_go_on_from_has_failed_with_the_reason() 
         run.do(run.machine.stop("SIGTERM", run.now, quick="quick" in happens))
         if "told" in happens:
             run.machine.unsaved("actor-0", "nothing yet")
+        if "fatal" in happens:
+            assert run.do(run.machine.fatal("actor-0", "no room", run.now)) == []
         if "error" in happens:
             run.fail("actor-0", "exit code 1")
         if "late" in happens:
@@ -582,6 +584,7 @@ def test_a_stop_without_a_checkpoint_to_go_on_from_has_failed_with_the_reason() 
     assert cause("quick") == "supervisor of incarnation 0: stopped at once, without saving: SIGTERM"
     assert cause("late") == "actor-0 of incarnation 1: not left within supervision.grace_s, 20 s"
     assert cause("error", "late") == "actor-0 of incarnation 1: exit code 1"
+    assert cause("fatal", "error") == "actor-0 of incarnation 1: no room"
     assert cause("told", "late") == "actor-0 of incarnation 1: nothing yet"
 
 
