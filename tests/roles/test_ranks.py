@@ -143,8 +143,11 @@ class Actor(ActorRole):
 
         async def report(*_: Any) -> None: ...
 
+        async def working(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return await compute(function, *args, **kwargs)
+
         context: Any = SimpleNamespace(
-            world_size=2, rank=rank, attempt=0, compute=compute, report=report,
+            world_size=2, rank=rank, attempt=0, compute=compute, working=working, report=report,
             progress=lambda: None, span=lambda name, **_: span(name, "actor"),
         )  # fmt: skip
         super().__init__(context)
