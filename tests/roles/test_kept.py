@@ -236,5 +236,5 @@ async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_t
         assert replica.asked == ["1.1/0", "2.1/0", "2.1/1"]
         index = run.coordinator.index
         assert index.counts["ready"] == 3
-        equal(copy_samples(bus, index.dump())[:3], [(0, 0), (0, 0, 1), (0, 1)])
+        equal(copy_samples(bus, orjson.dumps(index.dump()))[:3], [(0, 0), (0, 0, 1), (0, 1)])
         assert index.groups[1].info[REWARD] == [1.0, 0.25]
