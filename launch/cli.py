@@ -119,11 +119,16 @@ def sft(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     target = _target(options)
+    import tempfile
+
     from rondo.launch.check import inspect, memory_order
     from rondo.launch.check_findings import print_findings
+    from rondo.launch.code import FOLDER, take
     from rondo.launch.config import load
 
-    findings = inspect(load(options.config, options.set), target)
+    config = load(options.config, options.set)
+    with tempfile.TemporaryDirectory(prefix="rondo-code-") as folder:
+        findings = inspect(take(config, options.config, Path(folder) / FOLDER), target)
     if target is None:
         findings.append(memory_order())
     print_findings(findings)

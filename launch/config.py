@@ -27,8 +27,8 @@ from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.config import JobConfig
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.reference import load_file
-from rondo.runtime.section import Section, explain, field_section, nearest
+from rondo.runtime.reference import confirm, load_file
+from rondo.runtime.section import Section, explain, field_section, nearest, references
 
 
 class RunConfig(JobConfig):
@@ -225,6 +225,8 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
     if not isinstance(config, kind):
         got = "no such name" if config is None else f"type {type(config).__name__}"
         raise ConfigError(f"{path} must define `config = {kind.__name__}(...)`, got {got}. Add it at the top level")
+    for setting, reference in references(config):
+        confirm(reference, setting)
     return config
 
 

@@ -6,7 +6,7 @@ when that process ends, however it ends, so nothing stale is ever left to clean.
 
     runs/latest -> quickstart
     runs/quickstart/
-      config.py  config.resolved.json (0600)  environment.json (0600)  format.json  summary.json
+      config.py  code/  config.resolved.json (0600)  environment.json (0600)  format.json  summary.json
       supervisor.json (0600, while it runs)
       metrics.jsonl  events.jsonl  timeline/  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
 
@@ -75,8 +75,9 @@ class RunDir:
         self._claim_fd: int | None = claim_fd
 
     @classmethod
-    def create(cls, parent: Path, name: str, resolved: dict[str, Any], config_file: Path | None = None) -> RunDir:
-        """Makes and claims a new run directory under `parent`. ConfigError when a run of that name is alive."""
+    def create(cls, parent: Path, name: str, resolved: dict[str, Any], code: Path | None = None) -> RunDir:
+        """Makes and claims a new run directory under `parent`, and moves the folder of `code` there. ConfigError when a run of
+        that name is alive."""
         number = 1
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ class RunDir:
                     break
                 made.close()
                 number += 1
-            made._fill(resolved, config_file)
+            made._fill(resolved, code)
             _point(parent / "latest", made.path.name)
         except OSError as error:
             raise ConfigError(
@@ -96,13 +97,16 @@ class RunDir:
             ) from error
         return made
 
-    def _fill(self, resolved: dict[str, Any], config_file: Path | None) -> None:
+    def _fill(self, resolved: dict[str, Any], code: Path | None) -> None:
         """The settings last: a directory without them is none yet."""
         for folder in _FOLDERS:
             (self.path / folder).mkdir(0o700 if folder == "samples" else 0o777, exist_ok=True)  # prompts and answers
-        if config_file is not None:
-            shutil.copyfile(config_file, self.path / "config.py")
-        write_json(self.path / "environment.json", environment(), PRIVATE)
+        if code is not None:
+            from rondo.launch.code import FOLDER, main_file
+
+            shutil.move(code, self.path / FOLDER)
+            (self.path / "config.py").symlink_to(Path(FOLDER, main_file(self.path / FOLDER)))
+        write_json(self.path / "environment.json", environment(self.path), PRIVATE)
         write_json(self.path / FORMAT, formats.stamp(formats.RUN))
         self.write_settings(resolved)
 
@@ -253,8 +257,11 @@ def write_json(path: Path, data: Any, mode: int = 0o644) -> None:
         aside.unlink(missing_ok=True)
 
 
-def environment() -> dict[str, Any]:
-    """What a reader of the run needs to know about where it ran: command, versions, machine, git state."""
+def environment(run: Path) -> dict[str, Any]:
+    """What a reader of the run needs to know about where it ran: command, versions, machine, git state; also the versions of what
+    its code imports."""
+    from rondo.launch.code import imported  # not for whoever only reads a run directory
+
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -267,8 +274,8 @@ def environment() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "num_cores": len(os.sched_getaffinity(0)),
-        "packages": versions,
         "git": _git(),
+        **imported(run, versions),
     }
 
 

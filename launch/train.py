@@ -30,6 +30,7 @@ from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.launch.check import Facts, require
 from rondo.launch.check_estimate import routed_bytes
 from rondo.launch.cli import TrainOptions
+from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
 from rondo.launch.provider import RunProvider, serve_trace
@@ -111,7 +112,7 @@ def resume(path: Path, sets: Sequence[str] = (), *, options: TrainOptions | None
                 f"RUN must have a whole checkpoint to go on from, got none in {run.checkpoints}. "
                 "Start it again with `rondo train`; set train.save_every to have checkpoints earlier."
             )
-        config = unresolve(read_json(run.config_json))
+        config = belonging_to(unresolve(read_json(run.config_json)), run.path)
         read_json(run.path / PREPARED)
         _work_where_it_began(run.path)
         if sets:
@@ -157,7 +158,7 @@ def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str]) -> RunConf
     write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.groups)})
     rules = coordinator_config(changed, facts.num_rows, routed_bytes(changed, facts.shape))
     write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))
-    run.write_settings(resolve(changed))
+    run.write_settings(resolve(as_kept(changed, run.path)))
     return changed
 
 
@@ -236,9 +237,12 @@ def _prepared(
     The folder that a model was built in is gone before anything starts, so that a killed run leaves none."""
     with ExitStack() as stack:
         with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
-            facts = require(config, Path(folder))
+            # Checked is what will run: the copy, from its first moment on.
+            taken = take(config, options.config_path, Path(folder) / FOLDER)
+            facts = require(taken, Path(folder))
+            kept = resolve(as_kept(taken, Path(folder)))
             admin = stack.enter_context(listen(config.admin))
-            run = stack.enter_context(RunDir.create(config.run_dir, name, resolve(config), options.config_path))
+            run = stack.enter_context(RunDir.create(config.run_dir, name, kept, Path(folder) / FOLDER))
             _prepare(config, run, facts, **placed)
         yield run, admin
 

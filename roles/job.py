@@ -23,6 +23,8 @@ from rondo.roles.config import JobConfig
 from rondo.roles.turns import Turns
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.pace import PaceLimits
+from rondo.runtime.reference import relative_to
+from rondo.runtime.section import with_references
 from rondo.runtime.segments import SegmentClient
 
 if TYPE_CHECKING:
@@ -88,7 +90,9 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     prepared = orjson.loads((ctx.run_dir / "prepared.json").read_bytes())
     first = prepared["first_devices"].get(ctx.group)
     device = "cpu" if first is None else f"cuda:{first + ctx.local_rank}"
-    config = JobConfig.from_resolved(resolved)
+    config = with_references(
+        JobConfig.from_resolved(resolved), lambda _, reference: relative_to(ctx.run_dir, reference)
+    )
     limits = config.supervision
     ctx.set_pace(PaceLimits(limits.work_factor, limits.work_floor_s, limits.work_ceiling_s))
     return config, prepared["model_path"], device

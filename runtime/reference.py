@@ -3,10 +3,17 @@
 A run's settings travel as JSON, so a function in them travels by name. Two spellings:
 
     package.module:function        a module that every process can import
-    /path/to/file.py:function      a file; its folder is importable while it loads, as for a script
+    /path/to/file.py:function      a file; while it loads its folder comes first on the import path, as for a script, and stays
+                                   last on it for good, so that a function may import its neighbours when it is called
 
 `as_reference` makes the text from a function, `load_reference` makes the function from the text. Neither calls it. A file
-is loaded once in a process. Lambdas, closures and objects have no name that another process could find, and are refused.
+is loaded once in a process. Lambdas, closures and objects have no name that another process could find, and are refused; so
+is what its own name does not find, such as a wrapper that bears the name of what it wraps.
+
+A folder with `rondo_code.json` in it holds modules that were taken from elsewhere (`launch/code.py`): {"modules": {name: file},
+"files": {file: {"from": path, ...}}}. Once a file of it is loaded, these names are imported from the folder in this process,
+whatever lies in the working directory; no other name is. `__file__` of such a module is the path that it was taken from, so that
+it finds what lies there beside it.
 """
 
 from __future__ import annotations
@@ -16,16 +23,24 @@ import functools
 import gc
 import importlib
 import importlib.util
+import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rondo.runtime.errors import ConfigError
 
-_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib"))
+TAKEN = "rondo_code.json"
+_STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+_INSTALLED = {"site-packages", "dist-packages"}
+_FILE_MODULE = "_rondo_file_"
+_named: dict[str, object] = {}
+"""Reference -> the object that it was made from, in this process."""
 
 
 def as_reference(value: object) -> str:
@@ -35,19 +50,57 @@ def as_reference(value: object) -> str:
         if not target or not name.isidentifier():
             raise ValueError(f"must look like 'module:function' or 'file.py:function', got {value!r}")
         return value
-    name = getattr(value, "__qualname__", "")
-    if not callable(value) or not isinstance(getattr(value, "__module__", None), str) or not name.isidentifier():
+    name, module_name = getattr(value, "__qualname__", ""), getattr(value, "__module__", None)
+    if not callable(value) or not isinstance(module_name, str) or not name.isidentifier():
         shown = name or repr(value)
         raise ValueError(
             f"must be a function defined at the top of a module, got {shown}. "
             "Other processes load it by name: give it a `def` of its own"
         )
-    file = getattr(sys.modules.get(value.__module__), "__file__", None)
-    if file is not None and "." not in value.__module__:
-        path = Path(file).resolve()
-        if not any(path.is_relative_to(folder) for folder in _INSTALLED):
-            return f"{path}:{name}"
-    return f"{value.__module__}:{name}"
+    module = sys.modules.get(module_name)
+    if module is None or getattr(module, name, None) is not value:
+        raise ValueError(
+            f"must be what its name finds, got another object that bears the name {name} of {module_name} (a wrapper, or "
+            "defined more than once). Other processes load it by name: give it a `def` of its own"
+        )
+    file = file_of(module)
+    by_file = "." not in module_name and file is not None and (_is_file_module(module_name) or not is_installed(file))
+    reference = f"{file}:{name}" if by_file else f"{module_name}:{name}"
+    _named[reference] = value
+    return reference
+
+
+def confirm(reference: str, what: str) -> None:
+    """ConfigError when the name no longer finds the object that the reference was made from; `what` names the setting."""
+    value = _named.get(reference)
+    module = sys.modules.get(getattr(value, "__module__", ""))
+    if (
+        value is not None
+        and module is not None
+        and getattr(module, name := reference.rpartition(":")[2], None) is not value
+    ):
+        raise ConfigError(
+            f"{what} must be what its name finds, got {name}, which is defined anew behind the settings. "
+            "Other processes load it by name: rename one of the two"
+        )
+
+
+def file_of(module: ModuleType) -> Path | None:
+    """The file that a module was loaded from; None for one without."""
+    spec = getattr(module, "__spec__", None)
+    found = spec.origin if spec is not None and spec.has_location else getattr(module, "__file__", None)
+    return None if found is None else Path(found).resolve()
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a file is Python's own or of an installed package, not a user's."""
+    return file.is_relative_to(_STDLIB) or not _INSTALLED.isdisjoint(file.parts)
+
+
+def relative_to(folder: Path, reference: str) -> str:
+    """The same reference, with a relative path of a file taken from `folder`."""
+    target = reference.rpartition(":")[0]
+    return str(folder / reference) if target.endswith(".py") else reference
 
 
 def load_reference(reference: str, what: str) -> Callable[..., Any]:
@@ -75,22 +128,86 @@ def load_reference(reference: str, what: str) -> Callable[..., Any]:
 
 @functools.cache
 def load_file(path: str) -> ModuleType:
-    """The module in the file at `path`, loaded once a process, with its folder importable while it loads."""
-    if not Path(path).is_file():
+    """The module in the file at `path`, loaded once a process, with its neighbours importable from then on."""
+    file = Path(path)
+    if not file.is_file():
         raise FileNotFoundError(path)
+    root = next((folder for folder in file.parents if (folder / TAKEN).is_file()), None)
+    taken = None if root is None else _taken(root)
+    if taken is not None and (name := taken.name_of(file)) is not None:
+        return importlib.import_module(name)
     # The name is free of dots and cannot collide with an installed module of the file's name.
-    module_name = "_rondo_file_" + "".join(c if c.isalnum() else "_" for c in path)
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    module_name = _FILE_MODULE + "".join(c if c.isalnum() else "_" for c in path)
+    loader = None if taken is None else _TakenLoader(module_name, path, taken)
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        with importable(Path(path).parent):
+        with contextlib.nullcontext() if taken is not None else _importable(file.parent):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[module_name]
         raise
     return module
+
+
+class _Taken(MetaPathFinder):
+    """Imports the modules that lie in a folder of taken code, and no others."""
+
+    def __init__(self, root: Path) -> None:
+        found = json.loads((root / TAKEN).read_bytes())
+        self.root, self._modules, self._files = root, dict(found["modules"]), dict(found["files"])
+
+    def name_of(self, file: Path) -> str | None:
+        """The name under which a file is imported; None for one that nothing imports."""
+        parts = file.relative_to(self.root).with_suffix("").parts
+        for name, taken in self._modules.items():
+            above = Path(taken).with_suffix("").parts
+            package = above[:-1] if above[-1] == "__init__" else above
+            if parts[: len(package)] == package and (package != above or parts == above):
+                return ".".join((name, *(part for part in parts[len(package) :] if part != "__init__")))
+        return None
+
+    def origin(self, path: str) -> str:
+        """Where a file of the folder was taken from."""
+        return str(self._files.get(str(Path(path).relative_to(self.root)), {}).get("from", path))
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is not None:
+            inside = [entry for entry in path if Path(entry).is_relative_to(self.root)]
+            spec = PathFinder.find_spec(fullname, inside) if inside else None
+            if spec is not None and isinstance(spec.loader, SourceFileLoader):
+                spec.loader = _TakenLoader(fullname, spec.loader.path, self)
+            return spec
+        if fullname not in self._modules:
+            return None
+        file = self.root / self._modules[fullname]
+        folder = [str(file.parent)] if file.name == "__init__.py" else None
+        loader = _TakenLoader(fullname, str(file), self)
+        return importlib.util.spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folder)
+
+
+class _TakenLoader(SourceFileLoader):
+    """Runs a taken module as if it lay where it was taken from."""
+
+    def __init__(self, fullname: str, path: str, taken: _Taken) -> None:
+        super().__init__(fullname, path)
+        self._taken = taken
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = self._taken.origin(self.path)
+        super().exec_module(module)
+
+
+@functools.cache
+def _taken(root: Path) -> _Taken:
+    """The finder of a folder of taken code, in front of all others from now on."""
+    finder = _Taken(root)
+    sys.meta_path.insert(0, finder)
+    return finder
 
 
 @contextlib.contextmanager
@@ -107,15 +224,21 @@ def uncollected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def importable(folder: Path) -> Iterator[None]:
-    """Puts `folder` first on the import path for the body, as Python does for a script."""
+def _importable(folder: Path) -> Iterator[None]:
+    """Puts `folder` first on the import path for the body, as Python does for a script, and leaves it there as the last: what is
+    installed comes before it for everybody else."""
     entry = str(folder)
     sys.path.insert(0, entry)
     try:
         yield
     finally:
-        if entry in sys.path:
-            sys.path.remove(entry)
+        sys.path.remove(entry)
+        if entry not in sys.path:
+            sys.path.append(entry)
+
+
+def _is_file_module(name: str) -> bool:
+    return name.startswith(_FILE_MODULE) or name == "__main__"
 
 
 def _nearest(name: str, module: ModuleType) -> str:

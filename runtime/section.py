@@ -16,18 +16,20 @@ validator that names two settings writes the whole sentence, which stays as it i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import as_reference
 
-FunctionRef = Annotated[str, BeforeValidator(as_reference)]
+_REFERENCE = BeforeValidator(as_reference)
+FunctionRef = Annotated[str, _REFERENCE]
 """A function in the settings: given as the function itself or as 'module:function' / 'file.py:function', kept as text."""
 
 _SHOWN_CHARACTERS = 80
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class Section(BaseModel):
@@ -36,6 +38,29 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+
+def references(section: BaseModel) -> list[tuple[str, str]]:
+    """(path, reference) of every function in the settings, in the order of the tree."""
+    found: list[tuple[str, str]] = []
+
+    def collect(path: str, reference: str) -> str:
+        found.append((path, reference))
+        return reference
+
+    with_references(section, collect)
+    return found
+
+
+def with_references(section: _Model, change: Callable[[str, str], str], prefix: str = "") -> _Model:
+    """The same settings with `change(path, reference)` in the place of every reference to a function."""
+    changes = {}
+    for name, field in type(section).model_fields.items():
+        value, is_function = getattr(section, name), _REFERENCE in field.metadata or _takes_function(field.annotation)
+        made = _changed(value, is_function, f"{prefix}{name}", change)
+        if made is not value:
+            changes[name] = made
+    return section.model_copy(update=changes) if changes else section
 
 
 def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigError:
@@ -70,6 +95,24 @@ def field_section(owner: type[BaseModel], name: str) -> type[Section] | None:
     """The section type that a field of `owner` holds (also inside a tuple or an option), or None."""
     field = owner.model_fields.get(name)
     return next(_sections_in(field.annotation), None) if field is not None else None
+
+
+def _changed(value: Any, is_function: bool, path: str, change: Callable[[str, str], str]) -> Any:
+    if isinstance(value, BaseModel):
+        return with_references(value, change, f"{path}.")
+    if isinstance(value, str):
+        return change(path, value) if is_function and ":" in value else value
+    if isinstance(value, tuple):
+        made = tuple(_changed(item, is_function, f"{path}.{i}", change) for i, item in enumerate(value))
+        return made if any(new is not old for new, old in zip(made, value, strict=True)) else value
+    if isinstance(value, dict):
+        by_name = {name: _changed(item, is_function, f"{path}.{name}", change) for name, item in value.items()}
+        return by_name if any(by_name[name] is not value[name] for name in value) else value
+    return value
+
+
+def _takes_function(annotation: Any) -> bool:
+    return _REFERENCE in getattr(annotation, "__metadata__", ()) or any(map(_takes_function, get_args(annotation)))
 
 
 def _sentence(path: str, item: Any, title: type[Section] | None, source: str) -> str:

@@ -366,3 +366,14 @@ def test_a_rollout_group_has_the_devices_that_its_servers_take(
     else:
         with pytest.raises(ConfigError, match=problem):
             load(file)
+
+
+def test_a_function_that_is_defined_anew_behind_the_settings_is_refused(tmp_path: Path) -> None:
+    again = "\n\ndef reward(response, label, *, prompt, metadata):\n    return 0.0\n"
+    file = configs.write(tmp_path, ("train=TrainConfig(lr=1e-5),\n)\n", f"train=TrainConfig(lr=1e-5),\n){again}"))
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert str(caught.value) == (
+        "reward.function must be what its name finds, got reward, which is defined anew behind the settings. "
+        "Other processes load it by name: rename one of the two"
+    )

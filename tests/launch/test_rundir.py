@@ -16,6 +16,7 @@ import pytest
 from rondo.launch.rundir import RunDir, existing_run, owner, read_json, supervisor_record, write_json
 from rondo.runtime import formats
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import TAKEN
 
 OWN_AND_WAIT = """
 import sys
@@ -47,9 +48,12 @@ def other_owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_new_run_has_its_files_and_is_the_latest(tmp_path: Path) -> None:
-    config_file = tmp_path / "my.py"
-    config_file.write_text("config = 1\n")
-    with RunDir.create(tmp_path / "runs", "demo", {"name": "demo"}, config_file) as run:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "my.py").write_text("config = 1\n")
+    (code / TAKEN).write_text('{"config": "my.py", "imports": []}')
+    with RunDir.create(tmp_path / "runs", "demo", {"name": "demo"}, code) as run:
+        assert (run.path / "config.py").read_text() == "config = 1\n" and not code.exists()
         names = {path.name for path in run.path.iterdir()}
         expected = {
             "config.py",

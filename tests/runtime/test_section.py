@@ -10,8 +10,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.reference import as_reference, load_reference
-from rondo.runtime.section import FunctionRef, Section, explain
+from rondo.runtime.reference import as_reference, load_file, load_reference, relative_to
+from rondo.runtime.section import FunctionRef, Section, explain, references, with_references
 
 
 class Inner(Section):
@@ -132,14 +132,77 @@ def test_a_reference_to_nothing_is_told(tmp_path: Path, reference: str, text: st
     assert str(caught.value).startswith(text.format(file=file))
 
 
-def test_a_file_can_import_its_neighbours_and_leaves_the_import_path_as_it_was(tmp_path: Path) -> None:
+def test_a_file_can_import_its_neighbours_while_it_loads_and_when_its_functions_are_called(tmp_path: Path) -> None:
     import sys
 
-    (tmp_path / "neighbour_of_rewards.py").write_text("VALUE = 3\n")
-    (tmp_path / "rewards.py").write_text("import neighbour_of_rewards as n\n\n\ndef value():\n    return n.VALUE\n")
+    for name in ("neighbour_of_rewards", "late_neighbour_of_rewards"):
+        (tmp_path / f"{name}.py").write_text("VALUE = 3\n")
+    (tmp_path / "rewards.py").write_text(
+        "import neighbour_of_rewards as n\n\n\ndef value():\n    import late_neighbour_of_rewards as late\n\n"
+        "    return n.VALUE + late.VALUE\n"
+    )
     before = list(sys.path)
-    assert load_reference(f"{tmp_path}/rewards.py:value", "x")() == 3
-    assert sys.path == before
+    try:
+        assert load_reference(f"{tmp_path}/rewards.py:value", "x")() == 6
+        assert sys.path == [*before, str(tmp_path)]  # the last: what is installed comes before it
+    finally:
+        sys.path[:] = before
+
+
+WRAPPED = """
+import functools
+
+
+def exact(response):
+    return float(response == "1")
+
+
+def length_penalty(function):
+    @functools.wraps(function)
+    def scored(response):
+        return function(response) - len(response)
+
+    return scored
+
+
+def score(response):
+    return 1.0
+
+
+first, penalized = score, length_penalty(exact)
+
+
+def score(response):
+    return 0.0
+
+
+@length_penalty
+def decorated(response):
+    return 1.0
+"""
+
+
+def test_a_function_that_its_own_name_does_not_find_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(WRAPPED)
+    module = load_file(str(tmp_path / "rewards.py"))
+    for other, name in ((module.penalized, "exact"), (module.first, "score")):
+        text = told(Inner, "inner", function=other)
+        assert text.startswith(
+            f"inner.function must be what its name finds, got another object that bears the name {name} of "
+        )
+        assert text.endswith("give it a `def` of its own.")
+    for same in (module.exact, module.score, module.decorated):
+        assert load_reference(as_reference(same), "reward.function") is same
+
+
+def test_every_reference_of_the_settings_can_be_changed(tmp_path: Path) -> None:
+    outer = Outer(count=1, inner=Inner(function="a.py:f"))
+    assert references(outer) == [("inner.function", "a.py:f")]
+    moved = with_references(outer, lambda path, reference: relative_to(Path("/run"), reference))
+    assert moved.inner.function == "/run/a.py:f"
+    assert relative_to(Path("/run"), "package.module:f") == "package.module:f"
+    assert relative_to(Path("/run"), "/b.py:f") == "/b.py:f"
+    assert with_references(outer, lambda path, reference: reference) is outer
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
