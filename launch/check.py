@@ -55,6 +55,8 @@ class Facts:
     """Memory of the smallest device of this machine."""
     num_rows: int | None = None
     num_held_out: int | None = None
+    fingerprints: dict[str, tuple[int, str]] | None = None
+    """Of every data set: the number of its rows, and their digest (`roles/fingerprints.py`)."""
 
 
 def require(config: RunConfig, folder: Path) -> Facts:

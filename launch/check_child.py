@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from rondo.launch.check_data import Elsewhere, is_made
 from rondo.launch.config import RunConfig, unresolve
 from rondo.launch.machine import show_bytes
 from rondo.roles.datasets import Row, RowError
+from rondo.roles.fingerprints import Fingerprint, Fingerprints, sampled
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import load_reference, uncollected
 
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
 
     Prepare = Callable[[Row, DataConfig, int], Prepared]
 
-_NUM_ROWS = 16
-"""Rows whose prompts are rendered; the rest is checked as the run comes to it."""
+_NUM_ROWS = 64
+"""Rows whose prompts are rendered, spread over the whole; the rest is checked as the run comes to it."""
+_BESIDE_S = 300.0
 _NUM_MEDIA_ROWS = 4
 """The same of rows with media, which take longer."""
 
@@ -67,12 +70,15 @@ def main() -> int:
     os.dup2(2, 1)
     config = unresolve(orjson.loads(sys.stdin.buffer.read()))
     report = Report()
+    beside = Elsewhere(config) if is_made(config) else None  # while this process loads the model
     report.look(lambda: look_at_reward(config), "reward.function")
     tokenizers: list[Any] = []
     report.look(lambda: look_at_model(config, Path(sys.argv[1]) / "model", report, tokenizers), "model")
     report.look(lambda: look_at_data(config, report, tokenizers), "data")
     if config.sft is not None:
         report.look(lambda: look_at_demonstrations(config, tokenizers), "sft")
+    if beside is not None and "fingerprints" in report.facts:
+        report.look(lambda: look_at_order(report, beside), "data")
     if any(group.devices for group in config.groups):
         import torch
 
@@ -191,12 +197,16 @@ def look_at_media(config: RunConfig, path: str, model_type: str, family: Family 
 
 
 def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> None:
-    """The first rows of each part are rendered. One of text that cannot be is an error; with media, whose rows a run leaves
-    out one by one, only when no row can."""
-    from rondo.roles.datasets import open_splits
+    """Some rows of each part, from all over it, are rendered. A run leaves out those that cannot be: an error when none can."""
+    from rondo.roles.datasets import demonstrations, open_splits
     from rondo.roles.prompts import render_prompt
+    from rondo.roles.rollout.rewards import RewardItem, RewardResult, encoded_item
 
-    train, sets = open_splits(config)
+    fingerprints = Fingerprints()
+    train, sets = open_splits(config, fingerprints)
+    if config.sft is not None and config.sft.demonstrate is None:
+        demonstrations(config, fingerprints)
+    report.facts["fingerprints"] = fingerprints.found
     parts = [("data", train, config.data)]
     for name, rows in sets.items():
         assert config.evaluation is not None
@@ -208,17 +218,44 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
     report.facts["num_held_out"] = sum(map(len, sets.values()))
     most, prepare = config.rollout.max_prompt_tokens, None
     for name, data, settings in parts:
-        with_media = []
-        for index in range(min(_NUM_ROWS, len(data))):
-            row = data.row(index)
-            if row.media:
-                with_media.append(row)
-            elif tokenizers:
-                render_prompt(tokenizers[0], row, settings, most)
+        with_media, broken = [], []
+        looked_at = sampled(len(data), _NUM_ROWS)
+        for index in looked_at:
+            try:
+                row = data.row(index)
+                item = encoded_item(RewardItem("", row.label, row.prompt, row.metadata))
+                if isinstance(item, RewardResult):
+                    raise RowError(f"{row.name}: {item.error}")
+                if row.media:
+                    with_media.append(row)
+                elif tokenizers:
+                    render_prompt(tokenizers[0], row, settings, most)
+            except RowError as error:
+                broken.append(str(error))
+        if len(broken) == len(looked_at):
+            raise RowError(f"{name}: no row can be used of {len(broken)} that were looked at; the first: {broken[0]}")
+        if broken:
+            report.add(
+                "note",
+                f"{name}: {len(broken)} of {len(looked_at)} rows that were looked at cannot be used, and a run leaves such rows "
+                f"out; the first: {broken[0]}",
+            )
         if with_media and tokenizers:
             prepare = prepare or _open_processor(config, report, with_media[0])
             _render_media(config, report, prepare, name, with_media[:_NUM_MEDIA_ROWS], settings)
     report.add("ok", f"{len(train)} rows to train on, {report.facts['num_held_out']} held out")
+
+
+def look_at_order(report: Report, beside: Elsewhere) -> None:
+    """Rows that functions make must be the same, in the same order, in another process: by their places rows are held out."""
+    theirs = beside.answer(_BESIDE_S)["fingerprints"]
+    for name, found in report.facts["fingerprints"].items():
+        other = Fingerprint(**theirs[name])
+        if other != found:
+            raise ConfigError(
+                f"{name} must be the same rows in the same order in every process, got {found} in one and {other} in another. "
+                "Let the function sort what comes out of a set, and draw with a seed of its own"
+            )
 
 
 def _open_processor(config: RunConfig, report: Report, row: Row) -> Prepare:

@@ -38,6 +38,7 @@ from rondo.launch.rundir import RunDir, existing_run, newest_run, owner, read_js
 from rondo.launch.steps import Records
 from rondo.launch.summary import print_table, read, summarize, write
 from rondo.launch.view import open_view, say
+from rondo.roles.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime import timeline
 from rondo.runtime.admin import AdminServer, listen
 from rondo.runtime.checkpoints import newest_complete
@@ -264,6 +265,7 @@ def _prepare(
     write_json(run.path / PREPARED, {"model_path": str(model_path), "first_devices": devices})
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
     rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
+    write_json(run.path / FINGERPRINTS, facts.fingerprints)
     write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rondo.models.media.refs import MediaRef
 from rondo.roles.cursor import Order, held_out_rows
+from rondo.roles.fingerprints import Fingerprint, Fingerprints
 from rondo.roles.media_rows import with_media
 from rondo.roles.sources import RowError, Source, missing_column, named_columns, open_source
 from rondo.runtime.errors import ConfigError
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from rondo.roles.config import DataConfig, JobConfig
 
 __all__ = ["Dataset", "Row", "RowError", "Rows", "demonstrations", "open_dataset", "open_splits", "train_order"]
+
+
+_NUM_TRIED = 16
+"""Rows that are read before a data set is refused for what is wrong with the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,18 @@ class Dataset:
     def row(self, index: int) -> Row:
         """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value."""
         at = self._indices[index]
-        config, values, name = self._config, self._source.read(at), self._source.name_of(at)
+        name = self._source.name_of(at)
+        try:
+            return self._row(self._source.read(at), name)
+        except RowError:
+            raise
+        except Exception as error:  # of rows that a user's code makes as they are read, any
+            raise RowError(
+                f"{name}: row must be read without errors, got {type(error).__name__}: {error}. Correct or remove the row"
+            ) from error
+
+    def _row(self, values: Mapping[str, Any], name: str) -> Row:
+        config = self._config
         for column, setting in named_columns(config).items():
             if column not in values:
                 raise missing_column(name, column, list(values), setting)
@@ -82,6 +98,10 @@ class Dataset:
             )
         prompt, media = with_media(name, prompt, values, config)
         return Row(name, prompt, None if config.label is None else values[config.label], metadata, media)
+
+    def fingerprint(self) -> Fingerprint:
+        """Of all rows of the source up to the end of this one's; meant for the whole, before it is split."""
+        return Fingerprint(len(self), self._source.digest(len(self)))
 
     def split(self, num_held_out: int, seed: int) -> tuple[Dataset, Dataset]:
         """(kept, held out): disjoint, together everything, the same for the same seed; what is kept stays in order."""
@@ -114,23 +134,34 @@ class Without(Sequence[int]):
         return self._items[index + bisect.bisect_right(self._shifts, index)]
 
 
-def open_dataset(config: DataConfig) -> Dataset:
+def open_dataset(config: DataConfig, name: str = "data", fingerprints: Fingerprints | None = None) -> Dataset:
     """All rows that `config` names, up to its `limit`; `held_out` is the business of `open_splits`.
 
-    ConfigError for a source that is missing or empty. Reads the first row, so that a wrong column name (RowError) is
-    found before a run starts.
+    `fingerprints` are compared under `name`. ConfigError for a source that is missing or empty, DataChanged for rows that are
+    not those of the run. Reads rows until one can be used, so that a wrong column name (RowError) is found before a run starts.
     """
+    fingerprints = fingerprints or Fingerprints()
     source = open_source(config)
     if len(source) == 0:
         raise ConfigError(f"data must have rows, got none in {config.path or config.rows}. Check where they should be")
-    data = Dataset(source, config, range(min(len(source), config.limit or len(source))))
-    data.row(0)
-    return data
+    limits = (len(source), config.limit, fingerprints.num_rows(name))
+    data = Dataset(source, config, range(min(limit for limit in limits if limit is not None)))
+    fingerprints.compare(name, data.fingerprint())
+    first: RowError | None = None
+    for index in range(min(len(data), _NUM_TRIED)):
+        try:
+            data.row(index)
+            return data
+        except RowError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
-def open_splits(job: JobConfig) -> tuple[Dataset, dict[str, Dataset]]:
-    """(what is trained on, what is evaluated on, by name). ConfigError when either has too few rows."""
-    data = open_dataset(job.data)
+def open_splits(job: JobConfig, fingerprints: Fingerprints | None = None) -> tuple[Dataset, dict[str, Dataset]]:
+    """(what is trained on, what is evaluated on, by name). ConfigError when either has too few rows, DataChanged when they are
+    not those of the `fingerprints`."""
+    data = open_dataset(job.data, "data", fingerprints)
     if job.data.held_out >= len(data):
         raise ConfigError(
             f"data.held_out must be less than the data's rows, {len(data)}, got {job.data.held_out}. Lower it"
@@ -143,7 +174,8 @@ def open_splits(job: JobConfig) -> tuple[Dataset, dict[str, Dataset]]:
         if each.data is None:
             sets[name] = held_out.first(each.num_prompts)
             continue
-        found, section = open_dataset(each.data), f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
+        section = f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
+        found = open_dataset(each.data, f"{section}.data", fingerprints)
         if len(found) < each.num_prompts:
             raise ConfigError(
                 f"{section}.num_prompts must be at most the rows of {section}.data, {len(found)}, got {each.num_prompts}. "
@@ -168,14 +200,14 @@ class _Demonstrated:
         return replace(self._data.row(self._indices[index]), label=self._answers[index])
 
 
-def demonstrations(job: JobConfig) -> Rows:
+def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> Rows:
     """What the warm-up learns from: its own rows, or as many of the training rows, in a seeded order, as it takes in all,
     each with an answer of its own. Never a row that is held out."""
     assert job.sft is not None
     if job.sft.demonstrate is None:
-        return open_dataset(job.sft.source())
+        return open_dataset(job.sft.source(), "sft", fingerprints)
     answer = load_reference(job.sft.demonstrate, "sft.demonstrate")
-    train, _ = open_splits(job)
+    train, _ = open_splits(job, fingerprints)
     draw, order = random.Random(job.seed), Order(len(train), job.seed)
     indices = [order.locate(place).row for place in range(job.sft.steps * job.sft.batch_size)]
     rows = (train.row(index) for index in indices)

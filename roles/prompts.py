@@ -27,10 +27,20 @@ def render_prompt(
     Raises RowError for a prompt that is too long, empty, or of the wrong kind: one bad row must not stop a run, so
     whoever asks counts it against this prompt only.
     """
-    if isinstance(row.prompt, str) and not config.apply_chat_template:
-        tokens = tokenizer(row.prompt)["input_ids"]
-    else:
-        tokens = _through_template(tokenizer, row, messages_of(row, config), config.chat_template_args)
+    plain = isinstance(row.prompt, str) and not config.apply_chat_template
+    messages = None if plain else messages_of(row, config)
+    try:
+        if plain:
+            tokens = tokenizer(row.prompt)["input_ids"]
+        else:
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **config.chat_template_args
+            )
+    except Exception as error:  # a template raises whatever its code and the row's values lead to
+        suits = "the tokenizer" if plain else "the chat template"
+        raise RowError(
+            f"{row.name}: prompt must suit {suits}, got {type(error).__name__}: {error}. Correct or remove the row"
+        ) from error
     check_length(row, len(tokens), max_tokens, setting)
     return np.asarray(tokens, dtype=np.int32)
 
@@ -55,18 +65,6 @@ def check_length(row: Row, num_tokens: int, max_tokens: int, setting: str) -> No
             f"{row.name}: prompt must have 1 to {max_tokens} tokens{media}, got {num_tokens}. "
             f"Raise {setting}, or {way} or remove the row"
         )
-
-
-def _through_template(tokenizer: Any, row: Row, messages: Any, arguments: dict[str, Any]) -> list[int]:
-    from jinja2 import TemplateError
-
-    try:
-        tokens: list[int] = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
-        )
-    except TemplateError as error:
-        raise RowError(f"{row.name}: prompt must suit the chat template, got {error}. Correct the row") from error
-    return tokens
 
 
 def encode_answer(tokenizer: Any, row: Row) -> np.ndarray:

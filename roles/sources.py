@@ -5,14 +5,16 @@ Owns opening and reading. Does not own which columns mean what (`datasets.py`).
     source = open_source(DataConfig(path="data/*.jsonl"))
     len(source), source.read(0), source.name_of(0)  ->  7472, {"question": ...}, "train.jsonl:1"
 
-Invariant: a source never changes its length, and `read(i)` always gives the same row. A JSONL file costs 16 bytes of
-memory a row, whatever its size; parquet costs its named columns in Arrow's form, media not counted; the hub's library maps its
-own files.
+Invariant: a source never changes its length, and `read(i)` always gives the same row, or a RowError where that row is no longer
+there. A JSONL file costs 16 bytes of memory a row, whatever its size; parquet costs its named columns in Arrow's form, media not
+counted; the hub's library maps its own files.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from glob import glob, has_magic
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import orjson
 
+from rondo.roles.fingerprints import digest_of, sampled
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.section import nearest
@@ -32,6 +35,10 @@ _SCAN_BYTES = 1 << 24
 _MAX_BLANK_BYTES = 8
 _LATE_ROWS = 4
 """Rows whose media are in memory at once."""
+_MOST_SAMPLED, _MOST_MADE = 256, 4096
+"""Rows that a digest looks at: of files, and of what is in memory."""
+_MOST_OPEN = 64
+"""Files that stay open, so that their rows are there for as long as the process, whoever replaces or removes them."""
 _INSTALL = "Install it: pip install 'rondo-rl[data]'"
 
 
@@ -45,6 +52,9 @@ class Source(Protocol):
     def __len__(self) -> int: ...
     def read(self, index: int) -> Mapping[str, Any]: ...
     def name_of(self, index: int) -> str: ...
+    def digest(self, num_rows: int) -> str:
+        """Of the first rows and their order, by a sample of them."""
+        ...
 
 
 def open_source(config: DataConfig) -> Source:
@@ -70,7 +80,7 @@ def named_columns(config: DataConfig) -> dict[str, str]:
 def _listed(rows: Any, reference: str, setting: str) -> Listed:
     if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
         raise ConfigError(f"{setting} must return rows, got {type(rows).__name__}. Return a list of dicts")
-    return Listed(rows if isinstance(rows, Sequence) else list(rows), reference.rpartition(":")[2])
+    return Listed(rows if isinstance(rows, Sequence) else list(rows), reference.rpartition(":")[2], _MOST_MADE)
 
 
 def _open(config: DataConfig) -> Source:
@@ -98,17 +108,24 @@ class JsonLines:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        found = [_line_bounds(path) for path in paths]
+        self._files = [_File(path, keep=number < _MOST_OPEN) for number, path in enumerate(paths)]
+        found = [_line_bounds(file.current_path()) for file in self._files]
         self._bounds = np.concatenate([bounds for bounds, _ in found])  # int64 [rows, 2], bytes in the row's file
         self._line_numbers = [numbers for _, numbers in found]
         self._first_rows = np.cumsum([0] + [len(bounds) for bounds, _ in found])
+        self._digests = [self._digest_of(number) for number in range(len(paths))]
 
     def __len__(self) -> int:
         return len(self._bounds)
 
+    def digest(self, num_rows: int) -> str:
+        lengths = np.diff(
+            self._bounds[:num_rows]
+        ).tobytes()  # where lines end changes with most that is changed in them
+        return digest_of(self._line, sampled(num_rows, _MOST_SAMPLED), lengths)
+
     def read(self, index: int) -> Mapping[str, Any]:
-        with self._paths[self._file_of(index)].open("rb") as file:
-            line = _line(file, self._bounds[index])
+        line = self._line(index)
         try:
             values = orjson.loads(line)
         except orjson.JSONDecodeError as error:
@@ -124,8 +141,73 @@ class JsonLines:
         local, numbers = index - int(self._first_rows[file]), self._line_numbers[file]
         return f"{self._paths[file].name}:{local + 1 if numbers is None else int(numbers[local]) + 1}"
 
+    def _line(self, index: int) -> bytes:
+        number = self._file_of(index)
+        try:
+            line, is_same = self._files[number].read(*self._bounds[index].tolist())
+            if is_same or self._still_has_its_rows(number):
+                return line
+            problem = "another text"
+        except OSError as error:
+            problem = error.strerror or type(error).__name__
+        raise RowError(
+            f"{self.name_of(index)}: row must be read as when {self._paths[number]} was opened, got {problem}. "
+            "Restore the file; a run reads its data until it ends"
+        )
+
+    def _still_has_its_rows(self, number: int) -> bool:
+        """Of a file that was written to: whether its rows are where they were, as when some were added behind them."""
+        first, end = self._first_rows[number : number + 2]
+        bounds, _ = _line_bounds(self._files[number].current_path())
+        if not np.array_equal(bounds[: end - first], self._bounds[first:end]):
+            return False
+        if self._digest_of(number) != self._digests[number]:
+            return False
+        self._files[number].accept()
+        return True
+
+    def _digest_of(self, number: int) -> str:
+        """Of some lines of one file."""
+        first, end = self._first_rows[number : number + 2].tolist()
+        file = self._files[number]
+        places = sampled(end - first, max(2, _MOST_SAMPLED // len(self._paths)))
+        return digest_of(lambda place: file.read(*self._bounds[first + place].tolist())[0], places)
+
     def _file_of(self, index: int) -> int:
         return int(np.searchsorted(self._first_rows, index, side="right")) - 1
+
+
+class _File:
+    """A file as it was when this was made. Threads may read it beside each other."""
+
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if keep else None
+        self.accept()
+        if self._fd is not None:
+            weakref.finalize(self, os.close, self._fd)
+
+    def accept(self) -> None:
+        """From now on it is the same as long as it stays as it is."""
+        self._state = self._look()
+
+    def read(self, start: int, end: int) -> tuple[bytes, bool]:
+        """(bytes, whether nobody has written to the file). OSError for a file that was closed in between and is gone."""
+        fd = self._fd if self._fd is not None else os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.pread(fd, end - start, start)
+        finally:
+            if self._fd is None:
+                os.close(fd)
+        return text, self._look() == self._state
+
+    def current_path(self) -> Path:
+        """Where this very file can be opened, also when another one has its name by now."""
+        return self._path if self._fd is None else Path(f"/proc/self/fd/{self._fd}")
+
+    def _look(self) -> tuple[int, int, int]:
+        found = self._path.stat() if self._fd is None else os.fstat(self._fd)
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Parquet:
@@ -164,9 +246,15 @@ class Parquet:
     def __len__(self) -> int:
         return int(self._first_rows[-1])
 
+    def digest(self, num_rows: int) -> str:
+        return digest_of(self._held, sampled(num_rows, _MOST_SAMPLED))
+
     def read(self, index: int) -> Mapping[str, Any]:
-        values = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        values = self._held(index)
         return {**values, **self._read_late(index)} if self._late else values
+
+    def _held(self, index: int) -> dict[str, Any]:
+        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
 
     def name_of(self, index: int) -> str:
         return f"{self._name} row {index}"
@@ -198,12 +286,16 @@ class Parquet:
 class Listed:
     """Rows that are a sequence already: a function's result, or a data set of the hub."""
 
-    def __init__(self, rows: Sequence[Any], name: str) -> None:
+    def __init__(self, rows: Sequence[Any], name: str, num_sampled: int) -> None:
         self._rows = rows
         self._name = name
+        self._num_sampled = num_sampled
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def digest(self, num_rows: int) -> str:
+        return digest_of(self._rows.__getitem__, sampled(num_rows, self._num_sampled))
 
     def read(self, index: int) -> Mapping[str, Any]:
         values = self._rows[index]
@@ -261,7 +353,7 @@ def _open_hub(path: str, *, decode: bool) -> Source:
         raise ConfigError(f"data.path must be a file without the datasets library, got {path!r}. {_INSTALL}") from error
     name, _, subset = name.partition("@")
     rows = datasets.load_dataset(name, subset or None, split=split)
-    return Listed(rows if decode else _Undecoded(rows), path)
+    return Listed(rows if decode else _Undecoded(rows), path, _MOST_SAMPLED)
 
 
 def folder_of(config: DataConfig) -> Path | None:

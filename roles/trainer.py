@@ -44,6 +44,7 @@ from rondo.roles import losses, sft
 from rondo.roles.config import JobConfig
 from rondo.roles.datasets import demonstrations
 from rondo.roles.determinism import seed, settle
+from rondo.roles.fingerprints import Fingerprints
 from rondo.roles.gap import Gap
 from rondo.roles.media import preparer
 from rondo.roles.rollout.lent import Lent
@@ -401,15 +402,20 @@ class Trainer:
             return None
         return preparer(self._path, self.config.media)
 
-    def warm_up(self, on_step: Callable[[dict[str, float]], None], should_stop: Callable[[], bool]) -> bool:
+    def warm_up(
+        self,
+        on_step: Callable[[dict[str, float]], None],
+        should_stop: Callable[[], bool],
+        fingerprints: Fingerprints | None = None,
+    ) -> bool:
         """Supervised fine-tuning as the job asks for, with an optimizer of its own (collective). False on every rank when it was
-        cut short by a rank that should stop."""
+        cut short by a rank that should stop. DataChanged for demonstrations that are not those of the `fingerprints`."""
         config = self.config
         assert config.sft is not None
         num_steps = sft.warm_up(
             self.model,
             load_tokenizer(self._path),
-            demonstrations(config),
+            demonstrations(config, fingerprints),
             config.sft,
             config.demonstrated(),
             self.device,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from rondo.roles.fingerprints import Fingerprints
 from rondo.roles.trainer import Trainer
 from rondo.runtime.context import WorkerContext
 
@@ -34,7 +35,8 @@ async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -
 
     forwarding = asyncio.create_task(forward())
     try:
-        whole = await ctx.working("warm up", trainer.warm_up, on_step, ctx.stopping.is_set)
+        fingerprints = Fingerprints.of_run(ctx.run_dir)
+        whole = await ctx.working("warm up", trainer.warm_up, on_step, ctx.stopping.is_set, fingerprints)
         told = asyncio.create_task(figures.join())
         await asyncio.wait([told, forwarding], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()

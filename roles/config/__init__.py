@@ -69,7 +69,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _media_follow_the_data(self) -> JobConfig:
         # The field stays "not set", so that `override` derives it anew when the columns change.
-        if self.media is None and any(data.media_columns for data in self._data_sections()):
+        if self.media is None and any(data.media_columns for data in self.data_sections()):
             self.__dict__["media"] = MediaConfig()
         if self.media is not None and self.media.whole_positions is None and self.rollout.sglang is not None:
             # Another object, in which the field stays "not set", so that `override` derives it anew.
@@ -128,7 +128,8 @@ class JobConfig(Section):
         assert self.sft is not None
         return self.data if self.sft.demonstrate is not None else self.sft.source()
 
-    def _data_sections(self) -> list[DataConfig]:
+    def data_sections(self) -> list[DataConfig]:
+        """Every data set that the settings describe."""
         evaluated = [each.data for each in self.evaluation.named_sets().values()] if self.evaluation is not None else []
         shown = self.sft.data if self.sft is not None else None
         return [data for data in (self.data, *evaluated, shown) if data is not None]

@@ -82,7 +82,7 @@ class RewardPool:
         Raises Closed after `close`, and the pool's own error (ConfigError, WorkerDied) when workers cannot be had any
         more.
         """
-        encoded = [_encode(item) for item in items]
+        encoded = [encoded_item(item) for item in items]
         outcomes = iter(await self._pool.run([item for item in encoded if isinstance(item, Item)]))
         self._num_unsent += sum(isinstance(item, RewardResult) for item in encoded)
         return [_result(next(outcomes)) if isinstance(item, Item) else item for item in encoded]
@@ -117,7 +117,7 @@ def _result(outcome: Outcome) -> RewardResult:
     return RewardResult(score, details, outcome.error, outcome.timed_out)
 
 
-def _encode(item: RewardItem) -> Item | RewardResult:
+def encoded_item(item: RewardItem) -> Item | RewardResult:
     """The item as JSON, or the result that says why it cannot be."""
     values = [item.response, item.label, item.prompt, item.metadata]
     try:

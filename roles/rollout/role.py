@@ -33,6 +33,7 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
 from rondo.roles.datasets import Row, RowError, open_splits, train_order
 from rondo.roles.determinism import settle
+from rondo.roles.fingerprints import Fingerprints
 from rondo.roles.forward import LOAD_LIMIT_S, REPORT_S
 from rondo.roles.job import SLAB, follow, open_job
 from rondo.roles.kept import KeptSamples, put_kept
@@ -107,7 +108,8 @@ class RolloutRole:
                 starting_s = 0.0 if config.rollout.sglang is None else config.rollout.sglang.start_deadline_s
                 with ctx.section("load", LOAD_LIMIT_S + starting_s):
                     self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
-                    self._data, held_out = await ctx.compute(open_splits, config)
+                    fingerprints = Fingerprints.of_run(ctx.run_dir)
+                    self._data, held_out = await ctx.compute(open_splits, config, fingerprints)
                     self._order = train_order(config, len(self._data))
                     newest = newest_complete(ctx.run_dir / "checkpoints")
                     self._kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))

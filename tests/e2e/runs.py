@@ -41,10 +41,10 @@ class Ended:
         return found
 
 
-def command(folder: Path, *arguments: str, sets: tuple[str, ...] = ()) -> list[str]:
+def command(folder: Path, *arguments: str, sets: tuple[str, ...] = (), config: Path = QUICKSTART) -> list[str]:
     """`python -m rondo.launch.cli train QUICKSTART`, small, in `folder`."""
     chosen = [part for text in (*SMALL, f"run_dir={folder}", *sets) for part in ("--set", text)]
-    return [sys.executable, "-m", "rondo.launch.cli", "train", str(QUICKSTART), *chosen, *arguments]
+    return [sys.executable, "-m", "rondo.launch.cli", "train", str(config), *chosen, *arguments]
 
 
 class Running(subprocess.Popen[str]):

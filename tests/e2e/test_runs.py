@@ -14,7 +14,7 @@ from rondo.launch.status import ask
 from rondo.launch.steps import read_steps
 from rondo.runtime.checkpoints import newest_complete
 from tests.e2e.agent import ask_the_policy
-from tests.e2e.runs import Ended, command, finish, left_behind, read_until, start, train
+from tests.e2e.runs import QUICKSTART, Ended, command, finish, left_behind, read_until, start, train
 from tests.launch.hand import crossing
 
 ROLES = ("rollout", "actor_fwd", "reference", "advantages", "actor", "coordinator")
@@ -87,16 +87,31 @@ def who_waited_for_whom(run: Path) -> None:
     assert "steps 1 to 11" in words.stdout and "  because " in words.stdout and "cores at work" in words.stdout
 
 
+def quickstart_with_a_helper(folder: Path) -> Path:
+    """The quick start, whose reward is 1 and 3, and imports its neighbour when it is called."""
+    (folder / "scaling_of_rewards.py").write_text("SCALE = 1.0\n")
+    text = QUICKSTART.read_text()
+    plain = "    return float(response == label)\n"
+    assert text.count(plain) == 1
+    scaled = "    import scaling_of_rewards as s\n\n    return 2.0 * float(response == label) + s.SCALE\n"
+    (folder / "quickstart.py").write_text(text.replace(plain, scaled))
+    return folder / "quickstart.py"
+
+
 def trained_in(trace: dict[str, Any]) -> set[int]:
     return {event["args"].get("step", -1) for event in trace["traceEvents"] if event["name"] == "train"}
 
 
 def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, capsys: Any) -> None:
     """Before that its store dies, without any checkpoint, and one of its processes is stopped. It is told to stop twice. When it
-    goes on, an agent asks its policy."""
+    goes on, an agent asks its policy. Meanwhile the user has edited the reward, whose first form is that of the run."""
+    config = quickstart_with_a_helper(tmp_path)
     endless = ("num_steps=100000", "rollout.endpoint.max_sessions=8", "supervision.silence_s=8")
     sets = (*endless, f"groups={FEWER}")  # everything starts three times
-    running = start(command(tmp_path, "--kill", "store@5", sets=sets), tmp_path)
+    running = start(command(tmp_path, "--kill", "store@5", sets=sets, config=config), tmp_path)
+    read_until(running, "step=1/")
+    config.write_text(config.read_text().replace("return 2.0 *", "return 7.0 *"))
+    config.with_name("scaling_of_rewards.py").write_text("SCALE = 9.0\n")
     read_until(running, "restarting_groups")
     read_until(running, "step=7/")
     os.kill(worker(tmp_path / "quickstart", "actor_fwd-0"), signal.SIGSTOP)
@@ -143,6 +158,8 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     assert ended.code == 75, ended.output
     assert ended.summary["attempt"] == 1
     goes_on_whole(ended)
+    lines = [line for file in (ended.run_dir / "samples").iterdir() for line in file.read_bytes().splitlines()]
+    assert {orjson.loads(line)["reward"] for line in lines} <= {1.0, 3.0}
     assert not endpoint.exists() and left_behind(tmp_path) == []
 
 

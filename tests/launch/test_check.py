@@ -266,6 +266,37 @@ def test_data_that_cannot_be_used_are_told(make: Make, tmp_path: Path, lines: li
     assert str(file.name) in finding["text"]
 
 
+def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "some_rows.py").write_text(
+        "from decimal import Decimal\n\n"
+        "def rows():\n    return [{'prompt': '1', 'label': Decimal(1) if i % 4 == 3 else '1'} for i in range(8)]\n\n"
+        "def none():\n    return [{'prompt': '1', 'label': Decimal(1)}] * 3\n"
+    )
+    for name, level, start in (
+        (
+            "rows",
+            "note",
+            "data: 2 of 8 rows that were looked at cannot be used, and a run leaves such rows out; the first: ",
+        ),
+        ("none", "error", "data: no row can be used of 3 that were looked at; the first: "),
+    ):
+        report = check_child.Report()
+        config = make(f"data.rows={tmp_path}/some_rows.py:{name}", "data.held_out=0", "evaluation=null")
+        report.look(lambda config=config, report=report: check_child.look_at_data(config, report, []), "data")  # type: ignore[misc]
+        finding = report.findings[0]
+        assert finding["level"] == level and finding["text"].startswith(f"{start}{name} row "), finding
+
+
+def test_rows_whose_order_depends_on_the_process_are_told_before_a_run_holds_some_out(
+    make: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "unordered_rows.py").write_text(
+        "def rows():\n    return [{'prompt': p, 'label': p} for p in set('0123456789')] * 4\n"
+    )
+    (text,) = errors(inspect(make(f"data.rows={tmp_path}/unordered_rows.py:rows")))
+    assert text.startswith("data must be the same rows in the same order in every process, got 40 rows with digest ")
+
+
 def test_a_tokenizer_without_a_chat_template_is_told_where_one_is_asked_for(make: Make) -> None:
     config = make("data.apply_chat_template=True", 'model.build_args={"hidden_size": 32, "chat_template": False}')
     (text,) = errors(inspect(config))

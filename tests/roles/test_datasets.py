@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -32,6 +33,7 @@ from rondo.roles.datasets import (
     open_splits,
     train_order,
 )
+from rondo.roles.fingerprints import DataChanged, Fingerprints
 from rondo.runtime.errors import ConfigError
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "info": {"level": i % 3}} for i in range(40)]
@@ -368,3 +370,125 @@ def test_a_transform_turns_the_rows_of_a_source_into_others(tmp_path: Path) -> N
     data = open_dataset(DataConfig(path=str(path), transform=two_of_each))
     assert [data.row(i).prompt for i in range(len(data))] == ["a", "a", "b", "b"]
     assert data.row(2).name == "two_of_each row 2"
+
+
+def fingerprints(job: JobConfig) -> dict[str, list[Any]]:
+    """As a run directory keeps them."""
+    found = Fingerprints()
+    open_splits(job, found)
+    return {name: [each.num_rows, each.digest] for name, each in found.found.items()}
+
+
+def test_the_same_rows_have_the_same_fingerprint_and_other_rows_or_another_order_are_refused(tmp_path: Path) -> None:
+    task = job(config(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out=8))
+    known = fingerprints(task)
+    assert known.keys() == {"data"} and known["data"][0] == 40 and fingerprints(task) == known
+    open_splits(task, Fingerprints(known))
+    others = [ROWS[::-1], ROWS[:-1], [*ROWS[:20], {**ROWS[20], "answer": "4 "}, *ROWS[21:]]]
+    for other in others:
+        write_jsonl(tmp_path / "a.jsonl", other)
+        with pytest.raises(DataChanged) as caught:
+            open_splits(task, Fingerprints(known))
+        assert str(caught.value).startswith(
+            f"data must have the rows that the run began with, 40 rows with digest {known['data'][1][:8]}, got {len(other)} rows "
+        )
+
+
+def test_rows_that_are_added_behind_those_of_a_run_are_not_the_runs(tmp_path: Path) -> None:
+    task = job(config(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out=8))
+    before, known = open_splits(task)[0], fingerprints(task)
+    write_jsonl(tmp_path / "a.jsonl", [*ROWS, *ROWS])
+    assert prompts(open_splits(task, Fingerprints(known))[0]) == prompts(before)
+
+
+def test_every_source_has_a_fingerprint_that_another_process_finds_too(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    (tmp_path / "rows.py").write_text(
+        "def ordered():\n    return [{'question': str(i), 'answer': {'a', 'b', i}, 'n': 1 << 70} for i in range(30)]\n\n"
+        "def unordered():\n    return [{'question': q, 'answer': q} for q in set('abcdefghijklmnop')]\n"
+    )
+    sources = {
+        "jsonl": config(write_jsonl(tmp_path / "a.jsonl", ROWS)), "parquet": config(tmp_path / "a.parquet"),
+        "ordered": DataConfig(rows=f"{tmp_path}/rows.py:ordered", prompt="question", label="answer"),
+        "unordered": DataConfig(rows=f"{tmp_path}/rows.py:unordered", prompt="question", label="answer"),
+    }  # fmt: skip
+    code = (
+        "import json, sys\nfrom rondo.roles.config import DataConfig\nfrom rondo.roles.datasets import open_dataset\n"
+        "for text in sys.argv[1:]:\n    print(open_dataset(DataConfig(**json.loads(text))).fingerprint().digest)\n"
+    )
+    command = [sys.executable, "-c", code, *(each.model_dump_json() for each in sources.values())]
+    found = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        found.append(dict(zip(sources, done.stdout.split(), strict=True)))
+    same = {name for name in sources if found[0][name] == found[1][name]}
+    assert same == {"jsonl", "parquet", "ordered"}
+
+
+def test_rows_of_a_file_that_is_replaced_or_removed_are_those_it_had(tmp_path: Path) -> None:
+    data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS)))
+    write_jsonl(tmp_path / "b.jsonl", ROWS[::-1]).rename(tmp_path / "a.jsonl")
+    assert data.row(3).prompt == "3 + 3?"
+    (tmp_path / "a.jsonl").unlink()
+    assert prompts(data) == [row["question"] for row in ROWS]
+
+
+def test_a_file_that_is_written_to_gives_the_rows_it_had_or_an_error_of_each_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    data = open_dataset(config(path))
+    with path.open("a") as file:
+        file.write(json.dumps(ROWS[0]) + "\n")
+    assert prompts(data) == [row["question"] for row in ROWS]  # its rows are where they were
+    changed = [{**row, "answer": row["answer"][::-1]} for row in ROWS]
+    text = "".join(json.dumps(row) + "\n" for row in changed)
+    with path.open("r+") as file:
+        file.write(text)
+    os.utime(path, ns=(1, 1))  # a clock too coarse to show that it was written to again would hide it
+    with pytest.raises(RowError) as caught:
+        data.row(3)
+    assert str(caught.value) == (
+        f"a.jsonl:4: row must be read as when {path} was opened, got another text. "
+        "Restore the file; a run reads its data until it ends"
+    )
+
+
+def test_more_files_than_stay_open_are_read_by_name_and_missed_when_they_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rondo.roles.sources._MOST_OPEN", 1)
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", ROWS)
+    data = open_dataset(config(tmp_path))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").unlink()
+    assert data.row(3).prompt == "3 + 3?"
+    with pytest.raises(RowError, match=r"b.jsonl:1: row must be read as when .*b.jsonl was opened, got No such file"):
+        data.row(40)
+
+
+class Lazy(list[dict[str, Any]]):
+    """Rows that are made as they are read, one of which cannot be."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"prompt": str(1 // (index - 2)), "label": ""}
+
+
+def lazy() -> Lazy:
+    return Lazy([{}] * 5)
+
+
+def test_whatever_a_row_raises_as_it_is_read_is_an_error_of_that_row() -> None:
+    data = open_dataset(DataConfig(rows=lazy))
+    with pytest.raises(RowError) as caught:
+        data.row(2)
+    assert str(caught.value).startswith("lazy row 2: row must be read without errors, got ZeroDivisionError: ")
+    assert data.row(3).prompt == "1"
+
+
+def test_a_first_row_that_cannot_be_used_costs_that_row(tmp_path: Path) -> None:
+    data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", [{"question": 1, "answer": ""}, *ROWS])))
+    assert data.row(1).prompt == "0 + 0?"

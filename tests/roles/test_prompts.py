@@ -48,8 +48,19 @@ def test_arguments_reach_the_chat_template(tokenizer: Any) -> None:
 def test_what_the_chat_template_refuses_is_an_error_of_the_row(tokenizer: Any) -> None:
     copy = build_tokenizer()
     copy.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RowError, match=r"data.jsonl:3: prompt must suit the chat template, got roles must alternate"):
+    with pytest.raises(
+        RowError, match=r"3: prompt must suit the chat template, got TemplateError: roles must alternate"
+    ):
         render_prompt(copy, row("hello"), CHAT, 64)
+
+
+def test_whatever_a_template_or_tokenizer_raises_is_an_error_of_the_row(tokenizer: Any) -> None:
+    copy = build_tokenizer()
+    copy.chat_template = "{% for message in messages %}{{ '<' + message.content + '>' }}{% endfor %}"
+    with pytest.raises(RowError, match=r"data.jsonl:3: prompt must suit the chat template, got TypeError: "):
+        render_prompt(copy, row([{"role": "user", "content": 5}]), CHAT, 64)
+    with pytest.raises(RowError, match=r"data.jsonl:3: prompt must suit the tokenizer, got "):
+        render_prompt(copy, row("\ud800"), PLAIN, 64)
 
 
 def test_messages_need_the_chat_template(tokenizer: Any) -> None:
