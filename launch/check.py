@@ -55,7 +55,7 @@ class Facts:
     """Memory of the smallest device of this machine."""
     num_rows: int | None = None
     num_held_out: int | None = None
-    fingerprints: dict[str, tuple[int, str]] | None = None
+    fingerprints: dict[str, dict[str, Any]] | None = None
     """Of every data set: the number of its rows, and their digest (`roles/fingerprints.py`)."""
 
 

@@ -128,6 +128,33 @@ def as_kept(config: _Config, run: Path) -> _Config:
     return with_references(config, lambda _, reference: reference.removeprefix(f"{run}/"))
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A file of a run's code, where it was taken from, and its digest then."""
+
+    path: Path
+    origin: Path
+    digest: str
+
+
+def copied(run: Path) -> list[Copied]:
+    """The files of a run's code; none where it has no code of its own."""
+    if not (run / FOLDER).is_dir():
+        return []
+    files = _told(run / FOLDER)["files"].items()
+    return [Copied(run / FOLDER / place, Path(each["from"]), each["digest"]) for place, each in files]
+
+
+def seal(run: Path) -> None:
+    """What the copies of a run's code are now is what they should be."""
+    if not (run / FOLDER).is_dir():
+        return
+    told = _told(run / FOLDER)
+    for place, each in told["files"].items():
+        each["digest"] = digest(run / FOLDER / place)
+    (run / FOLDER / TAKEN).write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))
+
+
 def main_file(folder: Path) -> str:
     """Where the config module lies in a folder of taken code."""
     return str(_told(folder)["config"])

@@ -3,7 +3,7 @@
 Owns the digest of a data set, the file that keeps them in the run directory, and what a difference is called. Does not own when
 they are taken (`rondo check` and the start of a run) or compared (whoever opens the data: each process, restart and resume).
 
-    runs/x/data.json    {"data": [6000, "5d1c..."], "sft": [15360, "99a0..."]}      number of rows, and their digest
+    runs/x/data.json    {"data": {"num_rows": 6000, "digest": "5d1c..."}, "sft": {...}}
 
 A digest is of a sample of the rows, at fixed positions, and of their places; `sources.py` says how many of each kind of source.
 Rows that are made by a function are held out in every process alike because every process has verified their order.
@@ -44,8 +44,8 @@ class Fingerprint:
 class Fingerprints:
     """Those that were taken when the run began, compared with what is opened; or none yet, and `found` has them then."""
 
-    def __init__(self, known: Mapping[str, Sequence[Any]] | None = None) -> None:
-        self._known = None if known is None else {name: Fingerprint(*each) for name, each in known.items()}
+    def __init__(self, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._known = None if known is None else {name: Fingerprint(**each) for name, each in known.items()}
         self.found: dict[str, Fingerprint] = {}
 
     @classmethod

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -372,17 +373,17 @@ def test_a_transform_turns_the_rows_of_a_source_into_others(tmp_path: Path) -> N
     assert data.row(2).name == "two_of_each row 2"
 
 
-def fingerprints(job: JobConfig) -> dict[str, list[Any]]:
+def fingerprints(job: JobConfig) -> dict[str, dict[str, Any]]:
     """As a run directory keeps them."""
     found = Fingerprints()
     open_splits(job, found)
-    return {name: [each.num_rows, each.digest] for name, each in found.found.items()}
+    return {name: asdict(each) for name, each in found.found.items()}
 
 
 def test_the_same_rows_have_the_same_fingerprint_and_other_rows_or_another_order_are_refused(tmp_path: Path) -> None:
     task = job(config(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out=8))
     known = fingerprints(task)
-    assert known.keys() == {"data"} and known["data"][0] == 40 and fingerprints(task) == known
+    assert known.keys() == {"data"} and known["data"]["num_rows"] == 40 and fingerprints(task) == known
     open_splits(task, Fingerprints(known))
     others = [ROWS[::-1], ROWS[:-1], [*ROWS[:20], {**ROWS[20], "answer": "4 "}, *ROWS[21:]]]
     for other in others:
@@ -390,7 +391,7 @@ def test_the_same_rows_have_the_same_fingerprint_and_other_rows_or_another_order
         with pytest.raises(DataChanged) as caught:
             open_splits(task, Fingerprints(known))
         assert str(caught.value).startswith(
-            f"data must have the rows that the run began with, 40 rows with digest {known['data'][1][:8]}, got {len(other)} rows "
+            f"data must have the rows that the run began with, 40 rows with digest {known['data']['digest'][:8]}, got {len(other)} rows "
         )
 
 
