@@ -167,7 +167,7 @@ def resume(options: argparse.Namespace) -> int:
     run = existing_run(options.run)
     from rondo.launch.train import resume as go_on
 
-    return go_on(run, options.set)
+    return go_on(run, options.set, accept_changes=options.accept_changes)
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -283,6 +283,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
             made.add_argument(
                 "--set", action="append", default=[], metavar="PATH=VALUE",
                 help="place roles otherwise than before: --set groups.1.processes=2",
+            )  # fmt: skip
+            made.add_argument(
+                "--accept-changes", action="store_true",
+                help="go on with data, packages or code that are not those the run began with",
             )  # fmt: skip
         if name == "stop":
             made.add_argument("--reason", default="rondo stop", help="for the logs")

@@ -32,6 +32,7 @@ from rondo.launch.check_estimate import routed_bytes
 from rondo.launch.cli import TrainOptions
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
+from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
 from rondo.launch.provider import RunProvider, serve_trace
 from rondo.launch.rundir import RunDir, existing_run, newest_run, owner, read_json, write_json
@@ -104,8 +105,13 @@ def fine_tune(config: RunConfig, options: TrainOptions) -> int:
         return _run(config, run, options, admin, attempt=0, groups=(group,))
 
 
-def resume(path: Path, sets: Sequence[str] = (), *, options: TrainOptions | None = None) -> int:
-    """Go on with the run at `path` from its newest whole checkpoint, under the next attempt. `sets`: other places for roles."""
+def resume(
+    path: Path, sets: Sequence[str] = (), *, options: TrainOptions | None = None, accept_changes: bool = False
+) -> int:
+    """Go on with the run at `path` from its newest whole checkpoint, under the next attempt. `sets`: other places for roles.
+
+    ConfigError when data, packages or code are not those that the run has, unless `accept_changes`.
+    """
     with RunDir.claim(path) as run:
         checkpoint = newest_complete(run.checkpoints)
         if checkpoint is None:
@@ -116,12 +122,26 @@ def resume(path: Path, sets: Sequence[str] = (), *, options: TrainOptions | None
         config = belonging_to(unresolve(read_json(run.config_json)), run.path)
         read_json(run.path / PREPARED)
         _work_where_it_began(run.path)
+        _compare(config, run, accept_changes=accept_changes)
         if sets:
             config = _placed_anew(config, run, sets)
         with listen(config.admin) as admin:
             say(f"run {run.path.name} goes on from {checkpoint.name}")
             options = options or TrainOptions(run.path / "config.py")
             return _run(config, run, options, admin, attempt=run.next_attempt())
+
+
+def _compare(config: RunConfig, run: RunDir, *, accept_changes: bool) -> None:
+    """Tells what is not as it was when the run began; refuses to go on with what changes it, or takes it for the run's."""
+    found = differences(run.path, config)
+    for note in found.notes:
+        say(note)
+    if not accept_changes:
+        refuse(found)
+    elif found.changes:
+        for change in found.changes:
+            say(f"accepted: {change}")
+        accept(run.path, config, found)
 
 
 def _work_where_it_began(run: Path) -> None:

@@ -50,6 +50,8 @@ ELSEWHERE = {
     "rondo timeline --steps 20:25 --out trace.json": "tests/e2e: "
     "test_each_role_killed_once_comes_back_alone_and_nothing_is_lost_or_trained_twice",
     "rondo resume runs/quickstart": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
+    "rondo resume runs/quickstart --accept-changes": "tests/e2e: "
+    "test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
     "rondo resume runs/quickstart --set groups.1.processes=2": "tests/e2e: "
     "test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
     "rondo train examples/quickstart.py --resume-or-start": "tests/launch: "

@@ -132,7 +132,12 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     line = [*rondo, "resume", run, "--set", "train.lr=1"]
     refused = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert refused.returncode == 2 and "What is trained stays" in refused.stderr
-    resumed = start([*rondo, "resume", run, "--set", "groups.1.processes=2"], tmp_path)  # its shards are cut anew
+    code = stopped.run_dir / "code" / "quickstart.py"
+    code.write_text(code.read_text().replace("num_rows: int = 6000", "num_rows: int = 5000"))
+    refused = subprocess.run([*rondo, "resume", run], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert refused.returncode == 2 and "data had 6000 rows with digest " in refused.stderr
+    accepted = ["--accept-changes", "--set", "groups.1.processes=2"]  # its shards are cut anew
+    resumed = start([*rondo, "resume", run, *accepted], tmp_path)
     read_until(resumed, "step=14/")
     status = subprocess.run(
         [*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=PATIENCE_S, check=True

@@ -390,8 +390,9 @@ def test_the_same_rows_have_the_same_fingerprint_and_other_rows_or_another_order
         write_jsonl(tmp_path / "a.jsonl", other)
         with pytest.raises(DataChanged) as caught:
             open_splits(task, Fingerprints(known))
+        was = f"40 rows with digest {known['data']['digest'][:8]}"
         assert str(caught.value).startswith(
-            f"data must have the rows that the run began with, 40 rows with digest {known['data']['digest'][:8]}, got {len(other)} rows "
+            f"data must have the rows that the run began with, {was}, got {len(other)} rows "
         )
 
 

@@ -1,0 +1,118 @@
+"""Differences: what has changed around a run since it began, told a line each before `rondo resume` goes on with it.
+
+Compared are the versions of Python and of packages, modules of the user's that lie outside the run directory, the run's copies of
+the others, and the data. That the user's own files, from which they were copied, were edited changes nothing for the run, and is
+only noted. Owns the comparison, and what is written down when changes are accepted: from then on they are what the run has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.launch.check_data import Elsewhere
+from rondo.launch.code import copied, digest, seal
+from rondo.launch.config import RunConfig
+from rondo.launch.rundir import PRIVATE, read_json, write_json
+from rondo.roles.fingerprints import FILE as FINGERPRINTS
+from rondo.roles.fingerprints import Fingerprint
+from rondo.runtime.errors import ConfigError
+
+_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """`changes` are of what the run does, `notes` are not; `data` is what opening them told, where they can be compared."""
+
+    changes: tuple[str, ...]
+    notes: tuple[str, ...]
+    data: Mapping[str, Any] | None
+
+
+def differences(run: Path, config: RunConfig) -> Differences:
+    """Of the run at `run`, whose settings are `config`. ConfigError for data that cannot be opened."""
+    environment = read_json(run / "environment.json")
+    data = None
+    if (run / FINGERPRINTS).is_file():
+        # There is a checkpoint: what demonstrations show has been learnt.
+        data = Elsewhere(config.model_copy(update={"sft": None})).answer(_LIMIT_S)
+    changes = [*_of_versions(environment), *_of_code(run, environment), *_of_data(run, data)]
+    notes = [
+        f"{each.origin} {became}; the run goes on with its copy"
+        for each in copied(run)
+        if (became := _became(each.origin, each.digest)) is not None
+    ]
+    return Differences(tuple(changes), tuple(notes), data)
+
+
+def refuse(found: Differences) -> None:
+    """ConfigError that tells every change, if there is one."""
+    if found.changes:
+        lines = "".join(f"\n  {line}" for line in found.changes)
+        raise ConfigError(
+            f"a run must go on with what it began with, got {len(found.changes)} changed:{lines}\n"
+            "Change it back, or go on with it: `rondo resume --accept-changes`"
+        )
+
+
+def accept(run: Path, config: RunConfig, found: Differences) -> None:
+    """The run has these from now on. environment.json keeps what was accepted, and when."""
+    environment = read_json(run / "environment.json")
+    packages = {name: _version(name) for name in environment["packages"]}
+    environment |= {
+        "python": platform.python_version(),
+        "packages": {name: version for name, version in packages.items() if version is not None},
+        "local_modules": {file: digest(Path(file)) for file in environment["local_modules"]},
+        "accepted": [*environment.get("accepted", ()), {"time": time.time(), "changes": found.changes}],
+    }
+    write_json(run / "environment.json", environment, PRIVATE)
+    seal(run)
+    if found.data is not None:
+        write_json(run / FINGERPRINTS, read_json(run / FINGERPRINTS) | found.data["fingerprints"])
+        told, passes = read_json(run / COORDINATOR_CONFIG), config.data.num_passes
+        told["rules"]["num_positions"] = None if passes is None else passes * found.data["rows"]
+        write_json(run / COORDINATOR_CONFIG, told)
+
+
+def _of_versions(environment: Mapping[str, Any]) -> Iterator[str]:
+    versions = {"python": environment["python"], **environment["packages"]}
+    for name, was in versions.items():
+        now = platform.python_version() if name == "python" else _version(name)
+        if now != was:
+            yield f"{name} was {was}, and is {now or 'gone'}"
+
+
+def _of_code(run: Path, environment: Mapping[str, Any]) -> Iterator[str]:
+    for each in copied(run):
+        if (became := _became(each.path, each.digest)) is not None:
+            yield f"{each.path}, a copy that the run made, {became}"
+    for file, was in environment.get("local_modules", {}).items():
+        if (became := _became(Path(file), was)) is not None:
+            yield f"{file}, which the run's code imports, {became}"
+
+
+def _of_data(run: Path, data: Mapping[str, Any] | None) -> Iterator[str]:
+    known = read_json(run / FINGERPRINTS) if data is not None else {}
+    for name, found in data["fingerprints"].items() if data is not None else ():
+        was, now = Fingerprint(**known[name]), Fingerprint(**found)
+        if was != now:
+            yield f"{name} had {was}, and has {now}"
+
+
+def _became(file: Path, was: str | None) -> str | None:
+    now = digest(file)
+    return None if now == was else "was changed" if now is not None else "is gone"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
