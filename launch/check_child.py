@@ -25,7 +25,7 @@ from rondo.launch.machine import show_bytes
 from rondo.roles.datasets import Row, RowError
 from rondo.roles.fingerprints import Fingerprint, Fingerprints, sampled
 from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.reference import load_reference, uncollected
+from rondo.runtime.reference import in_users_words, load_reference, uncollected
 
 if TYPE_CHECKING:
     from rondo.models.families.family import Family
@@ -49,7 +49,7 @@ class Report:
         self.facts: dict[str, Any] = {}
 
     def add(self, level: str, text: str) -> None:
-        self.findings.append({"level": level, "text": text})
+        self.findings.append({"level": level, "text": in_users_words(text)})
 
     def look(self, at: Callable[[], None], what: str) -> None:
         """Runs one look. An error of ours has its text; one of user code or of a library is told with type and place."""

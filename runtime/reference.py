@@ -103,6 +103,14 @@ def relative_to(folder: Path, reference: str) -> str:
     return str(folder / reference) if target.endswith(".py") else reference
 
 
+def in_users_words(text: str) -> str:
+    """The text with the files that this process has taken code from in the place of their copies."""
+    for finder in sys.meta_path:
+        if isinstance(finder, _Taken):
+            text = finder.in_users_words(text)
+    return text
+
+
 def load_reference(reference: str, what: str) -> Callable[..., Any]:
     """The function that `reference` names; `what` names the setting in errors. ConfigError when it cannot be had."""
     target, _, name = reference.rpartition(":")
@@ -168,6 +176,11 @@ class _Taken(MetaPathFinder):
             if parts[: len(package)] == package and (package != above or parts == above):
                 return ".".join((name, *(part for part in parts[len(package) :] if part != "__init__")))
         return None
+
+    def in_users_words(self, text: str) -> str:
+        for place, file in self._files.items():
+            text = text.replace(str(self.root / place), file["from"])
+        return text
 
     def origin(self, path: str) -> str:
         """Where a file of the folder was taken from."""

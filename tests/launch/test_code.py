@@ -14,7 +14,7 @@ import pytest
 from rondo.launch.code import FOLDER, as_kept, belonging_to, imported, take
 from rondo.launch.config import RunConfig, load
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.reference import TAKEN
+from rondo.runtime.reference import TAKEN, in_users_words, load_file
 from tests.launch import configs
 
 IMPORTS = """
@@ -33,6 +33,13 @@ function = load_reference(sys.argv[1], "x")
 value, again = function("", "", prompt="", metadata={}), load_reference(sys.argv[1], "x")
 print(value, sys.modules[function.__module__].__file__, again is function)
 """
+
+
+@pytest.fixture(autouse=True)
+def imports_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test makes importable is so for its time."""
+    for name in ("path", "meta_path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
 
 
 def project(folder: Path) -> Path:
@@ -142,3 +149,11 @@ def test_a_neighbour_with_the_name_of_an_installed_module_is_refused(tmp_path: P
     assert str(caught.value).startswith(
         f"a module beside training.py must not have the name of an installed one, got {file.parent}/psutil.py and "
     )
+
+
+def test_what_is_wrong_with_a_copy_is_told_of_the_users_file(tmp_path: Path) -> None:
+    _, run = taken(tmp_path)
+    load_file(str(run / FOLDER / "training.py"))
+    text = f"got {run}/code/training.py:7, {run}/code/package_of_a_run/inner/other.py"
+    mine = tmp_path / "mine"
+    assert in_users_words(text) == f"got {mine}/training.py:7, {mine}/package_of_a_run/inner/other.py"
