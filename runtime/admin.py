@@ -36,6 +36,7 @@ from aiohttp.web_urldispatcher import AbstractRoute
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.config import AdminConfig, is_loopback
 from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.http_log import HTTP_LOG, WRONGLY_ASKED
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Scope = Literal["open", "read", "content", "control"]
@@ -97,7 +98,7 @@ class AdminServer:
     async def start(self, listening: socket.socket | None = None) -> int:
         """Answers on `listening`, which `listen` gave; without it, on the settings' address. Returns the port."""
         listening = listen(self._config) if listening is None else listening
-        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=_CLOSE_S)
+        self._runner = web.AppRunner(self._app, access_log=None, logger=HTTP_LOG, shutdown_timeout=_CLOSE_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listening).start()
         self.port = self._runner.addresses[0][1]
@@ -142,6 +143,10 @@ class AdminServer:
             return _error(403, f"Host must name this machine, got {request.host!r}. Use {self.url}")
         try:
             return await handler(request)
+        except WRONGLY_ASKED as error:
+            return _error(
+                400, f"{request.method} {request.path} must arrive whole, got {type(error).__name__}. Ask again"
+            )
         except web.HTTPException as error:
             return _error(error.status, f"{request.method} {request.path}: {error.reason}")
         except RondoError as error:

@@ -255,6 +255,8 @@ class SegmentServer:
 
     def _memory(self, name: str, num_bytes: int) -> tuple[int, int]:
         _check_name(name)
+        if type(num_bytes) is not int:
+            raise ValueError(f"the size of segment {name} must be a whole number, got {num_bytes!r}. Give bytes")
         with self._lock:
             memory = self._memories.get(name)
             if memory is None:
@@ -380,7 +382,7 @@ def _peer_pid(connection: socket.socket) -> int:
 
 
 def _check_name(name: str) -> None:
-    if not name or len(name.encode()) > _MAX_NAME_BYTES or "\0" in name:
+    if type(name) is not str or not 0 < len(name.encode()) <= _MAX_NAME_BYTES or "\0" in name:
         raise ValueError(f"a segment's name must have 1 to {_MAX_NAME_BYTES} bytes, got {name!r}. Choose a shorter one")
 
 

@@ -29,6 +29,7 @@ from rondo.roles.rollout.serve.openai import chat, completions
 from rondo.roles.rollout.serve.service import Service, error_answer
 from rondo.roles.rollout.serve.trajectory import Trajectories
 from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.http_log import HTTP_LOG, WRONGLY_ASKED
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 MAX_BODY_BYTES = 64 << 20
@@ -89,7 +90,7 @@ async def listening(
 
     ConfigError when the address cannot be had. `port` 0 takes a free one, `earlier` if it is free.
     """
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
+    runner = web.AppRunner(app, access_log=None, logger=HTTP_LOG, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
     await runner.setup()
     try:
         await _listen(runner, host, port, earlier)
@@ -126,6 +127,8 @@ def _guard(tokens: Sequence[str]) -> Any:
             if request.path not in _OPEN:
                 _check_token(request, accepted)
             return await handler(request)
+        except WRONGLY_ASKED as error:
+            return error_answer(ConfigError(f"a request must arrive whole, got {type(error).__name__}. Ask again"))
         except (web.HTTPException, RondoError) as error:
             answer = error_answer(error)
             if answer.status == 500:
