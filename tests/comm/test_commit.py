@@ -68,7 +68,7 @@ def actor(run_dir: Path, other: float) -> tuple[ActorRole, ScriptedTrainer]:
     trainer = ScriptedTrainer(other)
     snapshot = SimpleNamespace(versions=lambda: (2,), read=lambda _: ({}, {}), write=lambda *_: None)
     role._trainer, role._snapshot = cast(Any, trainer), cast(Any, snapshot)
-    config = SimpleNamespace(supervision=SimpleNamespace(save_s=1800.0))
+    config = SimpleNamespace(supervision=SimpleNamespace(save_s=60.0), train=SimpleNamespace(wait_for_room_s=60.0))
     role._job = cast(Any, SimpleNamespace(config=config, bus=SimpleNamespace(call=call), model_path="model"))
     return role, trainer
 

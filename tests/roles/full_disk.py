@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import torch
 
 from rondo.models import checkpoint
@@ -71,7 +72,7 @@ class Trainer:
 
 class Bus:
     async def call(self, method: str, version: int) -> dict[str, Any]:
-        return {"state": {"groups": []}}
+        return {"state": orjson.dumps({"groups": []})}
 
     def views(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

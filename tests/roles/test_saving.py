@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
 from rondo.roles.actor import ActorRole
@@ -52,12 +53,12 @@ class Disk:
         folder.mkdir(parents=True)
         beside(folder)
         (folder / MARKER).touch()
-        self.done.append(f"{folder.name} with index {extra['index']['at']}")
+        self.done.append(f"{folder.name} with index {orjson.loads(orjson.dumps(extra))['index']['at']}")
 
 
 class Bus:
     async def call(self, method: str, version: int) -> dict[str, Any]:
-        return {"state": {"at": version, "groups": []}}
+        return {"state": orjson.dumps({"at": version, "groups": []})}
 
     def views(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
