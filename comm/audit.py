@@ -2,8 +2,8 @@
 
 Owns reading journals after the fact, and nothing that runs; shares no code with the index, so that a fault there shows here.
 Events are taken at their word only where they are somebody's act (admitted, put, settled, committed); outcomes are derived:
-the first P survivors of a committed step, in admission order, must have been trained, each row of each sample once, after it was
-put.
+the first P survivors of a committed step, in admission order, must have been trained, each row of each sample once by every role
+that trains the step, after it was put.
 
     audit(run_dir / "journal", samples_per_group=8, groups_per_step=32)
         -> Audit(num_admitted=9600, num_trained=9600, num_lost=0, num_trained_twice=0, ...)
@@ -28,8 +28,8 @@ OUTCOMES = ("trained", "filtered", "surplus", "failed", "quarantined")
 class Audit:
     """All counts are of samples, but `num_leases_lost`, which is of prompt groups.
 
-    lost: had to be trained by a committed step and was not, or not with all of its rows; trained twice: with any of them;
-    unexpected: rows trained without having been put.
+    lost: had to be trained by a committed step and was not, or not with all of its rows, or not by every role; trained twice:
+    with any of them, by any role; unexpected: rows trained without having been put.
     """
 
     num_admitted: int
@@ -81,7 +81,10 @@ class _Ledger:
         self.limits = {"data": max_data_failures, "infra": max_infra_failures}
         self.steps: dict[int, list[int]] = {}  # step -> groups in admission order
         self.put: dict[int, dict[int, int]] = {}  # group -> sample that was on the bus -> its parts
-        self.trained: Counter[Row] = Counter()
+        self.trained: Counter[tuple[str, Row]] = Counter()  # by role
+        self.prepared: dict[
+            str, tuple[str, list[Row]]
+        ] = {}  # role -> (member, what it has trained for the next version)
         self.ended: dict[int, str] = {}  # group -> outcome, or "lost"
         self.failures: Counter[tuple[int, str]] = Counter()
         self.holder: dict[int, tuple[str, int]] = {}  # running group -> (member, epoch)
@@ -128,6 +131,7 @@ class _Ledger:
         self._fail(event["group"], event["epoch"], "data")
 
     def on_dead(self, event: Event) -> None:
+        self.prepared = {role: each for role, each in self.prepared.items() if each[0] != event["member"]}
         for group, (member, epoch) in list(self.holder.items()):
             if member == event["member"]:
                 self._fail(group, epoch, "infra")
@@ -138,15 +142,22 @@ class _Ledger:
         self.ended.setdefault(event["group"], event["outcome"])
         self.holder.pop(event["group"], None)
 
+    def on_prepared(self, event: Event) -> None:
+        self.prepared[event["role"]] = event["member"], _rows(event)
+
     def on_commit(self, event: Event) -> None:
         step = event["version"] - 1
-        rows = _rows(event)
-        self.trained.update(rows)
-        self.ages |= {row[:2]: step - self.oldest[row[:2]] for row in rows if row[:2] in self.oldest}
-        self.num_unexpected += sum(part >= self._num_parts(group, sample) for group, sample, part in rows)
+        reports = {role: rows for role, (_, rows) in self.prepared.items()} | {event["role"]: _rows(event)}
+        self.prepared.clear()
+        roles = [role for role, rows in reports.items() if rows]
+        for role in roles:
+            rows = reports[role]
+            self.trained.update((role, row) for row in rows)
+            self.ages |= {row[:2]: step - self.oldest[row[:2]] for row in rows if row[:2] in self.oldest}
+            self.num_unexpected += sum(part >= self._num_parts(group, sample) for group, sample, part in rows)
         survivors = [group for group in self.steps.get(step, ()) if group not in self.ended]
         for place, group in enumerate(survivors):
-            missing = sum(not self._is_trained(group, sample) for sample in range(self.n))
+            missing = sum(not self._is_trained(group, sample, roles) for sample in range(self.n))
             if place >= self.groups_per_step and missing == self.n:
                 self.ended[group] = "surplus"
             else:
@@ -157,8 +168,9 @@ class _Ledger:
     def _num_parts(self, group: int, sample: int) -> int:
         return self.put.get(group, {}).get(sample, 0)
 
-    def _is_trained(self, group: int, sample: int) -> bool:
-        return all((group, sample, part) in self.trained for part in range(max(1, self._num_parts(group, sample))))
+    def _is_trained(self, group: int, sample: int, roles: list[str]) -> bool:
+        rows = [(group, sample, part) for part in range(max(1, self._num_parts(group, sample)))]
+        return bool(roles) and all((role, row) in self.trained for role in roles for row in rows)
 
     def _use_room(self, reservation: str, num_rows: int) -> None:
         left = self.promised.get(reservation, 0) - num_rows
@@ -187,7 +199,8 @@ class _Ledger:
         self.put = {group: samples for group, samples in self.put.items() if group in known}
         self.oldest = {sample: version for sample, version in self.oldest.items() if sample[0] in known}
         self.ages = {sample: age for sample, age in self.ages.items() if sample[0] in known}
-        self.trained = Counter({row: times for row, times in self.trained.items() if row[0] in known})
+        self.trained = Counter({each: times for each, times in self.trained.items() if each[1][0] in known})
+        self.prepared.clear()
         self.ended = {group: outcome for group, outcome in self.ended.items() if group in known}
         self.holder.clear()
         self.promised.clear()
@@ -198,14 +211,14 @@ class _Ledger:
         self.num_committed_steps = version
 
     def totals(self) -> Audit:
-        trained = len({row[:2] for row in self.trained})
+        trained = len({row[:2] for _, row in self.trained})
         outcomes = {name: self.n * sum(outcome == name for outcome in self.ended.values()) for name in OUTCOMES}
         return Audit(
             num_admitted=self.n * sum(len(groups) for groups in self.steps.values()),
             num_put=sum(len(samples) for samples in self.put.values()),
             num_trained=trained,
             num_lost=self.num_lost,
-            num_trained_twice=len({row[:2] for row, times in self.trained.items() if times > 1}),
+            num_trained_twice=len({row[:2] for (_, row), times in self.trained.items() if times > 1}),
             num_unexpected=self.num_unexpected,
             num_leases_lost=self.num_leases_lost,
             outcomes=outcomes | {"trained": trained},

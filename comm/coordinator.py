@@ -534,7 +534,8 @@ class Coordinator(PartitionEndpoints, Actor):
         rounds = self.index.rounds
         scope = f"{member}.{incarnation}" if step is None else rounds.train_scope(stream, step)
         found = rounds.find(stream, scope, index)
-        if found or self.index.done or self._draining:
+        rests = step is not None and not self.index.trains(stream, step)
+        if found or rests or self.index.done or self._draining:
             return found
         plan, topics = (stream, scope, full), self._helps(stream, member, step)
         if self._wakes.is_vain(plan, *topics):
@@ -595,11 +596,11 @@ class Coordinator(PartitionEndpoints, Actor):
 
     @endpoint
     async def committed(self, member: str, incarnation: int) -> dict[str, Any]:
-        """The newest committed version and its checksum; version None before the first commit of a run."""
+        """The newest committed version, with its checksum for each trainable role; None before the first commit of a run."""
         self._fence(member, incarnation)
         return {
             "version": self.index.version,
-            "checksum": self.index.checksum,
+            "checksums": self.index.checksums,
             "attempt": self.index.attempt,
             "done": self.index.done,
         }
@@ -626,33 +627,68 @@ class Coordinator(PartitionEndpoints, Actor):
 
     @endpoint
     async def commit(
-        self, member: str, incarnation: int, attempt: int, version: int, checksum: int, spans: list[Span]
+        self,
+        member: str,
+        incarnation: int,
+        attempt: int,
+        version: int,
+        checksum: int,
+        spans: list[Span],
+        role: str = "",
     ) -> dict[str, Any]:
-        """Every rank holds version `version`, trained on exactly the rows of `spans`. At most once a version."""
+        """Every rank of a trainable role (the only one, where none is named) holds version `version` of its weights, trained on
+        exactly the rows of `spans`. At most once a version.
+
+        With the last trainable role the version is committed, and its rows are released. Before, this role is prepared: it keeps
+        the snapshots of `version` and of the one before, makes no further one, and waits (`await_version`). A death withdraws
+        what was prepared. Answers the newest committed version.
+        """
         self._fence(member, incarnation)
         if attempt != self.index.attempt:
             raise Refused(f"commit must come from attempt {self.index.attempt}, got {attempt}. This process is late.")
-        if version != self.index.version:
-            self._check_commit(version, spans)
-            self._emit(
-                {"event": "commit", "version": version, "checksum": checksum, "attempt": attempt, "spans": spans}
+        roles = self.index.trainable
+        if role not in roles and (role or len(roles) != 1):
+            raise Refused(
+                f"commit must name the role that is trained, one of {', '.join(roles)}, got {role or 'none'}."
             )
-            self._committed_at = self._clock()
-            self._put_at = {group: at for group, at in self._put_at.items() if group in self.index.groups}
-            self._report("committed", self.status())
-            unbalanced = self.index.imbalance(scan=False)
-            if unbalanced:
-                self._report("fatal", {"cause": unbalanced})
+        role = role or roles[0]
+        if version != self.index.version and self.index.prepared.get(role, {}).get("version") != version:
+            self._check_commit(role, version, checksum, spans)
+            last = set(roles) - {role} <= self.index.prepared.keys()
+            self._emit(
+                {
+                    "event": "commit" if last else "prepared", "role": role, "member": member, "version": version,
+                    "checksum": checksum, "attempt": attempt, "spans": spans,
+                }
+            )  # fmt: skip
+            if last:
+                self._committed()
         return {"version": self.index.version}
 
-    def _check_commit(self, version: int, spans: list[Span]) -> None:
-        expected = 0 if self.index.version is None else self.index.version + 1
+    def _committed(self) -> None:
+        self._committed_at = self._clock()
+        self._put_at = {group: at for group, at in self._put_at.items() if group in self.index.groups}
+        self._report("committed", self.status())
+        unbalanced = self.index.imbalance(scan=False)
+        if unbalanced:
+            self._report("fatal", {"cause": unbalanced})
+
+    def _check_commit(self, role: str, version: int, checksum: int, spans: list[Span]) -> None:
+        expected = self.index.next_version
         if version != expected:
             raise Refused(f"commit must make version {expected}, got {version}. Restore the committed version first.")
-        members = self.index.membership(version - 1) if version > 0 else []
+        if version == 0 or not self.index.trains(role, version - 1):
+            before = self.index.checksums.get(role, checksum)
+            if spans or checksum != before:
+                raise Refused(
+                    f"commit of version {version} must leave {role} as it is, with checksum {before:08x}, got {checksum:08x} and "
+                    f"{num_rows(spans)} rows. It trains from step {self.index.rounds.lanes[role].spec.first_step} on."
+                )
+            return
+        members = self.index.membership(version - 1)
         wanted = {rows: chosen for id in members for rows, chosen in self.index.groups[id].by_part().items()}
         trained, repeated = by_part(spans)
-        if version > 0 and (len(members) != self.config.rules.groups_per_step or trained != wanted or repeated):
+        if len(members) != self.config.rules.groups_per_step or trained != wanted or repeated:
             raise Refused(
                 f"commit of version {version} must train every row of its step once, got {num_rows(spans)} rows for "
                 f"{sum(chosen.bit_count() for chosen in wanted.values())} in {len(members)} certain groups."

@@ -43,10 +43,13 @@ def _state_of_0(state: Fields) -> Fields:
         for name, lane in state["rounds"]["lanes"].items()
     }
     groups = [_group_of_0(group) for group in state["groups"]]
-    return {**state, "groups": groups, "rounds": {**state["rounds"], "lanes": lanes}}
+    checksums = {} if state["version"] is None else {"actor": state["checksum"]}
+    return {**state, "groups": groups, "rounds": {**state["rounds"], "lanes": lanes}, "checksums": checksums}
 
 
 def _event_of_0(event: Fields) -> Fields:
+    if event["event"] == "commit":
+        return {**event, "role": "actor", "spans": _rows_of_0(event["spans"])}
     if "spans" in event:
         return {**event, "spans": _rows_of_0(event["spans"])}
     if event["event"] == "rounds":

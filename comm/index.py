@@ -9,6 +9,8 @@ rings, `versions.py` the weights.
        ^                 |  |                            `--commit, beyond the first P--> surplus
        `--lose, error----'  `--settle--> filtered | failed        too many errors --> quarantined
 
+Where several roles are trained on the same steps, a version is committed when each has reported it (`prepared`).
+
 Invariants: a group trains at the step it was admitted for and at no other; a step is its first P survivors in admission order;
 the first visible put of a (group, sample), of a column of one of its rows, and of a group's media, wins; accounts count samples,
 whatever rows they have; at every moment
@@ -64,7 +66,9 @@ class Index:
         self.rules = rules
         self.attempt = 0
         self.version: int | None = None  # newest committed policy version; None before the first commit
-        self.checksum = 0
+        self.trainable = tuple(stream.name for stream in rules.streams if stream.kind == "train")
+        self.checksums: dict[str, int] = {}  # trainable role -> checksum of its weights at `version`
+        self.prepared: dict[str, dict[str, Any]] = {}  # trainable role -> what it has reported of the next version
         self.next_group = 0
         self.next_position = 0
         self.groups: dict[int, Group] = {}
@@ -120,6 +124,7 @@ class Index:
         self.space, self.versions = Space(), Versions(self.rules.num_slots)
         self.rounds = Rounds(self.rules.streams)
         self.partitions.forget_all()
+        self.prepared.clear()
         for group in self._outstanding():
             self._hold(group, None)
             self._move(group, "waiting")
@@ -152,6 +157,7 @@ class Index:
                 for reservation in list(ring.reserved):
                     self.space.release(reservation)
         self.versions.forget(name)
+        self.prepared = {role: report for role, report in self.prepared.items() if report["member"] != name}
         self.partitions.on_dead(name)
         if event.get("publisher"):
             self.versions.abort_writes()
@@ -310,13 +316,21 @@ class Index:
             if unpinned in self.groups:
                 self._free_if_done(self.groups[unpinned])
 
+    def _on_prepared(self, event: Event) -> None:
+        """One of several trainable roles holds the next version on every rank, and waits for the others."""
+        if event["version"] == self.next_version:
+            self.prepared[event["role"]] = {name: event[name] for name in ("member", "version", "checksum", "spans")}
+
     def _on_commit(self, event: Event) -> None:
-        """Version `version` exists on every rank. Version v > 0 trained step v - 1 on exactly the rows of these spans."""
+        """The last trainable role holds version `version` on every rank too. Version v > 0 trained step v - 1, each role that
+        trains it on exactly the rows of its spans."""
         if self.version is not None and event["version"] <= self.version:
             return
-        self.version, self.checksum = event["version"], event["checksum"]
+        reports = {**self.prepared, event["role"]: event}
+        self.version, self.prepared = event["version"], {}
+        self.checksums = {role: report["checksum"] for role, report in reports.items()}
         step = self.version - 1
-        trained = {group_id for group_id, *_ in event["spans"]}
+        trained = {span[0] for report in reports.values() for span in report["spans"]}
         for group_id in self.steps.pop(step, []):
             group = self.groups.get(group_id)
             if group is None or group.state not in LIVE:
@@ -437,6 +451,15 @@ class Index:
         return self.version if self.version is not None else 0
 
     @property
+    def next_version(self) -> int:
+        """The version that is committed next."""
+        return 0 if self.version is None else self.version + 1
+
+    def trains(self, role: str, step: int) -> bool:
+        """Whether a trainable role trains a step, or leaves its weights as they are."""
+        return step >= self.rounds.lanes[role].spec.first_step
+
+    @property
     def done(self) -> bool:
         return self.version is not None and (self.version >= self.rules.num_steps or self._out_of_data)
 
@@ -555,7 +578,8 @@ class Index:
     _PLAIN = (
         "attempt",
         "version",
-        "checksum",
+        "checksums",
+        "prepared",
         "next_group",
         "next_position",
         "counts",

@@ -54,6 +54,7 @@ class Stream:
     output_bytes_per_token: int = 4
     mini_batches: int = 1  # a train stream's optimizer steps in one pass over a step's groups
     passes: int = 1  # how often a train stream goes through a step's groups
+    first_step: int = 0  # the first step that a train stream trains; before it, its role commits unchanged weights
 
 
 @dataclass(slots=True)

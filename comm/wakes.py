@@ -56,7 +56,7 @@ def helped(event: Event) -> tuple[str, ...]:
             return (SLOTS,)
         case "published":
             return (WEIGHTS,)
-        case "admit" | "grant" | "hold" | "publishing":
+        case "admit" | "prepared" | "grant" | "hold" | "publishing":
             return ()
     return (_EVERYBODY,)
 

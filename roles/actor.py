@@ -4,7 +4,8 @@ Owns the order of a commit, which is what makes a killed actor harmless:
 
     1. every rank writes its snapshot of version k+1 into the free one of its two slots (memory the supervisor owns)
     2. barrier
-    3. rank 0 asks the coordinator to commit (k+1, checksum, rows, attempt), which journals it and answers
+    3. rank 0 asks the coordinator to commit (k+1, checksum, rows, attempt), which journals it and answers; where another role
+       is trained too, the version is committed when both have asked
     4. the coordinator releases the rows
     5. k+1 is published
 
@@ -400,7 +401,7 @@ class ActorRole:
             self._parity.write(version, part, taken.trained)
         checksum = await self._copying(self._trainer.join_checksums, part)
         if self._ctx.rank == 0:
-            await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans)
+            await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans, self.role)
         await self._job.bus.call("await_version", version)
 
     def _taken(self) -> Taken:

@@ -28,8 +28,7 @@ from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentServer
 from rondo.runtime.waits import wait_for
 from tests.chaos.total_queue import Verdict, judge
-from tests.chaos.worker import TOKEN, N, P
-from tests.comm.inprocess import MEMBERS
+from tests.chaos.worker import MEMBERS, TOKEN, TRAIN, N, P
 from tests.comm.memory import ROOT
 from tests.comm.served import Roster
 from tests.strength import strength
@@ -141,6 +140,23 @@ async def chaos(folder: Path, num_acts: int) -> tuple[Verdict, Any, int, Counter
     return judge(*found), audit(folder / "journal", N, P, max_infra_failures=10**6), found[-1], acts
 
 
+def of_each_role(folder: Path) -> tuple[int, int]:
+    """How many versions were committed with equal weights of both roles, and how often what one had prepared was withdrawn."""
+    prepared: dict[str, int] = {}
+    num_equal = num_withdrawn = 0
+    for event in (event for path in files(folder / "journal") for event in read(path)):
+        if event["event"] == "prepared":
+            prepared[event["role"]] = event["checksum"]
+        elif event["event"] == "dead":
+            num_withdrawn += prepared.pop(event["member"].rsplit("-", 1)[0], None) is not None
+        elif event["event"] == "commit":
+            prepared[event["role"]] = event["checksum"]
+            assert prepared.keys() == set(TRAIN) and len(set(prepared.values())) == 1, (event["version"], prepared)
+            num_equal += 1
+            prepared.clear()
+    return num_equal, num_withdrawn
+
+
 def loses_a_row(commits: list[Event]) -> None:
     (group, _, first, count), *others = commits[1]["spans"]
     commits[1]["spans"] = [[group, 0, first + 1, count - 1], *others] if count > 1 else others
@@ -172,14 +188,16 @@ async def test_no_sample_is_lost_or_trained_twice_whoever_is_killed_or_stopped(
         rings = [event for path in files(folder / "journal") for event in read(path) if event["event"] == "ring"]
         num_full = sum(ring["overflow"] for ring in rings)  # how often the oldest step found its ring full
         lost, twice = planted(folder, loses_a_row), planted(folder, trains_a_row_twice)
+        num_equal, num_withdrawn = of_each_role(folder)
     with capsys.disabled():
         print(
             f" [{dict(acts)}; {num_full} times a full ring; {version} steps, {verdict.num_attempted} attempted, "
-            f"{verdict.num_acknowledged} acknowledged, {verdict.num_read} read, {len(verdict.recovered)} recovered]",
+            f"{verdict.num_acknowledged} acknowledged, {verdict.num_read} read, {len(verdict.recovered)} recovered, "
+            f"{num_withdrawn} withdrawn]",
             end="",
         )
     assert verdict.good, verdict
-    assert verdict.num_read == version * P * N
+    assert verdict.num_read == version * P * N and num_equal == version + 1
     assert (found.num_lost, found.num_trained_twice, found.num_unexpected) == (0, 0, 0)
     assert num_full > 0
     assert (len(lost[0].lost), len(lost[0].duplicated), lost[1].num_lost) == (1, 0, 1), "a planted loss is found"

@@ -1,6 +1,6 @@
 """A process of the chaos run: `python -m`-less entry `main(folder, name, incarnation, seed)`, killed at any moment.
 
-Coordinator, rollout replicas, forward roles and the trainer, on the real bus. Producers append what they attempt and what was
+Coordinator, rollout replicas, forward roles and two trainers, on the real bus. Producers append what they attempt and what was
 acknowledged to files by one `write(2)` a line, so that a killed process has told all that it knew.
 """
 
@@ -10,7 +10,10 @@ import asyncio
 import json
 import os
 import random
+import zlib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,21 +22,26 @@ from rondo.comm.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.journal import Journal
 from rondo.comm.ring import ring_bytes
 from rondo.comm.serve import open_index
+from rondo.comm.spans import rows_of
 from rondo.runtime.actor import serve
 from rondo.runtime.guard import die_with_parent
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
-from tests.comm.driver import rules
-from tests.comm.inprocess import MEMBERS, payload, put, put_scores, row_bytes
+from tests.comm import inprocess
+from tests.comm.driver import STREAMS, rules
+from tests.comm.inprocess import payload, put, put_scores, row_bytes
 
 TOKEN = "t0ken"
 P, N = 4, 2
+TRAIN = ("actor", "critic")
+MEMBERS = (*inprocess.MEMBERS, "critic-0")
 
 
 def config() -> CoordinatorConfig:
     return CoordinatorConfig(
         rules=rules(
-            row_bytes=row_bytes(), num_steps=10**6, groups_per_step=P, samples_per_group=N, max_infra_failures=10**6
+            row_bytes=row_bytes(), num_steps=10**6, groups_per_step=P, samples_per_group=N, max_infra_failures=10**6,
+            streams=(*STREAMS[:2], *(replace(STREAMS[2], name=role) for role in TRAIN)),
         ),
         publisher="actor-0", rollout_ring_bytes=ring_bytes(1 << 13), column_ring_bytes=ring_bytes(1 << 14),
         rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(MEMBERS, 1), lease_deadline_s=2.0,
@@ -88,13 +96,40 @@ async def forward(bus: Bus, stream: str, chance: random.Random) -> None:
         await bus.ack(made)
 
 
-async def trainer(bus: Bus, chance: random.Random) -> None:
+class Snapshot:
+    """Weights of two versions that outlive their trainer; the newer one may be of a version that is never committed."""
+
+    def __init__(self, folder: Path, role: str) -> None:
+        self._slots = [folder / f"{role}.{slot}" for slot in (0, 1)]
+
+    def write(self, version: int, weights: int) -> None:
+        aside = self._slots[version % 2].with_suffix(".aside")
+        aside.write_text(json.dumps([version, weights]))
+        aside.rename(self._slots[version % 2])
+
+    def read(self, version: int) -> int:
+        held, weights = json.loads(self._slots[version % 2].read_text())
+        assert held == version, f"version {version} was committed, and the slot has {held}"
+        return int(weights)
+
+
+async def trainer(bus: Bus, role: str, folder: Path, chance: random.Random) -> None:
+    """Its weights are a checksum of all rows that it has trained, so equal versions of two roles have equal ones."""
+    snapshot = Snapshot(folder, role)
+
+    async def prepare(version: int, weights: int, spans: list[Any]) -> None:
+        snapshot.write(version, weights)
+        await bus.call("commit", 0, version, weights, spans, role)
+        await bus.call("await_version", version, deadline_s=3600)
+
     if (await bus.call("committed"))["version"] is None:
-        await bus.call("commit", 0, 0, 7, [])
+        await prepare(0, 7, [])
     while True:
-        step = (await bus.call("committed"))["version"]
-        spans = []
-        async for made in bus.stream("actor", tokens=1 << 20, step=step):
+        found = await bus.call("committed")
+        step, spans = found["version"], []
+        weights = snapshot.read(step)
+        assert found["checksums"][role] == weights
+        async for made in bus.stream(role, tokens=1 << 20, step=step):
             if chance.random() < 0.1:
                 await asyncio.sleep(0.02)
             for row in made.rows:
@@ -102,7 +137,7 @@ async def trainer(bus: Bus, chance: random.Random) -> None:
                 assert row.array("log_probs")[0] == row.array("advantages")[0] == 1000 * row.group + row.sample
             bus.check(made)
             spans += made.spans
-        await bus.call("commit", 0, step + 1, 7, spans)
+        await prepare(step + 1, zlib.crc32(json.dumps(sorted(rows_of(spans))).encode(), weights), spans)
 
 
 async def member(folder: Path, name: str, incarnation: int, seed: int) -> None:
@@ -114,8 +149,8 @@ async def member(folder: Path, name: str, incarnation: int, seed: int) -> None:
     role = name.rsplit("-", 1)[0]
     if role == "rollout":
         await rollout(bus, folder, chance)
-    elif role == "actor":
-        await trainer(bus, chance)
+    elif role in TRAIN:
+        await trainer(bus, role, folder, chance)
     else:
         await forward(bus, role, chance)
 

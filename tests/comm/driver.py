@@ -150,7 +150,9 @@ class Driver:
     def commit(self, version: int) -> list[list[int]]:
         members = self.index.membership(version - 1) if version else []
         rows = [[g, s, 0] for g in members for s in range(self.index.rules.samples_per_group)]
-        self.emit(event="commit", version=version, checksum=7, attempt=self.index.attempt, spans=spans_of(rows))
+        self.emit(
+            event="commit", role="actor", version=version, checksum=7, attempt=self.index.attempt, spans=spans_of(rows)
+        )
         return rows
 
     def step(self, step: int) -> list[list[int]]:

@@ -89,7 +89,8 @@ class InProcess:
         self.attempt = 0
         self.config = CoordinatorConfig(
             rules=rules(**{"row_bytes": row_bytes(), **changes}), publisher="actor-0", rollout_ring_bytes=ring_bytes,
-            column_ring_bytes=ring_bytes, rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(MEMBERS, 1),
+            column_ring_bytes=ring_bytes, rollout_groups=("rollout-0", "rollout-1"),
+            ranks=dict.fromkeys((*MEMBERS, "critic-0"), 1),
             lease_deadline_s=100.0, evaluate_start=False, evaluate_end=False,
         )  # fmt: skip
         self.coordinator: Coordinator

@@ -496,7 +496,8 @@ async def test_a_put_asks_nobody_again_whom_it_cannot_help_and_one_plan_in_vain_
     full = Stream("critic", ("tokens",), kind="train")
     async with served(max_staleness=0, streams=(whole, full), groups_per_step=4) as run:
         rollout, actor = await run.bus("rollout-0"), await run.bus("actor-0", num_ranks=8)
-        await actor.call("commit", 0, 0, 7, [])
+        for role in ("actor", "critic"):
+            await actor.call("commit", 0, 0, 7, [], role)
         await prove(rollout)
         grants = (await rollout.call("lease", 4, []))["grants"]
         held = [[grant["group"], grant["epoch"]] for grant in grants]
@@ -546,7 +547,9 @@ async def test_a_wait_lasts_as_long_as_it_must_and_its_caller_asks_again_for_eve
             assert not waiting.done()
         assert num_sent_back == 6
         assert len(run.coordinator._wakes) == 1
-        run.coordinator.index.apply({"event": "commit", "version": 1, "checksum": 7, "attempt": 0, "spans": []})
+        run.coordinator.index.apply(
+            {"event": "commit", "role": "actor", "version": 1, "checksum": 7, "attempt": 0, "spans": []}
+        )
         run.coordinator._wakes.wake_all()
         assert await waiting == {"version": 1}
 

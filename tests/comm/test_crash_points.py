@@ -1,8 +1,8 @@
 """A process killed at its n-th store to shared memory or its n-th journal write, for every n: what was put is there.
 
-One scripted run (coordinator with journal, rings, every role) in a child forked from this warm process; a planted hook kills the
-child before or after the n-th store through `words.py`, or before, after or in the middle of the n-th write to the journal.
-Another child opens the same memory and the same journal, checks what must be there, and takes the run to its end.
+One scripted run (coordinator with journal, rings, every role, two that train) in a child forked from this warm process; a planted
+hook kills the child before or after the n-th store through `words.py`, or before, after or in the middle of the n-th write to the
+journal. Another child opens the same memory and the same journal, checks what must be there, and takes the run to its end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import struct
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ import rondo.comm.journal
 from rondo.comm.audit import audit
 from rondo.comm.ring import ring_bytes
 from rondo.comm.words import Words
-from tests.comm.inprocess import MEMBERS, InProcess, Store, ask, payload, put, put_scores
+from tests.comm.driver import STREAMS
+from tests.comm.inprocess import MEMBERS as SINGLE
+from tests.comm.inprocess import InProcess, Store, ask, payload, put, put_scores
 
 STEPS, P, N = 3, 2, 2
+TRAIN = ("actor", "critic")
+MEMBERS = (*SINGLE, "critic-0")
 RING_BYTES = ring_bytes(1 << 14)
 
 
@@ -78,11 +83,11 @@ def plant(kind: str, nth: int, when: str) -> None:
 
 async def work(run: InProcess, incarnations: dict[str, int], log: Log) -> None:
     """The run from wherever it is to its end."""
-    rollout, fwd, advantages, actor = [
-        await run.bus(name, incarnations[name]) for name in ("rollout-0", "actor_fwd-0", "advantages-0", "actor-0")
-    ]
+    names = ("rollout-0", "actor_fwd-0", "advantages-0", *(f"{role}-0" for role in TRAIN))
+    rollout, fwd, advantages, actor, critic = [await run.bus(name, incarnations[name]) for name in names]
     if (await actor.call("committed"))["version"] is None:
-        await actor.call("commit", 0, 0, 7, [])
+        for role, bus in zip(TRAIN, (actor, critic), strict=True):
+            await bus.call("commit", 0, 0, 7, [], role)
     indices = {"actor_fwd": 0, "advantages": 0}
     while not (state := await actor.call("committed"))["done"]:
         step = state["version"]
@@ -99,17 +104,21 @@ async def work(run: InProcess, incarnations: dict[str, int], log: Log) -> None:
                     put_scores(bus, stream, made)
                     await bus.ack(made)
                     indices[stream] += 1
-        spans: list[list[int]] = []
-        async for made in actor.stream("actor", tokens=1 << 20, step=step):
-            for row in made.rows:
-                np.testing.assert_array_equal(row.array("tokens"), payload(row.group, row.sample))
-                assert row.array("log_probs")[0] == row.array("advantages")[0] == 1000 * row.group + row.sample
-            spans += made.spans
-        await actor.call("commit", 0, step + 1, 7, spans)
+        for role, bus in zip(TRAIN, (actor, critic), strict=True):
+            spans: list[list[int]] = []
+            async for made in bus.stream(role, tokens=1 << 20, step=step):
+                for row in made.rows:
+                    np.testing.assert_array_equal(row.array("tokens"), payload(row.group, row.sample))
+                    assert row.array("log_probs")[0] == row.array("advantages")[0] == 1000 * row.group + row.sample
+                spans += made.spans
+            await bus.call("commit", 0, step + 1, 7, spans, role)
 
 
 def make_run(folder: Path, store: Store) -> InProcess:
-    return InProcess(folder, store, ring_bytes=RING_BYTES, num_steps=STEPS, groups_per_step=P, max_staleness=0)
+    streams = (*STREAMS[:2], *(replace(STREAMS[2], name=role) for role in TRAIN))
+    return InProcess(
+        folder, store, ring_bytes=RING_BYTES, num_steps=STEPS, groups_per_step=P, max_staleness=0, streams=streams
+    )
 
 
 async def first_life(folder: Path, store: Store, log: Log) -> None:
@@ -120,7 +129,7 @@ async def first_life(folder: Path, store: Store, log: Log) -> None:
 
 async def second_life(folder: Path, store: Store, log: Log, *, producer_lives: bool) -> None:
     run = make_run(folder, store)
-    lives = {"rollout-0"} if producer_lives else set()
+    lives = {"rollout-0", "actor-0"} if producer_lives else set()  # what a living trainer has prepared stays so
     run.roster.groups = {name: {"incarnation": 1, "alive": True} for name in lives}
     run.roster.dead = [[name, 1] for name in MEMBERS if name not in lives]
     await run.start()

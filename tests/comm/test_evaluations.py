@@ -39,7 +39,14 @@ async def publish(actor: Bus, version: int, checksum: int) -> int:
 def reach(run: InProcess, version: int) -> None:
     """The committed version, without what was trained for it."""
     run.coordinator._emit(
-        {"event": "commit", "version": version, "checksum": version, "attempt": run.attempt, "spans": []}
+        {
+            "event": "commit",
+            "role": "actor",
+            "version": version,
+            "checksum": version,
+            "attempt": run.attempt,
+            "spans": [],
+        }
     )
 
 

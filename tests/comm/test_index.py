@@ -616,10 +616,53 @@ def test_a_group_is_complete_with_the_columns_of_all_rows_and_committed_with_all
     made = bus.train_rounds(0)
     spans = [span for event in made for span in event["spans"][0]]
     assert sorted(rows_of(spans)) == [[0, 0, 0], [0, 1, 0], [0, 1, 1]]
-    bus.emit(event="commit", version=1, checksum=7, attempt=0, spans=spans)
+    bus.emit(event="commit", role="actor", version=1, checksum=7, attempt=0, spans=spans)
     assert bus.index.staleness == {0: 1} and bus.index.groups == {}  # the sample of an environment alone has no age
     for cut, lost, twice in ((spans, 0, 0), (spans[:-1], 1, 0), (spans + spans[-1:], 0, 1)):
         bus.events[-1]["spans"] = cut
         found_ = count(bus.events, _Ledger(2, 1, 2, 5))
         assert (found_.num_put, found_.num_trained, found_.num_lost, found_.num_trained_twice) == (2, 2, lost, twice)
         assert found_.staleness == {0: 1} and found_.num_unexpected == 0
+
+
+def test_a_version_exists_once_every_trainable_role_is_prepared_and_a_death_withdraws_what_one_prepared_alone() -> None:
+    streams = (*STREAMS, replace(STREAMS[2], name="critic"))
+    bus = Driver(groups_per_step=1, streams=streams)
+    bus.start("critic-0", 1)
+    bus.emit(event="join", stream="critic", member="critic-0", ranks=1, tokens=1 << 20)
+    (group,) = bus.admit(0)
+    bus.fill(group)
+    bus.score()
+    spans = [[group, 0, 0, 2]]
+
+    def report(kind: str, role: str, trained: list[list[int]], checksum: int = 7) -> None:
+        bus.emit(
+            event=kind, role=role, member=f"{role}-0", version=1, checksum=checksum, attempt=0, spans=trained
+        )  # fmt: skip
+
+    for role in ("actor", "critic"):
+        planned = bus.index.plan_rounds(role, f"{role}-0", 1, 0)
+        bus.emit(event="rounds", rounds=planned)
+        assert [event["spans"] for event in planned] == [[spans]]
+    report("prepared", "actor", spans)
+    again = Index.load(bus.index.rules, orjson.loads(orjson.dumps(bus.index.dump())))
+    assert again.dump() == bus.index.dump() and again.prepared["actor"]["version"] == 1
+    assert bus.index.version == 0 and bus.index.groups[group].state == "ready"  # its rows stay
+    bus.die("actor-0", 1)
+    assert bus.index.prepared == {}
+    bus.start("actor-0", 2)
+    assert bus.index.rounds.find("actor", "step0", 0)[0].spans == [spans]  # the step's rounds again
+    report("prepared", "critic", spans, 8)
+    report("commit", "actor", spans, 9)
+    assert bus.index.version == 1 and bus.index.checksums == {"actor": 9, "critic": 8} and bus.index.prepared == {}
+    assert bus.index.counts["trained"] == 1 and bus.index.groups == {}
+    found = count(bus.events, _Ledger(2, 1, 2, 5))
+    assert (found.num_trained, found.num_lost, found.num_trained_twice) == (
+        2,
+        0,
+        0,
+    )  # what was withdrawn trained nothing
+    bus.events[-2]["spans"] = [[group, 0, 0, 1]]
+    assert count(bus.events, _Ledger(2, 1, 2, 5)).num_lost == 1  # of the critic alone
+    bus.events[-2]["spans"] = [*spans, [group, 0, 1, 1]]
+    assert count(bus.events, _Ledger(2, 1, 2, 5)).num_trained_twice == 1

@@ -69,8 +69,9 @@ EVENTS = st.one_of(
     event("settle", group=groups, epoch=epochs, outcome=st.sampled_from(["filtered", "failed"]), why=why),
     puts(), puts(), rounds(),
     event("ack", key=keys, rank=small),
-    event("commit", version=small, checksum=small, attempt=small,
-          spans=st.lists(st.tuples(groups, st.integers(0, 1), small, st.just(2)).map(list), max_size=4)),
+    *(event(kind, role=st.sampled_from(["actor", "critic"]), member=members, version=small, checksum=small, attempt=small,
+            spans=st.lists(st.tuples(groups, st.integers(0, 1), small, st.just(2)).map(list), max_size=4))
+      for kind in ("prepared", "commit")),
     event("started", member=members, incarnation=epochs, ranks=st.just(1)),
     event("dead", member=members, incarnation=epochs, publisher=st.booleans()),
     event("ring", ring=rings, bytes=st.just(1 << 12), member=members, overflow=st.booleans()),

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from rondo.comm.wakes import Wakes
 from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.waits import wait_for
+from tests.comm.driver import STREAMS
 from tests.comm.inprocess import InProcess, Store, put, put_scores
 from tests.schedules import SeededLoop, Stuck, explore
 from tests.strength import strength
@@ -30,17 +32,19 @@ class LateWakes(Wakes):
 
 
 def step_of_a_run(folder: Path, wakes: type[Wakes]) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Two replicas, both forward streams, the trainer, a waiter that gives up, and one for a version: all at once, one step."""
+    """Two replicas, both forward streams, two trainers, a waiter that gives up, and one for a version: all at once, one step."""
     numbers = itertools.count()
 
     async def scenario() -> None:
         store = Store()
-        run = InProcess(folder / str(next(numbers)), store, num_steps=1, groups_per_step=2, max_staleness=0)
+        streams = (*STREAMS, replace(STREAMS[2], name="critic"))
+        changes: Any = {"num_steps": 1, "groups_per_step": 2, "max_staleness": 0, "streams": streams}
+        run = InProcess(folder / str(next(numbers)), store, **changes)
         try:
             await run.start()
             run.coordinator._wakes = wakes()
-            names = ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0")
-            first, second, fwd, advantages, actor = [await run.bus(name) for name in names]
+            names = ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0", "critic-0")
+            first, second, fwd, advantages, actor, critic = [await run.bus(name) for name in names]
 
             async def rollout(bus: Any) -> None:
                 while "end" not in (answer := await bus.call("lease", 1, [])):
@@ -54,12 +58,14 @@ def step_of_a_run(folder: Path, wakes: type[Wakes]) -> Callable[[], Coroutine[An
                     put_scores(bus, stream, made)
                     await bus.ack(made)
 
-            async def train() -> None:
-                await actor.call("commit", 0, 0, 7, [])
+            async def train(bus: Any, role: str) -> None:
+                await bus.call("commit", 0, 0, 7, [], role)
+                await bus.call("await_version", 0)
                 spans = []
-                async for made in actor.stream("actor", tokens=1 << 20, step=0):
+                async for made in bus.stream(role, tokens=1 << 20, step=0):
                     spans += made.spans
-                assert (await actor.call("commit", 0, 1, 7, spans))["version"] == 1
+                await bus.call("commit", 0, 1, 7, spans, role)
+                await bus.call("await_version", 1)
 
             async def prove(bus: Any) -> None:
                 await bus.call("await_version", 0)
@@ -72,15 +78,15 @@ def step_of_a_run(folder: Path, wakes: type[Wakes]) -> Callable[[], Coroutine[An
 
             acts = {
                 "rollout-0": rollout(first), "rollout-1": rollout(second), "prove-0": prove(first), "prove-1": prove(second),
-                "fwd": forward(fwd, "actor_fwd"), "advantages": forward(advantages, "advantages"), "train": train(),
-                "impatient": impatient(),
+                "fwd": forward(fwd, "actor_fwd"), "advantages": forward(advantages, "advantages"), "actor": train(actor, "actor"),
+                "critic": train(critic, "critic"), "impatient": impatient(),
             }  # fmt: skip
             async with asyncio.TaskGroup() as tasks:
                 for name, act in acts.items():
                     tasks.create_task(act, name=name)
             assert run.coordinator.index.counts["trained"] == 2 and run.coordinator.index.imbalance() == ""
             assert len(run.coordinator._wakes) == 0, "a waiter was left behind"
-            for bus in (first, second, fwd, advantages, actor):
+            for bus in (first, second, fwd, advantages, actor, critic):
                 bus.close()
         finally:
             await run.stop()

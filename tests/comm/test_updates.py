@@ -182,9 +182,8 @@ def test_whatever_comes_when_each_survivor_is_in_one_update_of_a_pass_with_one_r
             assert all(sum(lengths[g][s] for g, s, _ in rows_of(rank)) <= budget for rank in event["spans"])
     for update, held in enumerate(per_rank):
         assert held == per_rank[update % mini_batches]
-    bus.emit(
-        event="commit", version=1, checksum=7, attempt=0, spans=spans_of([[g, s, 0] for g in members for s in (0, 1)])
-    )
+    spans = spans_of([[g, s, 0] for g in members for s in (0, 1)])
+    bus.emit(event="commit", role="actor", version=1, checksum=7, attempt=0, spans=spans)
     assert bus.index.imbalance() == "" and bus.index.counts["trained"] == 6
 
 
@@ -222,7 +221,7 @@ def test_filtered_groups_are_replaced_and_spares_become_surplus_in_steps_of_seve
     made = all_rounds(bus, 0)
     assert [groups_of([event]) for event in made] == [[0, 2], [3, 4]] * 2
     rows = [[g, s, 0] for g in (0, 2, 3, 4) for s in (0, 1)]
-    bus.emit(event="commit", version=1, checksum=7, attempt=0, spans=spans_of(rows))
+    bus.emit(event="commit", role="actor", version=1, checksum=7, attempt=0, spans=spans_of(rows))
     counts = bus.index.counts
     assert (counts["trained"], counts["surplus"], counts["filtered"]) == (4, 2, 1)
     assert bus.index.imbalance() == "" and bus.index.groups == {}
