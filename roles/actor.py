@@ -474,7 +474,7 @@ class ActorRole:
             return
         if final:
             save = functools.partial(self._trainer.save, tokenizer_path=self._job.model_path)
-            await self._save_last(version, save, folder, extra, beside)
+            since += await self._save_last(version, save, folder, extra, beside)
             await self._saved(version, folder, len(kept), since, time.monotonic() - since)
             return
 
@@ -487,13 +487,17 @@ class ActorRole:
             """An error ends the role, as one of training does."""
             none = contextlib.nullcontext
             # Without a deadline: the next saving, or the last, ends the wait.
-            if await when_there_is_room(ctx, attempt, version=version, section=none, deadline_s=None, newer=newer):
-                await self._saved(version, folder, len(kept), since, pause_s)
+            waited_s = await when_there_is_room(
+                ctx, attempt, version=version, section=none, deadline_s=None, newer=newer
+            )
+            if waited_s is not None:
+                await self._saved(version, folder, len(kept), since + waited_s, pause_s)
 
         self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")
 
-    async def _save_last(self, version: int, save: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """On the compute thread; without room for longer than the settings allow, the run ends with that as its cause."""
+    async def _save_last(self, version: int, save: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> float:
+        """On the compute thread; without room for longer than the settings allow, the run ends with that as its cause. How long
+        room was waited for."""
 
         async def attempt(gives_way: bool) -> bool:
             await self._ctx.compute(save, *args, **kwargs)
@@ -503,20 +507,21 @@ class ActorRole:
         limit_s = config.train.wait_for_room_s
         section = functools.partial(self._ctx.section, SAVE, config.supervision.save_s)
         try:
-            await when_there_is_room(
+            waited_s = await when_there_is_room(
                 self._ctx, attempt, version=version, section=section, deadline_s=limit_s, newer=asyncio.Event()
             )
         except DeadlineExceeded as error:
             await self._ctx.report("fatal", {"cause": str(error)})
             raise
+        return waited_s or 0.0
 
     async def _settle_saving(self) -> None:
         if self._saving is not None:
             await self._saving
 
     async def _saved(self, version: int, folder: Path, num_samples: int, since: float, pause_s: float) -> None:
-        """Tell of a whole checkpoint, begun at `since`, for which training stood still for `pause_s`, and of the untrained
-        samples in it."""
+        """Tell of a whole checkpoint, begun at `since` (room that was waited for left out), for which training stood still for
+        `pause_s`, and of the untrained samples in it."""
         if self._ctx.rank == 0:
             rotate(folder.parent, keep=self._job.config.train.keep_checkpoints)
             took = {"save_s": time.monotonic() - since, "pause_s": pause_s}

@@ -3,7 +3,7 @@
 Owns the wait, when it is tried again and what is told of it. Does not own the saving (`models/checkpoint.py`), which raises
 `NoRoom` on all ranks or on none and leaves nothing behind.
 
-    saved = await when_there_is_room(ctx, attempt, version=4, section=section, deadline_s=None, newer=newer)
+    waited_s = await when_there_is_room(ctx, attempt, version=4, section=section, deadline_s=None, newer=newer)
 
 Invariant: every rank makes the same attempts in the same order; an attempt is told whether a newer saving is due on this rank,
 and answers on all ranks alike whether it was made or gave way to that one.
@@ -35,11 +35,12 @@ async def when_there_is_room(
     section: Callable[[], AbstractContextManager[None]],
     deadline_s: float | None,
     newer: asyncio.Event,
-) -> bool:
-    """`attempt` until it finds room, each in a `section` of its own; what it answered. DeadlineExceeded after `deadline_s`."""
+) -> float | None:
+    """`attempt` until it finds room, each in a `section` of its own. How long that was waited for, None where it gave way;
+    DeadlineExceeded after `deadline_s`."""
     with section():
         try:
-            return await attempt(False)
+            return 0.0 if await attempt(False) else None
         except NoRoom as error:
             missing = error
     began = time.monotonic()
@@ -54,8 +55,9 @@ async def when_there_is_room(
             with section():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(newer.wait(), LOOK_S)
+                waited_s = time.monotonic() - began
                 try:
-                    return await attempt(newer.is_set())
+                    return waited_s if await attempt(newer.is_set()) else None
                 except NoRoom as error:
                     missing = error
                     wait.peer = _show(missing)
