@@ -1,7 +1,7 @@
 """Telling: whatever only tells changes neither a run's life nor its exit code.
 
 Owns the rule and its count. Does not own what is told: a line of a file, a picture, a poll, a dump. Invariant: no `Exception`
-leaves the body of a `telling`; it is counted by name, told once when it begins and once when it works again.
+leaves the body of a `telling`; it is counted by name, told once when it begins and once when it works again for good.
 
     with telling("events.jsonl"):
         os.write(fd, line)                  # on a full disk: counted, logged at the first
@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
 NOT_TOLD, TOLD_AGAIN = "not_told", "told_again"
 """Kinds of the records that `Untold.listener` gets."""
+
+STEADY_S = 10.0
+"""After so long without a failure a thing counts as working again: the last bytes of a full disk come and go."""
 
 log = logging.getLogger("rondo.telling")
 
@@ -28,12 +33,14 @@ class Untold:
     """What one process could not tell, by name. Safe from any thread.
 
     `listener` gets (kind, {"what": name, "num": failures so far, ...}) when a thing begins to fail, and when it works again.
+    `clock` gives monotonic seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.listener: Callable[[str, dict[str, Any]], None] | None = None
+        self._clock = clock
         self._counts: dict[str, int] = {}
-        self._failing: set[str] = set()
+        self._failing: dict[str, float] = {}  # name -> when it failed last
         self._lock = threading.Lock()
 
     def counts(self) -> dict[str, int]:
@@ -45,7 +52,7 @@ class Untold:
         with self._lock:
             num = self._counts[what] = self._counts.get(what, 0) + 1
             begins = what not in self._failing
-            self._failing.add(what)
+            self._failing[what] = self._clock()
         if begins:
             why = str(error) or type(error).__name__
             log.error("%s cannot be told from here on, the run goes on: %s", what, why, exc_info=_unforeseen(error))
@@ -55,7 +62,9 @@ class Untold:
         if what not in self._failing:
             return
         with self._lock:
-            self._failing.discard(what)
+            if self._clock() < self._failing.get(what, math.inf) + STEADY_S:
+                return
+            del self._failing[what]
             num = self._counts[what]
         log.warning("%s can be told again, after %d failures", what, num)
         self._hear(TOLD_AGAIN, {"what": what, "num": num})
