@@ -47,7 +47,7 @@ from rondo.runtime.errors import ConfigError
 from rondo.runtime.orders import EXIT_FAILED
 from rondo.runtime.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
 from rondo.runtime.supervision import Limits
-from rondo.runtime.supervisor import STOP_SIGNALS, Supervisor
+from rondo.runtime.supervisor import Supervisor, stop_signals
 from rondo.runtime.telling import PROCESS, tell_every, telling
 
 _PLOT_LIMIT_S = 120.0
@@ -242,7 +242,7 @@ def _stops_kept() -> Iterator[list[str]]:
     def keep(number: int, frame: object) -> None:
         asked.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, keep) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, keep) for number in stop_signals()}
     try:
         yield asked
     finally:

@@ -67,7 +67,7 @@ from rondo.runtime.telling import telling
 
 TICK_S = 0.25
 _ANSWER_S = 5.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class Supervisor(Actor):
@@ -429,17 +429,23 @@ class Supervisor(Actor):
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number in STOP_SIGNALS:
+        before = {number: signal.getsignal(number) for number in stop_signals()}
+        for number in before:
             self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one that comes now finds the handler from before
+            signal.pthread_sigmask(signal.SIG_BLOCK, before)  # one that comes now finds the handler from before
             for number, handler in before.items():
                 self._loop.remove_signal_handler(number)
                 signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask for a stop. A program that was started to outlive its terminal (`nohup`) does not hear SIGHUP."""
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in _STOP_SIGNALS if number != signal.SIGHUP or not deaf)
 
 
 def _at_terminal() -> bool:

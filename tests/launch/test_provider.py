@@ -11,6 +11,7 @@ import pytest
 from rondo.launch import provider as module
 from rondo.launch.provider import RunProvider
 from rondo.runtime.admin import prometheus_lines
+from rondo.runtime.orders import State
 from rondo.runtime.supervisor import Supervisor
 
 LEASE = {"name": "call lease", "waiter": "rollout-0.0", "peer": "coordinator", "seconds": 1.5}
@@ -36,6 +37,14 @@ async def test_waits_are_listed_one_by_one(tmp_path: Path, monkeypatch: pytest.M
     await provider._ask_all()
     assert provider.waits() == [LEASE]
     assert provider.bus() == {"version": 2, "attempt": 0}
+
+
+@pytest.mark.parametrize("state", [State.ENDING, State.WAITING, State.STARTING, State.READY])
+async def test_a_run_is_not_ready_while_a_service_is_away(tmp_path: Path, state: State) -> None:
+    groups = [SimpleNamespace(state=State.DONE), SimpleNamespace(state=state)]
+    supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=groups, phase="running"))
+    provider = RunProvider(cast(Supervisor, supervisor), tmp_path, "t" * 32, tmp_path)
+    assert provider.health()["ready"] is (state is State.READY)
 
 
 async def test_partitions_are_in_the_metrics_by_name_and_task(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rondo.runtime import process
 from rondo.runtime.ledger import Ledger
 from rondo.runtime.orders import Kill, Note
 from rondo.runtime.spec import GroupSpec, ServiceSpec, SupervisorConfig
-from rondo.runtime.supervisor import Supervisor
+from rondo.runtime.supervisor import Supervisor, stop_signals
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120.0
@@ -397,6 +397,16 @@ def written(path: Path, text: str) -> None:
     while text not in path.read_text():
         assert time.monotonic() < due, f"{text!r} must come into {path}"
         os.sched_yield()
+
+
+def test_a_program_that_was_started_to_outlive_its_terminal_is_not_stopped_by_its_end() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert set(stop_signals()) == {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signal.SIGHUP in stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_nothing_is_left_when_the_supervisor_itself_is_killed(tmp_path: Path) -> None:
