@@ -67,7 +67,7 @@ class _Found:
 
     def add_module(self, name: str, importer: Path) -> None:
         """The module or package `name`, where it lies beside its importer or beside the config module."""
-        if name in sys.stdlib_module_names or name == "rondo":
+        if name == "rondo" or (name in sys.stdlib_module_names and not _is_loaded_from(name, self.base)):
             return
         module, files = _beside(name, dict.fromkeys((importer.parent, self.base)))
         if module is None or _is_another(name, module):
@@ -110,10 +110,9 @@ def take(config: _Config, file: Path, folder: Path) -> _Config:
         if own is not None:
             places[reference] = f"{found.place(own)}:{name}"
     # What was imported while the config module was loaded, however it was.
-    for name in {
-        each.stem if each.suffix == ".py" else each.name for each in found.base.iterdir()
-    } & sys.modules.keys():
-        found.add_module(name, file)
+    for name in sorted({each.stem for each in found.base.iterdir()} & sys.modules.keys()):
+        if _is_loaded_from(name, found.base):
+            found.add_module(name, file)
     _copy(found, file, folder)
     return with_references(config, lambda _, reference: relative_to(folder, places.get(reference, reference)))
 
@@ -248,6 +247,12 @@ def _beside(name: str, folders: Iterable[Path]) -> tuple[Path | None, list[Path]
         if files := sorted(_modules_of(folder / name)):
             return folder / name / "__init__.py", files
     return None, []
+
+
+def _is_loaded_from(name: str, folder: Path) -> bool:
+    """Whether that module was imported in this process, and lies in the folder."""
+    loaded = file_of(sys.modules[name]) if name in sys.modules else None
+    return loaded is not None and loaded in (folder / f"{name}.py", folder / name / "__init__.py")
 
 
 def _is_another(name: str, module: Path) -> bool:

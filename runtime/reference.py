@@ -59,8 +59,9 @@ def as_reference(value: object) -> str:
         )
     module = sys.modules.get(module_name)
     if module is None or getattr(module, name, None) is not value:
+        where = (file_of(module) if module is not None else None) or module_name
         raise ValueError(
-            f"must be what its name finds, got another object that bears the name {name} of {module_name} (a wrapper, or "
+            f"must be what its name finds, got another object that bears the name {name} of {where} (a wrapper, or "
             "defined more than once). Other processes load it by name: give it a `def` of its own"
         )
     file = file_of(module)

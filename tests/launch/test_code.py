@@ -140,15 +140,21 @@ def test_a_run_can_begin_with_the_code_of_another_run(tmp_path: Path) -> None:
     assert called(config.reward.function, tmp_path)[:2] == ["45", str(tmp_path / "mine" / "training.py")]
 
 
-def test_a_neighbour_with_the_name_of_an_installed_module_is_refused(tmp_path: Path) -> None:
+def test_a_neighbour_with_the_name_of_an_installed_module_is_refused_where_the_code_imports_it(tmp_path: Path) -> None:
     file = project(tmp_path / "mine")
     (file.parent / "psutil.py").touch()
-    file.write_text(f"{file.read_text()}\n\ndef other():\n    import psutil\n")
-    with pytest.raises(ConfigError) as caught:
-        take(load(file), file, tmp_path / "run" / FOLDER)
-    assert str(caught.value).startswith(
-        f"a module beside training.py must not have the name of an installed one, got {file.parent}/psutil.py and "
-    )
+    (file.parent / "antigravity.py").touch()
+    take(load(file), file, tmp_path / "unused" / FOLDER)
+    for name in ("psutil", "antigravity"):
+        importing = file.with_name(f"importing_{name}.py")
+        line = f"\n\ndef other():\n    import {name}\n" if name == "psutil" else f"\n\nimport {name}\n"
+        importing.write_text(file.read_text() + line)
+        with pytest.raises(ConfigError) as caught:
+            take(load(importing), importing, tmp_path / name / FOLDER)
+        assert str(caught.value).startswith(
+            f"a module beside {importing.name} must not have the name of an installed one, got {file.parent}/{name}.py and "
+        )
+        sys.modules.pop("antigravity", None)
 
 
 def test_what_is_wrong_with_a_copy_is_told_of_the_users_file(tmp_path: Path) -> None:
