@@ -29,7 +29,7 @@ import uvloop
 from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.launch.check import Facts, require
 from rondo.launch.check_estimate import routed_bytes
-from rondo.launch.cli import TrainOptions
+from rondo.launch.cli import EXIT_USAGE, TrainOptions
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
@@ -43,7 +43,7 @@ from rondo.roles.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime import timeline
 from rondo.runtime.admin import AdminServer, listen
 from rondo.runtime.checkpoints import newest_complete
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.orders import EXIT_FAILED
 from rondo.runtime.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
 from rondo.runtime.supervision import Limits
@@ -392,4 +392,7 @@ def _plot(run: Path) -> None:
     """Draw the curves; a run is worth its summary also without a picture."""
     command = [sys.executable, "-m", "rondo.launch.plot", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PLOT_LIMIT_S, check=False)
-    say(done.stdout.strip() or done.stderr.strip())
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    if done.returncode not in (0, EXIT_USAGE):
+        raise RondoError(lines[-1])
+    say(done.stdout.strip() or lines[-1])

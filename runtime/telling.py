@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
+from rondo.runtime.errors import RondoError
+
 NOT_TOLD, TOLD_AGAIN = "not_told", "told_again"
 """Kinds of the records that `Untold.listener` gets."""
 
@@ -109,5 +111,5 @@ async def tell_every(what: str, period_s: float, work: Callable[[], Awaitable[An
 
 
 def _unforeseen(error: Exception) -> Exception | None:
-    """What is worth a traceback: not a full disk or a closed pipe."""
-    return None if isinstance(error, OSError) else error
+    """What is worth a traceback: not a full disk, a closed pipe, or what names its cause."""
+    return None if isinstance(error, OSError | RondoError) else error
