@@ -14,12 +14,13 @@ A later attempt begins with the snapshot of a checkpoint: what happened beyond i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rondo.comm.journal import Event, files, read
+from rondo.runtime.errors import CorruptData
 
 OUTCOMES = ("trained", "filtered", "surplus", "failed", "quarantined")
 
@@ -52,9 +53,19 @@ def audit(
     max_data_failures: int = 2,
     max_infra_failures: int = 5,
 ) -> Audit:
-    """Read all journal files of a run. CorruptData for a file that was changed after it was written."""
+    """Read all journal files of a run. CorruptData when the last one was changed after it was written; from an earlier one, which
+    a power failure may have torn and a checkpoint replaced, what is whole is taken."""
     ledger = _Ledger(samples_per_group, groups_per_step, max_data_failures, max_infra_failures)
-    return count((event for path in files(folder) for event in read(path)), ledger)
+    return count(_events(files(folder)), ledger)
+
+
+def _events(paths: Sequence[Path]) -> Iterator[Event]:
+    for path in paths:
+        try:
+            yield from read(path)
+        except CorruptData:
+            if path == paths[-1]:
+                raise
 
 
 def count(events: Iterable[Event], ledger: _Ledger) -> Audit:

@@ -15,6 +15,7 @@ from its journalled head, and deaths that happened meanwhile are fetched from th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,10 +39,11 @@ from rondo.comm.spans import Span, by_part, num_rows
 from rondo.comm.versions import engine_reader
 from rondo.comm.wakes import Wakes
 from rondo.runtime.actor import Actor, answering, endpoint
-from rondo.runtime.errors import Refused
+from rondo.runtime.errors import NotYet, Refused
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from rondo.runtime.telling import telling
+from rondo.runtime.waits import PROCESS, Wait
 
 ROLLOUT_READER = engine_reader(0)
 """Who proves the weights that the leases of a replica depend on that generates on one rank."""
@@ -51,6 +53,8 @@ _SPARE_BYTES = 1 << 16
 """Of an overflow ring beyond its records: it is empty and used once, so nothing wraps."""
 HOLD_S = 600.0
 """A call that waits is told after this time, or twice as long, that there is nothing yet (`NotYet`), and asks again."""
+ROOM_S = 1.0
+"""While the journal waits for room, callers ask so often."""
 MANY_FAILURES = 8
 """So many failed prompt groups in a row are told of, long before they end the run."""
 
@@ -116,6 +120,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._committed_at = self._sent_back_at = clock()
         self._evaluators: dict[str, tuple[str, int]] = {}
         self._draining = False
+        self._no_room: Wait | None = None  # since when the journal waits for room on the disk
         self._short: set[str] = set()  # members that wait for room in a ring of theirs
         self._told_failures = 0  # prompt groups that had failed in a row when that was told last
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
@@ -151,6 +156,8 @@ class Coordinator(PartitionEndpoints, Actor):
 
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
+        if not self._look_for_room():
+            return
         now, events = self._clock(), []
         limit = self.config.straggler_deadline_s
         for group in self.index.running():
@@ -247,6 +254,8 @@ class Coordinator(PartitionEndpoints, Actor):
         self._write()
 
     def _check_alive(self, member: str, incarnation: int) -> None:
+        if self._no_room is not None:
+            raise NotYet("its journal must have room, the disk is full", ROOM_S)
         if self.index.members.get(member, [None, 0, 0])[::2] != [incarnation, 1]:
             raise Refused(
                 f"caller must be the living incarnation of {member}, got {incarnation}. "
@@ -661,13 +670,16 @@ class Coordinator(PartitionEndpoints, Actor):
                     "checksum": checksum, "attempt": attempt, "spans": spans,
                 }
             )  # fmt: skip
+            self._check_written()
             if last:
                 self._committed()
         return {"version": self.index.version}
 
     def _committed(self) -> None:
         self._committed_at = self._clock()
-        self._put_at = {group: at for group, at in self._put_at.items() if group in self.index.groups}
+        for times in (self._put_at, self._renewed, self._granted):
+            for group in times.keys() - self.index.groups.keys():
+                del times[group]
         self._report("committed", self.status())
         unbalanced = self.index.imbalance(scan=False)
         if unbalanced:
@@ -823,12 +835,45 @@ class Coordinator(PartitionEndpoints, Actor):
 
     def _write(self) -> None:
         """Journal what was applied, and let its effects go."""
-        if self._unwritten:
+        if not self._unwritten:
+            return
+        try:
             self._journal.append(self._unwritten)
-            self._unwritten = []
-            for name, tail in self._freed.items():
-                self._rings.release(name, tail)
-            self._freed.clear()
+        except OSError as error:
+            self._wait_for_room(error.strerror or str(error))
+            return
+        self._unwritten = []
+        for name, tail in self._freed.items():
+            self._rings.release(name, tail)
+        self._freed.clear()
+        if self._journal.short():
+            self._wait_for_room("the disk is full")
+        elif self._journal.due:
+            with contextlib.suppress(OSError):  # no room for a snapshot: later, while this file goes on
+                self._journal.rotate({"event": "snapshot", "state": self.index.dump()})
+
+    def _wait_for_room(self, why: str) -> None:
+        """The journal has no room. Nobody gets anything before there is: callers are told to ask again (`_check_alive`), and
+        leases do not run out."""
+        if self._no_room is None:
+            self._no_room = PROCESS.begin("room for the journal", peer=str(self._journal.folder), deadline_s=None)
+            self._report("journal_waits", {"why": why, "folder": str(self._journal.folder)})
+
+    def _look_for_room(self) -> bool:
+        """Whether the journal can go on, or goes on again."""
+        if self._no_room is None:
+            return True
+        now = self._clock()
+        self._renewed = dict.fromkeys(self._renewed, now)
+        self._granted = dict.fromkeys(self._granted, now)
+        self._write()
+        if self._unwritten or self._journal.short():
+            return False
+        PROCESS.end(self._no_room)
+        self._report("journal_goes_on", {"waited_s": PROCESS.clock() - self._no_room.since})
+        self._no_room = None
+        self._wakes.wake_all()
+        return True
 
     def _journal_and_apply(self, events: list[Event]) -> set[str]:
         topics = self._apply(events)
@@ -863,6 +908,7 @@ class Coordinator(PartitionEndpoints, Actor):
             found = answer()
             if found is not None:
                 self._write()
+                self._check_written()
                 send(found)
             return found
 
@@ -871,4 +917,9 @@ class Coordinator(PartitionEndpoints, Actor):
         if result is None:
             result = await self._wakes.wait(asked, *topics)
         self._write()
+        self._check_written()
         return result
+
+    def _check_written(self) -> None:
+        if self._unwritten:
+            raise NotYet("its journal must have room, the disk is full", ROOM_S)

@@ -31,16 +31,26 @@ TICK_S = 0.5
 
 
 def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attempt: int) -> Index:
-    """The state this process begins with; in a new attempt the journal goes on in a file that begins with it."""
+    """The state this process begins with; in a new attempt the journal goes on in a file that begins with it.
+
+    A journal that cannot be read, after a power failure, say, does not stand before a whole checkpoint: it is told of, and left
+    where it is. CorruptData where there is none.
+    """
     index = Index(config.rules)
-    for event in journal.replay():
-        index.apply(event)
-    index.freed()  # effects of a past life: tails are set anew from the state
-    if not journal.empty and index.attempt == attempt:
-        return index
+    checkpoint = newest_complete(run_dir / "checkpoints")
+    if journal.broken is not None:
+        if checkpoint is None:
+            raise journal.broken
+        print(f"{journal.broken} It goes on from {checkpoint}.", flush=True)
+    else:
+        for event in journal.replay():
+            index.apply(event)
+        index.freed()  # effects of a past life: tails are set anew from the state
+        index.news()
+        if not journal.empty and index.attempt == attempt:
+            return index
     for name in index.partitions.files():
         unlink(name)  # of a past attempt: its segments went with its supervisor, files do not
-    checkpoint = newest_complete(run_dir / "checkpoints")
     if checkpoint is not None:
         state = orjson.loads((checkpoint / "index.json").read_bytes())["index"]
     else:
