@@ -1,4 +1,4 @@
-"""From settings to what the supervisor starts and what the coordinator holds to. Pure: no process, no file.
+"""From settings to what the supervisor starts and what the coordinator holds to. Starts nothing, and reads a config.json at most.
 
 Owns the translation only; settings are `config.py`'s, processes the supervisor's, rules of the bus the index's.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import orjson
 
 from rondo.comm.coordinator import CoordinatorConfig
 from rondo.comm.index import Rules
@@ -39,6 +42,15 @@ def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
         for group in config.groups
         for name in group.replica_names()
     )
+
+
+def model_modules(path: str) -> tuple[str, ...]:
+    """Where transformers has the classes of the model at `path`, for all processes to share; none where that is no folder."""
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        return ()
+    kind = str(orjson.loads(config.read_bytes()).get("model_type", "")).replace("-", "_")
+    return (f"transformers.models.{kind}.modeling_{kind}",) if kind else ()
 
 
 def first_devices(groups: Iterable[RoleGroup]) -> dict[str, int]:

@@ -33,7 +33,7 @@ from rondo.launch.cli import EXIT_USAGE, TrainOptions
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
-from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs
+from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs, model_modules
 from rondo.launch.provider import RunProvider, serve_trace
 from rondo.launch.rundir import RunDir, existing_run, newest_run, owner, read_json, write_json
 from rondo.launch.steps import Records
@@ -373,6 +373,7 @@ def _supervisor_config(
             grace_s=limits.grace_s,
             no_progress_s=limits.no_progress_s,
         ),
+        modules=model_modules(orjson.loads((run.path / PREPARED).read_bytes())["model_path"]),
         kill=options.kill,
         finds_state=config.train.hot_snapshot,
         can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,

@@ -15,15 +15,14 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.janitor import Janitor
 from rondo.runtime.launcher import Surroundings
-from rondo.runtime.process import end_all
+from rondo.runtime.process import Stat, children, end_all, orphans
 from rondo.runtime.segments import Registration, SegmentServer
-from rondo.runtime.spec import RT_DIR
 
 _MAX_SOCKET_BYTES = 107
 _SWEEP_S = 15.0
@@ -38,6 +37,7 @@ class Estate:
         with contextlib.ExitStack() as ends:
             self.rt_dir = Path(tempfile.mkdtemp(prefix="rondo-", dir=_folder(longest_name)))
             ends.callback(shutil.rmtree, self.rt_dir, ignore_errors=True)
+            self._others = {child.pid for child in children(os.getpid())}
             self.janitor = Janitor(self.rt_dir)
             ends.callback(self.janitor.close)
             self.token = secrets.token_hex(32)
@@ -47,7 +47,7 @@ class Estate:
             self.segments = SegmentServer(self.rt_dir / "handover.sock", self.token, on_register)
             self.segments.start()
             ends.callback(self.segments.close)
-            ends.callback(end_all, {f"{RT_DIR}={self.rt_dir}".encode()}, deadline_s=_SWEEP_S)
+            ends.callback(end_all, self._left, deadline_s=_SWEEP_S)
             host, port = self.store_socket.getsockname()
             self.surroundings = Surroundings(run_dir, self.rt_dir, (host, port))
             self._ends = ends.pop_all()
@@ -55,6 +55,14 @@ class Estate:
     def address(self, name: str) -> str:
         """Where the actor of that name listens."""
         return f"unix:{self.rt_dir}/{name}.sock"
+
+    def strays(self, own: Set[int]) -> list[Stat]:
+        """What came to this process because whatever was above it was killed: its parents had been told to leave last. `own` are
+        the children that it has started since. Children of its own session are somebody else's."""
+        return orphans(own | self._others | {self.janitor.pid})
+
+    def _left(self) -> list[Stat]:
+        return [stray for stray in self.strays(frozenset()) if stray.alive]
 
     def close(self) -> None:
         """Ends what still lives, then gives everything back. Safe to call twice."""

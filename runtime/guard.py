@@ -25,16 +25,17 @@ _PR_SET_PDEATHSIG = 1
 _USAGE = "usage: python -m rondo.runtime.guard --parent PID [--deaf] -- COMMAND [ARGUMENT...]"
 
 
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to SIGKILL this process when its parent dies; ends it at once if the parent is gone already.
+def die_with_parent(parent_pid: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Asks the kernel to SIGKILL this process when its parent dies (or to send another signal, for one that has to end
+    more than itself); ends it at once if the parent is gone already.
 
     `parent_pid` is what the parent must be; by default RONDO_PARENT_PID says so, and under no guard nobody checks. The
     kernel means the parent's *thread*: spawn from the main thread.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
     expected = int(os.environ.get(PARENT_PID, "0")) if parent_pid is None else parent_pid
     # A process that the guard became carries its own pid there; the guard has checked its parent.
     if expected not in (0, os.getpid()) and os.getppid() != expected:

@@ -4,9 +4,10 @@ Owns their pidfds, signals, usage, and the proof that all of them are gone. Does
 exits to its `Watcher`. Invariant: after `end()` no process of this life exists, whatever it had started, or its deadline
 has passed and DeadlineExceeded names it.
 
-    main      torchrun, or the service itself: our child; its exit code is collected here
-    worker    registered by itself; torchrun's child, or ours once torchrun is dead
-    others    what workers started: found by the run's variables in their environment
+    main      the root of a role group, or the service itself: our child; its exit code is collected here
+    worker    registered by itself; below the root
+    others    what workers started: below the root too, which is a subreaper, whatever they did to their session or environment
+    strays    what was below a root that was killed by somebody else: with us, and of no living life
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Main(Protocol):
 
 
 class Watcher(Protocol):
-    """Who is told of exits. `code` as Python gives it, None when somebody else collected it unseen."""
+    """Who is told of exits, and knows of strays. `code` as Python gives it, None when somebody else collected it unseen."""
+
+    def strays(self) -> list[process.Stat]: ...
 
     def worker_exited(self, life: Incarnation, worker: Worker, code: int | None) -> None: ...
 
@@ -76,7 +79,6 @@ class Incarnation:
         name: str,
         number: int,
         log: Path,
-        markers: frozenset[bytes],
         heartbeat: Segment | None,
         watcher: Watcher,
     ) -> None:
@@ -89,7 +91,6 @@ class Incarnation:
         self.workers: dict[int, Worker] = {}
         self.ending: asyncio.Task[None] | None = None
         """The task that ends it, once there is one."""
-        self._markers = markers
         self._heartbeat = heartbeat
         self._watcher = watcher
         self._loop = asyncio.get_running_loop()
@@ -119,13 +120,19 @@ class Incarnation:
         """Its workers, by rank; a service's only process."""
         return tuple(self.workers[rank].pid for rank in sorted(self.workers)) or self._main_pids
 
+    @property
+    def own_pids(self) -> tuple[int, ...]:
+        """Whose exits are collected here, or seen before they are collected."""
+        return (*self._main_pids, *(worker.pid for worker in self.workers.values() if self._descriptors))
+
     def usage(self) -> Usage:
-        """What it uses now. Processor time counts processes that are gone, as far as they were seen."""
+        """What it uses now. Processor time counts processes that are gone, as far as they were seen. A root's memory is the
+        nursery's."""
         rss_bytes = 0
         for pid in {*self._main_pids, *self.pids}:
             found = process.stat(pid)
             if found is not None and found.alive:
-                rss_bytes += found.rss_bytes
+                rss_bytes += found.rss_bytes if pid in self.pids else 0
                 self._cpu_ticks[pid] = found.cpu_ticks
         return Usage(rss_bytes, sum(self._cpu_ticks.values()) / process.TICKS_PER_S)
 
@@ -157,15 +164,25 @@ class Incarnation:
                 await asyncio.wait([self.starting])
             pause_s = 0.005
             while True:
-                sessions = {worker.session for worker in self.workers.values()} | {*self._main_pids}
-                left = process.scan(self._markers, sessions)
-                for found in left:
-                    process.kill(found.pid, found.start_time)
-                if not left and (self.main is None or self.main.poll() is not None):
+                gone = self.main is None or self.main.poll() is not None
+                if not self._kill_once() and gone:
                     break
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.1)
         self.close()
+
+    def _kill_once(self) -> int:
+        """What is below the main process, which follows when that is dead; then strays."""
+        num_left = 0
+        if self.main is not None and self.main.poll() is None:
+            num_left = process.kill_below(self.main.pid)
+            if not num_left:
+                self.main.send_signal(signal.SIGKILL)
+        for stray in self._watcher.strays():
+            if stray.alive:
+                num_left += 1 + process.kill_below(stray.pid)
+                process.kill(stray.pid, stray.start_time)
+        return num_left
 
     def close(self) -> None:
         """Stops watching. Safe to call twice."""

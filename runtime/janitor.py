@@ -1,8 +1,9 @@
 """Janitor: what is left when the supervisor is killed itself. `python -m rondo.runtime.janitor RT_DIR`
 
 Owns the last sweep. The supervisor starts it, holds the other end of its standard input, and never writes: when that
-pipe closes, the run is over, in whatever way. Then every process of the run that still lives is SIGKILLed, and the
-run-time directory removed. The guard's promise ends almost all of them before; this finds what slipped through it.
+pipe closes, the run is over, in whatever way. Then every process of the run that still lives, known by its environment, is
+SIGKILLed with all below it, and the run-time directory removed. The guard's promise and the roots of role groups, which leave
+last, end almost all of them before; this finds what slipped through.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rondo.runtime.process import end_all
+from rondo.runtime.process import end_all, scan
 
 _SWEEP_S = 30.0
 
@@ -52,7 +53,7 @@ def main(rt_dir: str) -> int:
         signal.signal(number, signal.SIG_IGN)  # it leaves when the run has left, not before
     while os.read(0, 4096):
         pass
-    left = end_all({f"RONDO_RT_DIR={rt_dir}".encode()}, deadline_s=_SWEEP_S / 2)
+    left = end_all(lambda: scan({f"RONDO_RT_DIR={rt_dir}".encode()}), deadline_s=_SWEEP_S / 2)
     shutil.rmtree(rt_dir, ignore_errors=True)
     return 1 if left or Path(rt_dir).exists() else 0
 

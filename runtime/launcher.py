@@ -4,8 +4,8 @@ Owns how processes are started: through the guard, in a session of their own (a 
 supervisor alone), their output in `logs/attempt_N/<group>.<incarnation>.log`. Does not own when. What needs torch is a `Job`,
 which the nursery forks.
 
-torchrun starts the workers of a role group and never restarts them (`--max-restarts 0`): that is the supervisor's
-business. It meets in the run's one store, under an id of this incarnation, and opens no listening socket of its own.
+torchrun starts the workers of a role group, through stand-ins, and never restarts them (`--max-restarts 0`): that is the
+supervisor's business. It meets in the run's one store, under an id of this incarnation, and opens no listening socket of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rondo.runtime import guard
+from rondo.runtime import guard, stand_in
 from rondo.runtime.spec import ATTEMPT, GROUP, INCARNATION, RT_DIR, RUN_DIR, STORE, GroupSpec, ServiceSpec
 
 TORCHRUN_MAIN = "torch.distributed.run:main"
+ROOT_MAIN = "rondo.runtime.root:main"
 STORE_MAIN = "rondo.runtime.store:main"
+_READ_LATE = ("RONDO_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS")
+"""Variables, by how they begin, that a process may be given after it has loaded torch. All others are read while libraries load
+(LD_PRELOAD, PYTHONPATH, KMP_*, MKL_*, ONEDNN_*, PYTORCH_CUDA_ALLOC_CONF), or nobody knows."""
 _LOG = re.compile(r"(.+)\.(\d+)\.log")
 
 
@@ -60,21 +64,17 @@ class Surroundings:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def markers(self, name: str, incarnation: int) -> frozenset[bytes]:
-        """By these entries of its environment a process is known to belong to this life of a group. What the nursery forked shows
-        the nursery's environment to others, and is known by its session; all that it starts has its own."""
-        entries = {RT_DIR: str(self.rt_dir), GROUP: name, INCARNATION: str(incarnation)}
-        return frozenset(f"{key}={value}".encode() for key, value in entries.items())
-
     def log_path(self, name: str, incarnation: int, attempt: int) -> Path:
         folder = self.run_dir / "logs" / f"attempt_{attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{name}.{incarnation}.log"
 
     def group_job(self, spec: GroupSpec, incarnation: int, attempt: int, grace_s: float) -> Job:
-        """The torchrun of a role group."""
+        """The root of a role group, and its torchrun."""
         host, port = self.store
+        socket_path = str(self.rt_dir / f"{spec.name}.fork")
         arguments = (
+            socket_path, reason_to_exec(spec),
             "--nnodes", "1",
             "--nproc-per-node", str(spec.num_processes),
             "--rdzv-backend", "c10d",
@@ -86,7 +86,7 @@ class Surroundings:
             "--shutdown-timeout", str(math.ceil(grace_s)),
             "--signals-to-handle", "SIGQUIT",  # else it ends its workers at a signal that is meant for the supervisor
             "--log-dir", str(self.rt_dir / "torchrun"),
-            "-m", "rondo.runtime.worker", *spec.roles,
+            "--no-python", sys.executable, "-I", "-S", stand_in.__file__, socket_path, *spec.roles,
         )  # fmt: skip
         environment = {
             **self.environment(spec.name, incarnation, attempt),
@@ -97,7 +97,7 @@ class Surroundings:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **spec.env,
         }
-        return Job(TORCHRUN_MAIN, arguments, environment, self.log_path(spec.name, incarnation, attempt))
+        return Job(ROOT_MAIN, arguments, environment, self.log_path(spec.name, incarnation, attempt))
 
     def store_job(self, name: str, incarnation: int, attempt: int, fd: int) -> Job:
         """The run's store, on the socket that it listens on already."""
@@ -110,6 +110,15 @@ class Surroundings:
         command = [sys.executable, "-m", spec.module, *spec.args]
         environment = {**self.environment(spec.name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
         return start(command, environment, self.log_path(spec.name, incarnation, attempt))
+
+
+def reason_to_exec(spec: GroupSpec) -> str:
+    """Why the workers of a group cannot be forked of a process that has loaded torch with this one's environment; empty if they
+    can: all that the group's own variables change is read late."""
+    early = sorted(
+        name for name, value in spec.env.items() if os.environ.get(name) != value and not name.startswith(_READ_LATE)
+    )
+    return f"env sets {', '.join(early)}, which may be read while modules load" if early else ""
 
 
 def used_incarnations(run_dir: Path) -> dict[str, int]:

@@ -1,20 +1,21 @@
-"""Nursery: a process that has loaded torch once, and of which torchruns and the store are forked.
+"""Nursery: a process that has loaded torch and what the roles import, once, and of which they and the store are forked.
 
-    supervisor  --- job: function, arguments, environment, log --->  nursery  (torch loaded, one thread, nothing running)
-        ^                                                              | fork
-        |  <--- adopts, as subreaper ---  torchrun of actor-0      <---'  fork, then the one between ends
-        '------ pid ------------------------------------------------------'
+    supervisor  --- a socket a job: function, arguments, environment, log --->  nursery  (all loaded, one thread, nothing running)
+        ^                                                                         | fork
+        |  <--- adopts, as subreaper ---  root of actor-0, which forks workers <--'  fork, then the one between ends
+        '------ pid; then begins when told to, and ends if its socket does
 
-Loading torch takes seconds of a core, and each torchrun would do it for itself, at the start and whenever its role group comes
-back. A forked one is there in milliseconds and shares the memory of what was loaded.
+Loading torch and transformers takes seconds of a core, and each process would do it for itself, at the start and whenever its
+role group comes back. A forked one is there in milliseconds and shares the memory of what was loaded.
 
 Owns the nursery's process, and how a job becomes a child of the supervisor: with a session, an environment and a log of its own,
-dying with the supervisor. Does not own what is started, or when. What a job starts in its turn is started as ever (`exec`).
+dying with the supervisor. Does not own what is started, or when.
 
-Invariants: the nursery never starts a thread, so a fork of it is whole; what `start` returns is a child of this process; a
-nursery that died is replaced with the next job.
+Invariants: a fork is whole: where the nursery has more than one thread, or CUDA is in use, a job is started anew (`exec`) and
+told why; what `start` returns is a child of this process; a job whose start was given up never begins; a nursery that died or
+stands still is replaced with the next job, and its silence blocks nobody.
 
-    with Nursery(surroundings, attempt=0, keep=[store_fd]) as nursery:
+    with Nursery(surroundings, attempt=0, keep=[store_fd], modules=["rondo.roles.actor"]) as nursery:
         main = await nursery.start(surroundings.group_job(spec, incarnation=1, attempt=0, grace_s=30))
 """
 
@@ -23,31 +24,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from rondo.runtime.errors import WorkerDied
+from rondo.runtime.errors import DeadlineExceeded, WorkerDied
 from rondo.runtime.guard import PARENT_PID, die_with_parent
 from rondo.runtime.launcher import STORE_MAIN, TORCHRUN_MAIN, Job, Surroundings, start
 from rondo.runtime.process import exit_text
 from rondo.runtime.record import last_lines
 from rondo.runtime.reference import load_reference
+from rondo.runtime.root import why_not_fork
+from rondo.runtime.stand_in import NOT_FORKED
 from rondo.runtime.waits import waiting
 
 NAME = "nursery"
-_LOAD_LIMIT_S = 600.0
-"""Importing torch from a cold network disk takes minutes."""
-_ANSWER_S = 10.0
+ANSWER_S = 30.0
+"""A fork takes milliseconds."""
 _LAST_S = 1.0
-_END_S = 60.0
+_PAUSE_S = 0.005
+_GO = b"\n"
+_JOB = "--job"
 
 
 class Forked:
@@ -81,11 +87,20 @@ class Forked:
 class Nursery:
     """The supervisor's side. For the main thread's event loop, in a process that is a subreaper.
 
-    `keep` are descriptors that jobs may have; no job has others than those it names.
+    `keep` are descriptors that jobs may have; no job has others than those it names. `modules` are what to load beside torch;
+    one that is not there is passed over. `load_s` limits the loading, from a cold network disk perhaps.
     """
 
-    def __init__(self, around: Surroundings, attempt: int, keep: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        around: Surroundings,
+        attempt: int,
+        keep: Sequence[int] = (),
+        modules: Sequence[str] = (),
+        load_s: float = 600.0,
+    ) -> None:
         self._around, self._attempt, self._keep = around, attempt, tuple(keep)
+        self._modules, self._load_s = tuple(modules), load_s
         self._number = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -97,13 +112,35 @@ class Nursery:
         return {} if self._process is None else {NAME: self._process.pid}
 
     async def start(self, job: Job) -> Forked:
-        """The job's process. Cancelled while the nursery loads, nothing was started. WorkerDied and DeadlineExceeded when it
+        """The job's process, which has begun. Cancelled before that, nothing ever begins. WorkerDied and DeadlineExceeded when it
         cannot be had: the next call tries a new nursery."""
-        if self._loading is None or (self._loading.done() and self._ended()):
-            self.close()
-            self._loading = self._open()
-        await asyncio.shield(self._loading)
-        return self._ask(job)
+        loading = None
+        while loading is not self._loading or loading is None:  # another job may have replaced it meanwhile
+            if self._loading is None or (self._loading.done() and self._ended()):
+                self.close()
+                self._loading = self._open()
+            loading = self._loading
+            await asyncio.shield(loading)
+        assert self._orders is not None and self._process is not None
+        loop, asked = asyncio.get_running_loop(), self._process
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            with theirs:
+                try:
+                    socket.send_fds(self._orders, [_GO], [theirs.fileno()])
+                except OSError:  # it has ended, or has read nothing for hundreds of jobs
+                    raise await self._died(asked) from None
+            try:
+                async with waiting("fork", peer=NAME, deadline_s=ANSWER_S):
+                    await loop.sock_sendall(ours, json.dumps(asdict(job) | {"log": str(job.log)}).encode() + b"\n")
+                    answer = await loop.sock_recv(ours, 64)
+            except (ConnectionError, DeadlineExceeded):
+                answer = b""
+            if not answer:
+                raise await self._died(asked)
+            ours.send(_GO)
+        return Forked(int(answer))
 
     def close(self) -> None:
         """Ends the nursery; what was forked of it goes on. Safe to call twice."""
@@ -113,7 +150,10 @@ class Nursery:
             self._orders.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait(_END_S)
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # held in the kernel: whoever collects strays collects it
+                self._process.wait(_LAST_S)
         self._process = self._orders = self._loading = None
 
     def _ended(self) -> bool:
@@ -126,43 +166,34 @@ class Nursery:
         self._orders.setblocking(False)
         with theirs:
             descriptors = [theirs.fileno(), *self._keep]
-            command = [sys.executable, "-m", "rondo.runtime.nursery", *map(str, descriptors)]
+            numbers = ",".join(map(str, descriptors))
+            command = [sys.executable, "-m", "rondo.runtime.nursery", numbers, *self._modules]
             environment = self._around.environment(NAME, self._number, self._attempt)
-            self._process = start(command, environment | {"OMP_NUM_THREADS": "1"}, self._log, descriptors)
+            # Whether there is a GPU is asked of the driver's management library while modules load: asking CUDA would begin it.
+            environment |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            self._process = start(command, environment, self._log, descriptors)
         loading = asyncio.get_running_loop().create_task(self._loaded(self._orders), name="start of nursery")
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())  # those who wait are told
         return loading
 
     async def _loaded(self, orders: socket.socket) -> None:
-        async with waiting("start of nursery", peer=NAME, deadline_s=_LOAD_LIMIT_S):
+        async with waiting("start of nursery", peer=NAME, deadline_s=self._load_s):
             try:
                 word = await asyncio.get_running_loop().sock_recv(orders, 1)
             except ConnectionError:
                 word = b""
         if not word:
-            raise self._died()
+            raise await self._died(self._process)
 
-    def _ask(self, job: Job) -> Forked:
-        """Blocks for the milliseconds of a fork, so that nobody can give up in the middle."""
-        if self._orders is None:
-            raise self._died()
-        self._orders.settimeout(_ANSWER_S)
-        try:
-            self._orders.sendall(json.dumps(asdict(job) | {"log": str(job.log)}).encode() + b"\n")
-            answer = self._orders.recv(64)
-        except OSError:
-            answer = b""
-        if not answer:
-            raise self._died()
-        return Forked(int(answer))
-
-    def _died(self) -> WorkerDied:
+    async def _died(self, asked: subprocess.Popen[bytes] | None) -> WorkerDied:
+        """`asked` did not answer: nothing that it may still do counts, and it is ended."""
         how = "silence"
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its socket closes a moment before it has ended
-                how = exit_text(self._process.wait(_LAST_S))
-            self._process.kill()
-            self._process.wait(_END_S)
+        if asked is not None:
+            with contextlib.suppress(DeadlineExceeded):  # its sockets close a moment before it has ended
+                how = exit_text(await _end_of(asked))
+            asked.kill()
+            with contextlib.suppress(DeadlineExceeded):
+                await _end_of(asked)
         lines = "\n".join(last_lines(self._log))
         return WorkerDied(
             f"the nursery must start what it is told, got {how}. Read {self._log}; it ends with:\n{lines}"
@@ -177,6 +208,13 @@ class Nursery:
         self.close()
 
 
+async def _end_of(nursery: subprocess.Popen[bytes]) -> int:
+    async with waiting("end of nursery", peer=NAME, deadline_s=_LAST_S):
+        while (code := nursery.poll()) is None:  # noqa: ASYNC110 - a moment
+            await asyncio.sleep(_PAUSE_S)
+    return code
+
+
 # ---- the process ----------------------------------------------------------------------------------------------------
 
 
@@ -185,43 +223,57 @@ def serve(orders_fd: int, keep: Sequence[int]) -> dict[str, Any] | None:
     for descriptor in (orders_fd, *keep):
         os.set_inheritable(descriptor, False)
     supervisor = os.getppid()
-    with socket.socket(fileno=orders_fd) as orders, orders.makefile("rb") as lines:
-        orders.sendall(b"\n")
-        for line in lines:
-            pid = _fork_for(supervisor)
-            if pid == 0:
-                job: dict[str, Any] = json.loads(line)
-                for descriptor in {*keep} - {*job["fds"]}:
-                    os.close(descriptor)
-                return job
-            orders.sendall(str(pid).encode())
+    with socket.socket(fileno=orders_fd) as orders:
+        orders.sendall(_GO)
+        while True:
+            _, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
+            if not descriptors:
+                return None
+            with socket.socket(fileno=descriptors[0]) as asked:
+                reason = why_not_fork()
+                if _fork_for(supervisor):
+                    continue
+                if not reason:
+                    return _job(asked, keep)
+                kept = (asked.fileno(), *keep)
+                for descriptor in kept:
+                    os.set_inheritable(descriptor, True)
+                os.environ[PARENT_PID] = str(supervisor)
+                numbers = ",".join(map(str, kept))
+                os.execv(sys.executable, [sys.executable, "-m", "rondo.runtime.nursery", _JOB, numbers, reason])
+
+
+def _job(asked: socket.socket, keep: Sequence[int]) -> dict[str, Any] | None:
+    """What this process is to do; None where it is to begin nothing, since whoever asked has given it up."""
+    with asked.makefile("rb") as lines, contextlib.suppress(ConnectionError):
+        line = lines.readline()
+        if line:
+            asked.sendall(str(os.getpid()).encode())
+        if line and lines.read(1):
+            job: dict[str, Any] = json.loads(line)
+            for descriptor in {*keep} - {*job["fds"]}:
+                os.close(descriptor)
+            return job
     return None
 
 
 def _fork_for(supervisor: int) -> int:
-    """0 in a new process, a child of the supervisor that dies with it; its pid here, once it is that."""
-    read, write = os.pipe()
+    """0 in a new process, a child of the supervisor that dies with it."""
     between = os.fork()
     if between != 0:
-        os.close(write)
-        with os.fdopen(read, "rb") as told:
-            os.waitpid(between, 0)
-            return int(told.read())
+        os.waitpid(between, 0)
+        return between
     itself = os.pidfd_open(os.getpid())
-    pid = os.fork()
-    if pid != 0:
-        os.write(write, str(pid).encode())
+    if os.fork() != 0:
         os._exit(0)
-    os.close(read)
-    os.close(write)
-    select.select([itself], [], [], _ANSWER_S)  # readable once the one between has ended and its child has a new parent
+    select.select([itself], [], [], ANSWER_S)  # readable once the one between has ended and its child has a new parent
     os.close(itself)
     die_with_parent(supervisor)  # ends this process where that is another
     return 0
 
 
-def become(job: dict[str, Any]) -> None:
-    """Does a job as if this process had been started for it."""
+def become(job: dict[str, Any]) -> NoReturn:
+    """Does a job as if this process had been started for it, but for its end: taking down all that was loaded costs a second."""
     os.setsid()
     output = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     os.dup2(output, 1)
@@ -231,16 +283,45 @@ def become(job: dict[str, Any]) -> None:
     os.environ.update(job["environment"])
     os.environ[PARENT_PID] = str(os.getpid())
     sys.argv[1:] = job["arguments"]
-    load_reference(job["call"], "a job")()
+    code: object = 1
+    try:
+        load_reference(job["call"], "a job")()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # noqa: BLE001  # the log has it, and this process ends
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def load(modules: Sequence[str]) -> None:
+    """Imports what is to be shared, which is never walked by the garbage collector."""
+    gc.disable()
+    for call in (TORCHRUN_MAIN, STORE_MAIN):
+        load_reference(call, "a job")
+    for name in ("rondo.runtime.worker", *modules):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            print(f"{name} is not loaded for all: {error}", flush=True)
+    gc.freeze()
+    gc.enable()
 
 
 def main() -> None:
     die_with_parent()
-    for call in (TORCHRUN_MAIN, STORE_MAIN):
-        load_reference(call, "a job")
-    gc.freeze()  # what was loaded stays shared with what is forked
-    orders_fd, *keep = map(int, sys.argv[1:])
-    job = serve(orders_fd, keep)
+    if sys.argv[1] == _JOB:
+        asked_fd, *keep = map(int, sys.argv[2].split(","))
+        with socket.socket(fileno=asked_fd) as asked:
+            job = _job(asked, keep)
+        if job is not None:
+            job["environment"][NOT_FORKED] = sys.argv[3]
+    else:
+        load(sys.argv[2:])
+        orders_fd, *keep = map(int, sys.argv[1].split(","))
+        job = serve(orders_fd, keep)
     if job is not None:
         become(job)
 

@@ -1,12 +1,14 @@
-"""Processes as the kernel shows them: identity, sessions, what a run has left, and killing with proof.
+"""Processes as the kernel shows them: identity, descent, and killing with proof.
 
 Owns the reading of /proc and the signals that must not miss. Does not own who is to be killed: `supervisor.py` does.
 
-Invariant: a pid alone names nobody, since pids come back. A process is (pid, start time); a signal goes through a pidfd
-that was opened before the identity was checked.
+Invariants: a pid alone names nobody, since pids come back. A process is (pid, start time); a signal goes through a pidfd
+that was opened before the identity was checked. Proof of death goes by descent: below a subreaper stays whatever leaves its
+session, its parent or its environment. All but `processes`, `scan` and `kill_session` cost by
+what they are asked for, not by the machine.
 
-    for found in scan({b"RONDO_RT_DIR=/tmp/rondo-x1"}):     # every process of one run, however it was started
-        kill(found.pid, found.start_time)
+    while kill_below(root):                                 # until nothing that `root`, a subreaper, ever started is alive
+        time.sleep(0.01)
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,19 +88,49 @@ def processes() -> Iterator[Stat]:
                 yield found
 
 
-def scan(markers: Set[bytes], sessions: Set[int] = frozenset()) -> list[Stat]:
-    """Living processes whose environment holds every one of `markers` (b"NAME=value"), or that belong to `sessions`.
+def children(pid: int) -> list[Stat]:
+    """The children of a process, zombies too; none where there is no such process."""
+    found: list[Stat | None] = []
+    try:
+        for task in (_PROC / str(pid) / "task").iterdir():  # each thread has those that it started
+            found += [stat(int(child)) for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        if not _SHOWS_CHILDREN:
+            return [child for child in processes() if child.parent == pid]
+    return [child for child in found if child is not None]
 
-    The environment is what a process was started with, inherited by all it starts: nothing that a run starts can hide
-    by leaving its session or its parent. This process is never among them.
-    """
-    found = []
-    for process in processes():
-        if process.pid == os.getpid() or not process.alive:
-            continue
-        if process.session in sessions or markers <= _environment(process.pid):
-            found.append(process)
+
+_SHOWS_CHILDREN = (_PROC / "self" / "task" / str(os.getpid()) / "children").exists()
+"""A kernel may be built without."""
+
+
+def below(pid: int) -> list[Stat]:
+    """Every living process below this one, parents before what they started."""
+    found, above = [], [pid]
+    for parent in above:
+        living = [child for child in children(parent) if child.alive]
+        found += living
+        above += [child.pid for child in living]
     return found
+
+
+def kill_below(pid: int) -> int:
+    """SIGKILLs every living process below this one, once, and returns how many there were. What dies leaves what it started to
+    the next subreaper above: below a subreaper, nothing is alive once this has returned 0."""
+    found = below(pid)
+    for process in found:
+        kill(process.pid, process.start_time)
+    return len(found)
+
+
+def scan(markers: Set[bytes]) -> list[Stat]:
+    """Living processes whose environment, as they were started with it, holds every one of `markers` (b"NAME=value"). A program
+    may wipe its own: this is no proof. This process is never among them."""
+    return [
+        process
+        for process in processes()
+        if process.pid != os.getpid() and process.alive and markers <= _environment(process.pid)
+    ]
 
 
 def kill(pid: int, start_time: int, number: int = signal.SIGKILL) -> bool:
@@ -130,12 +162,17 @@ def kill_session(session: int) -> int:
     return sum(kill(member.pid, member.start_time) for member in members)
 
 
-def end_all(markers: Set[bytes], deadline_s: float, sessions: Set[int] = frozenset()) -> list[Stat]:
-    """SIGKILLs what `scan` finds until it finds nothing. Blocks; returns what would not die within `deadline_s`."""
-    deadline = time.monotonic() + deadline_s
-    while (left := scan(markers, sessions)) and time.monotonic() < deadline:
+def end_all(find: Callable[[], Sequence[Stat]], deadline_s: float) -> Sequence[Stat]:
+    """SIGKILLs what `find` finds, and all below it, until it finds nothing. Blocks; returns what would not die in `deadline_s`.
+
+    Leaves first: a subreaper goes when nothing is left below it. In the second half of the time whoever goes on starting
+    others does not wait for them.
+    """
+    begun = time.monotonic()
+    while (left := find()) and (spent_s := time.monotonic() - begun) < deadline_s:
         for found in left:
-            kill(found.pid, found.start_time)
+            if kill_below(found.pid) == 0 or spent_s > deadline_s / 2:
+                kill(found.pid, found.start_time)
         time.sleep(0.01)  # dying takes the kernel a moment, and tells nobody but the parent
     return left
 
@@ -162,17 +199,16 @@ def set_child_subreaper() -> None:
         raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
 
 
-def reap_orphans(own: Set[int]) -> int:
-    """Collects the zombies that came to this process as subreaper; `own` are pids whose exit somebody else collects. Costs one
-    system call where no child has ended."""
-    try:
-        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return 0
-    except ChildProcessError:
-        return 0
+def orphans(own: Set[int]) -> list[Stat]:
+    """What came to this process as subreaper: children, zombies too, that are not its `own` and not of its own session."""
+    return [child for child in children(os.getpid()) if child.pid not in own and child.session != os.getsid(0)]
+
+
+def reap(children: Iterable[Stat]) -> int:
+    """Collects the zombies among children, and returns how many there were."""
     num_reaped = 0
-    for process in processes():
-        if process.parent == os.getpid() and not process.alive and process.pid not in own:
+    for process in children:
+        if not process.alive:
             with contextlib.suppress(ChildProcessError):  # collected meanwhile
                 num_reaped += os.waitpid(process.pid, os.WNOHANG)[0] != 0
     return num_reaped

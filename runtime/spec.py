@@ -68,6 +68,8 @@ class SupervisorConfig:
     """Whether there is a whole checkpoint to begin another attempt from; asked at each escalation and at the end of a stop."""
     finds_state: bool = True
     """Whether role groups that all start again together find what they had: state in memory that outlives them, or none."""
+    modules: tuple[str, ...] = ()
+    """What role groups import, beside their role classes of rondo: loaded once, and shared by all that is forked."""
     kill: tuple[tuple[str, int], ...] = ()
     """Faults on purpose: (role, group or service; step): SIGKILLed once, when that many steps are committed."""
 
@@ -80,6 +82,11 @@ class SupervisorConfig:
             raise ConfigError(
                 f"a run must have a service {COORDINATOR_NAME!r} and at least one role group, got {names}"
             )
+
+    def loaded(self) -> tuple[str, ...]:
+        """The modules that all processes share. A user's own are loaded by the processes that use them."""
+        roles = (role.partition(":")[0] for group in self.groups for role in group.roles)
+        return tuple(dict.fromkeys([*(name for name in roles if name.startswith("rondo.")), *self.modules]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,15 @@ class Supervisor(Actor):
             self._coordinator = ends.enter_context(self._ref(COORDINATOR_NAME))
             self._announcer = Announcer(self._coordinator, self._on_undelivered)
             keep = [self._estate.store_socket.fileno()]
-            self._nursery = ends.enter_context(Nursery(self._estate.surroundings, self._config.attempt, keep))
+            self._nursery = ends.enter_context(
+                Nursery(
+                    self._estate.surroundings,
+                    self._config.attempt,
+                    keep,
+                    self._config.loaded(),
+                    self._config.limits.start_s,
+                )
+            )
             ends.callback(self._close_lives)
             async with await serve(
                 self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"
@@ -193,7 +201,7 @@ class Supervisor(Actor):
             num_bytes = segment_bytes(self._groups[name].num_processes if name in self._groups else 1)
             heartbeat = self._estate.segments.segment(segment_name(name, number), num_bytes)
         log = around.log_path(name, number, order.attempt)
-        life = Incarnation(name, number, log, around.markers(name, number), heartbeat, self)
+        life = Incarnation(name, number, log, heartbeat, self)
         self._lives[name] = life
         if name == COORDINATOR_NAME:
             self._begin(life, around.start_service(self._config.coordinator, number, order.attempt))
@@ -238,8 +246,16 @@ class Supervisor(Actor):
 
     def _reap_orphans(self) -> None:
         """What roles started and left behind: the servers that one of them runs have processes of their own."""
-        mains = {life.main.pid for life in self._lives.values() if life.main is not None}
-        process.reap_orphans({self._estate.janitor.pid, *self._nursery.pids.values(), *mains})
+        process.reap(self.strays())
+
+    def strays(self) -> list[process.Stat]:
+        """Processes of no living life that came to this one, as its subreaper."""
+        nursery = {*self._nursery.pids.values()}
+        own = nursery.union(*[life.own_pids for life in self._lives.values()])
+        strays = self._estate.strays(own)
+        return [
+            stray for stray in strays if not (stray.alive and stray.session in nursery)
+        ]  # it is about to be started
 
     def _note(self, note: Note) -> None:
         data = dict(note.data)

@@ -1,6 +1,6 @@
-"""Worker: one process of a role group. `python -m rondo.runtime.worker ROLE_CLASS...`, started by torchrun.
+"""Worker: one process of a role group, forked of its root, or started as `python -m rondo.runtime.worker ROLE_CLASS...`.
 
-Owns the life of the process: it dies with its torchrun, registers, beats, loads the role classes on the compute thread,
+Owns the life of the process: it dies with its root, registers, beats, loads the role classes on the compute thread,
 runs all roles in one task group, and leaves. Does not own what a role does (`context.py` is what it is given).
 
     exit 0    every role has returned, by itself or because it was asked to by the supervisor (`ctx.stopping`)
@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import uvloop
@@ -28,6 +29,7 @@ from rondo.runtime.guard import PARENT_PID, die_with_parent
 from rondo.runtime.membership import Membership
 from rondo.runtime.record import log_to_stderr
 from rondo.runtime.reference import load_reference
+from rondo.runtime.stand_in import NOT_FORKED
 from rondo.runtime.waits import set_waiter
 
 LOAD_LIMIT_S = 600.0
@@ -69,6 +71,8 @@ async def run(me: Membership, references: Sequence[str]) -> None:
     try:
         async with me.beating(), await serve(WorkerActor(process, references), address, token=me.token, name=me.group):
             contexts = [WorkerContext(process) for _ in references]
+            if NOT_FORKED in os.environ:
+                await contexts[0].report("not_forked", {"rank": me.rank, "why": os.environ[NOT_FORKED]})
             loading = timeline.span("load", contexts[0].role_group, part="classes")
             with loading, me.heartbeat.section("load", LOAD_LIMIT_S):
                 classes = await contexts[0].compute(_load, references)
@@ -103,6 +107,9 @@ def _to_supervisor(context: WorkerContext) -> Callable[[str, dict[str, Any]], No
 
 def _load(references: Sequence[str]) -> list[Any]:
     classes = [load_reference(reference, "a role class") for reference in references]
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" in os.environ:  # one that was forked has loaded it under another number
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gc.freeze()  # what was imported stays, and is never walked again
     return classes
 
@@ -115,6 +122,7 @@ def main(references: Sequence[str]) -> None:
     sys.setswitchinterval(_SWITCH_S)
     me = Membership.join(int(os.environ["RANK"]))
     name = f"{me.group}.{me.rank}"
+    Path("/proc/self/comm").write_text(name[:15])  # as `top` shows it
     set_waiter(name)
     log_to_stderr({"group": me.group, "rank": me.rank, "incarnation": me.incarnation})
     timeline.begin(me.run_dir, me.group, me.rank, me.incarnation, me.attempt)

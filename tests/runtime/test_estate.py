@@ -25,8 +25,10 @@ def test_an_estate_is_private_while_it_lasts_and_leaves_nothing(tmp_path: Path) 
         with SegmentClient(estate.rt_dir / "handover.sock", estate.token) as client:
             client.segment("ring", 4096).close()
         environment = estate.surroundings.environment("actor-0", 1, 0)
-        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], env=environment)
-        assert [found.pid for found in process.scan(estate.surroundings.markers("actor-0", 1))] == [child.pid]
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+        child = subprocess.Popen(command, env={}, start_new_session=True)
+        assert environment["RONDO_GROUP"] == "actor-0"
+        assert [stray.pid for stray in estate.strays(frozenset())] == [child.pid]
     assert child.wait(0) == -9  # ended before the estate was
     assert not estate.rt_dir.exists() and process.stat(estate.janitor.pid) is None
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors  # garbage of other tests may go meanwhile

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from rondo.runtime import launcher
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.launcher import Surroundings, used_incarnations
+from rondo.runtime.launcher import Surroundings, reason_to_exec, used_incarnations
 from rondo.runtime.spec import GroupSpec, ServiceSpec, SupervisorConfig
 
 SERVE = ServiceSpec("coordinator", "rondo.comm.serve")
@@ -19,15 +20,18 @@ def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnat
     around = Surroundings(tmp_path / "run", tmp_path / "rt", ("127.0.0.1", 2900))
     spec = GroupSpec("actor-0", "actor", 2, ("m:A", "m:B"), 3, {"CUDA_VISIBLE_DEVICES": "1"})
     job = around.group_job(spec, 7, 1, 2.5)
-    options = dict(zip(job.arguments[:-4:2], job.arguments[1:-4:2], strict=True))
+    options = dict(zip(job.arguments[2:-8:2], job.arguments[3:-8:2], strict=True))
     assert options == {
         "--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": "127.0.0.1:2900",
         "--rdzv-conf": "is_host=false", "--rdzv-id": "actor-0.7", "--local-addr": "127.0.0.1", "--max-restarts": "0",
         "--shutdown-timeout": "3", "--signals-to-handle": "SIGQUIT",
         "--log-dir": str(tmp_path / "rt" / "torchrun"),
     }  # fmt: skip
-    assert job.arguments[-4:] == ("-m", "rondo.runtime.worker", "m:A", "m:B")
-    assert job.call == "torch.distributed.run:main" and job.fds == ()
+    path = str(tmp_path / "rt" / "actor-0.fork")
+    assert job.arguments[:2] == (path, "")
+    command = (sys.executable, "-I", "-S", launcher.stand_in.__file__, path, "m:A", "m:B")
+    assert job.arguments[-8:] == ("--no-python", *command)
+    assert job.call == "rondo.runtime.root:main" and job.fds == ()
     wanted = {
         "RONDO_RT_DIR": str(tmp_path / "rt"), "RONDO_RUN_DIR": str(tmp_path / "run"), "RONDO_GROUP": "actor-0",
         "RONDO_INCARNATION": "7", "RONDO_ATTEMPT": "1", "RONDO_STORE": "127.0.0.1:2900", "OMP_NUM_THREADS": "3",
@@ -35,6 +39,27 @@ def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnat
     }  # fmt: skip
     assert {name: job.environment[name] for name in wanted} == wanted
     assert job.log == tmp_path / "run" / "logs" / "attempt_1" / "actor-0.7.log"
+
+
+def test_workers_are_started_anew_where_their_own_variables_may_be_read_while_modules_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KMP_AFFINITY", "compact")
+
+    def reason(**env: str) -> str:
+        return reason_to_exec(GroupSpec("actor-0", "actor", 1, ("m:A",), 1, env))
+
+    assert reason() == reason(CUDA_VISIBLE_DEVICES="1", NCCL_DEBUG="INFO", OMP_NUM_THREADS="3", RONDO_X="1") == ""
+    assert reason(KMP_AFFINITY="compact") == ""  # as it is here
+    for name in (
+        "LD_PRELOAD",
+        "PYTHONPATH",
+        "KMP_AFFINITY",
+        "MKL_CBWR",
+        "ONEDNN_MAX_CPU_ISA",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ):
+        assert reason(**{name: "x"}) == f"env sets {name}, which may be read while modules load"
 
 
 def test_a_started_command_is_guarded_leads_a_session_and_writes_to_its_log(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def tell() -> None:
     sys.stdout.flush()
     if sys.argv[1] == "wait":
         signal.pause()
-    sys.exit(int(sys.argv[1]))
+    sys.exit({"late": 7}.get(sys.argv[1]) or int(sys.argv[1]))
 
 
 def _same_file(one: int, inode: int) -> bool:
@@ -63,17 +63,26 @@ async def drive(folder: Path) -> None:
         ended = [one.wait(), two.wait(), one.poll(), two.poll()]
         (pid,) = nursery.pids.values()
         os.kill(pid, signal.SIGSTOP)
-        patience_s, module._ANSWER_S, silence = module._ANSWER_S, 0.1, ""
+        late = asyncio.create_task(nursery.start(job("late")))
+        given_up = asyncio.create_task(nursery.start(job("given_up")))
+        await asyncio.sleep(0)
+        turns = [await asyncio.sleep(0, turn) for turn in range(100) if not late.done()]
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        os.kill(pid, signal.SIGCONT)
+        four = await late
+        os.kill(pid, signal.SIGSTOP)
+        patience_s, module.ANSWER_S, silence = module.ANSWER_S, 0.1, ""
         try:
             await nursery.start(job("0"))
         except WorkerDied as error:
             silence = str(error)
-        module._ANSWER_S = patience_s
+        module.ANSWER_S = patience_s
         three = await nursery.start(job("wait"))
         stopped, (pid,) = pid, nursery.pids.values()
         threads = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
         told = {"ended": ended, "pid": os.getpid(), "nursery": pid, "threads": threads, "three": three.pid}
-        told |= {"silence": silence, "stopped": stopped}
+        told |= {"silence": silence, "stopped": stopped, "turns": len(turns), "late": four.wait()}
         sys.stdout.write(orjson.dumps(told).decode() + "\n")
         sys.stdout.flush()
         signal.pause()
@@ -93,6 +102,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         log = folder / "wait.log"
         while not log.exists() or not log.read_bytes().endswith(b"\n"):
             assert driver.poll() is None
+        told["given_up"] = (folder / "given_up.log").exists()
         told["jobs"] = {end: orjson.loads((folder / f"{end}.log").read_bytes()) for end in ("0", "3", "wait")}
         watched = [os.pidfd_open(told[name]) for name in ("nursery", "three")]
         driver.kill()
@@ -123,6 +133,14 @@ def test_a_job_has_the_descriptors_that_it_names_and_no_other_s(driven: dict[str
 
 def test_a_nursery_has_one_thread_so_that_forks_are_whole(driven: dict[str, Any]) -> None:
     assert driven["threads"] == 1
+
+
+def test_while_a_nursery_stands_still_others_go_on_and_a_late_job_has_an_owner(driven: dict[str, Any]) -> None:
+    assert (driven["turns"], driven["late"]) == (100, 7)
+
+
+def test_a_job_that_was_given_up_never_begins(driven: dict[str, Any]) -> None:
+    assert driven["given_up"] is False
 
 
 def test_a_nursery_that_stands_still_is_killed_and_replaced(driven: dict[str, Any]) -> None:

@@ -110,33 +110,70 @@ def test_scan_finds_what_left_its_session_and_its_parent() -> None:
     assert process.scan({b"RONDO_TEST=another"}) == []
 
 
-def test_scan_by_session_needs_no_marker() -> None:
-    with started(SLEEPER, start_new_session=True) as child:
-        assert [found.pid for found in process.scan({b"RONDO_TEST=no"}, {child.pid})] == [child.pid]
+SUBREAPER = """
+import os, subprocess, sys
+from rondo.runtime import process
+
+process.set_child_subreaper()
+hidden = '''
+import os, time
+middle = os.fork()
+if middle:
+    os.waitpid(middle, 0)
+else:
+    os.setsid()
+    pid = os.fork()
+    if pid:
+        print(pid, flush=True)
+    else:
+        os.close(1)
+        time.sleep(60)
+'''
+command = [sys.executable, "-S", "-c", hidden]
+pid = int(subprocess.run(command, env={}, stdout=subprocess.PIPE, check=True).stdout)
+(orphan,) = process.orphans(frozenset())
+assert orphan.pid == pid and orphan.parent == os.getpid() and orphan.session not in (os.getsid(0), pid)
+assert process.orphans({pid}) == [] and [found.pid for found in process.below(os.getpid())] == [pid]
+assert process.kill_below(os.getpid()) == 1
+os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+assert process.kill_below(os.getpid()) == 0
+assert process.reap(process.orphans({pid})) == 0
+assert process.reap(process.orphans(frozenset())) == 1
+assert process.orphans(frozenset()) == process.children(os.getpid()) == []
+print("good")
+"""
 
 
-def test_a_subreaper_sees_and_collects_orphans() -> None:
-    code = (
-        "import os, sys\n"
-        "from rondo.runtime import process\n"
-        "process.set_child_subreaper()\n"
-        "r, w = os.pipe()\n"
-        "middle = os.fork()\n"
-        "if middle == 0:\n"
-        "    if os.fork(): os._exit(0)\n"
-        "    os.read(r, 1); os._exit(5)\n"
-        "os.waitpid(middle, 0)\n"
-        "orphan = [p for p in process.processes() if p.parent == os.getpid()]\n"
-        "assert len(orphan) == 1, orphan\n"
-        "os.write(w, b'x')\n"
-        "os.waitid(os.P_PID, orphan[0].pid, os.WEXITED | os.WNOWAIT)\n"
-        "assert process.reap_orphans({orphan[0].pid}) == 0\n"
-        "assert process.reap_orphans(frozenset()) == 1\n"
-        "assert process.reap_orphans(frozenset()) == 0\n"
-        "print('good')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+def test_below_a_subreaper_is_what_wiped_its_environment_and_left_its_session_and_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", SUBREAPER], capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.stderr) == ("good\n", "")
+
+
+def test_what_is_below_a_process_costs_by_that_and_not_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    stat = process.stat
+    monkeypatch.setattr(process, "stat", lambda pid: asked.append(pid) or stat(pid))
+    monkeypatch.setattr(process, "processes", lambda: pytest.fail("every process of the machine was looked at"))
+    with started(SLEEPER, start_new_session=True) as child:
+        assert child.pid in [found.pid for found in process.below(os.getpid())]
+        assert child.pid in [found.pid for found in process.orphans(frozenset())]
+        asked.clear()
+        assert process.kill_below(child.pid) == 0 and asked == []
+
+
+def test_leaves_are_killed_before_what_they_are_below() -> None:
+    inner = f"subprocess.Popen([sys.executable, '-S', '-c', {SLEEPER!r}], stdout=-1)"
+    with started(f"import subprocess, sys; inner = {inner}; print(inner.pid, flush=True); inner.wait()") as child:
+        ended: list[int] = []
+
+        def find() -> list[process.Stat]:
+            found = process.stat(child.pid)
+            ended.extend(below.pid for below in process.below(child.pid) if below.pid not in ended)
+            return [found] if found is not None and found.alive else []
+
+        assert process.end_all(find, deadline_s=60) == []
+        assert ended == [int(child.first)]  # type: ignore[attr-defined]
+        assert process.stat(int(child.first)) is None  # type: ignore[attr-defined]
 
 
 def test_exit_codes_read_like_words() -> None:

@@ -31,8 +31,8 @@ PATIENCE_S = 120.0
 CTRL_C = b"\x03"
 
 Record = dict[str, Any]
-Groups = list[tuple[str, int, list[str]]]
-"""Name, processes, role classes."""
+Groups = Sequence[tuple[str, int, list[str]] | tuple[str, int, list[str], tuple[str, str]]]
+"""Name, processes, role classes; a variable of its environment."""
 
 
 class Program:
@@ -47,12 +47,13 @@ class Program:
         groups: Groups,
         kill: Sequence[tuple[str, int]] = (),
         path: Path = HERE,
+        modules: Sequence[str] = (),
         terminal: int | None = None,
         **limits: Any,
     ) -> None:
-        """`path`: modules there come before the installed ones. `terminal`: a descriptor of the one that it runs on."""
+        """`path`: modules there come before the installed ones; `modules` are loaded for all. `terminal`: a descriptor of the one that it runs on."""
         self.run_dir = run_dir
-        given = {"run_dir": str(run_dir), "groups": groups, "kill": kill, "limits": limits}
+        given = {"run_dir": str(run_dir), "groups": groups, "kill": kill, "modules": modules, "limits": limits}
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "tiny_run.py"), orjson.dumps(given).decode()],
             env={**os.environ, "PYTHONPATH": f"{path}:{HERE}", "OMP_NUM_THREADS": "1"},
@@ -219,6 +220,17 @@ def test_memory_outlives_the_group_that_wrote_it(stormy: Program) -> None:
     assert [r["lives"] for r in stormy.of("lives", group="alpha-0")] == [1, 2, 3]
 
 
+def test_a_life_begins_when_all_of_the_last_one_is_gone_however_it_hid(stormy: Program) -> None:
+    assert [record["left"] for record in stormy.of("lives")] == [False] * 6
+
+
+def test_workers_are_forked_of_the_root_of_their_group_which_has_loaded_torch(stormy: Program) -> None:
+    roots = {(r["group"], r["incarnation"]): r["pid"] for r in stormy.of("starting")}
+    assert {record["forked"] for record in stormy.of("lives")} == {True} and stormy.of("not_forked") == []
+    for record in stormy.of("lives"):
+        assert record["parent"] == roots[record["group"], record["lives"]]
+
+
 def test_recovery_is_measured_by_role(stormy: Program) -> None:
     recovery_s = stormy.outcome["recovery_s"]
     assert set(recovery_s) == {"store", "alpha", "beta", "coordinator"} and all(
@@ -246,8 +258,10 @@ def test_many_signals_are_one_stop_that_lets_every_worker_save_and_ends_with_the
 
 
 def test_what_left_its_session_and_its_parent_was_there_and_is_gone(stormy: Program) -> None:
-    # nursery, store, coordinator, two torchruns, three workers, and one that hid a group
-    assert len(stormy.before_stop) == 10
+    # nursery, store, coordinator, and for each group: root, torchrun, a stand-in and a worker for each rank
+    assert len(stormy.before_stop) == 13
+    hidden = [record["hidden"] for record in stormy.of("lives")]
+    assert len(hidden) == 6 and {process.stat(pid) for pid in hidden} == {None}
     assert stormy.leftovers() == []
     assert not stormy.rt_dir.exists()
 
@@ -267,7 +281,8 @@ def test_every_life_has_its_own_log_and_events_are_in_the_run_directory(stormy: 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    with program(tmp_path_factory.mktemp("calm"), [("gamma-0", 2, ["Sum", "Also"])]) as run:
+    group = ("gamma-0", 2, ["Sum", "Also"], ("EXTRA", "gamma-0"))
+    with program(tmp_path_factory.mktemp("calm"), [group]) as run:
         run.outcome = run.end()
         yield run
 
@@ -286,6 +301,13 @@ def test_ranks_of_a_group_meet_in_the_runs_store(calm: Program) -> None:
     assert {(m["source"], m["role_group"], m["threads"], m["extra"]) for m in metrics} == {
         ("gamma-0", "gamma", "1", "gamma-0")
     }
+
+
+def test_a_group_whose_variables_may_be_read_early_is_not_forked_and_says_why(calm: Program) -> None:
+    assert [record["forked"] for record in calm.of("metrics")] == [False, False]
+    told = sorted((record["rank"], record["why"]) for record in calm.of("not_forked"))
+    why = "env sets EXTRA, which may be read while modules load"
+    assert told == [(0, why), (1, why)]
 
 
 def test_role_classes_are_imported_on_the_one_compute_thread(calm: Program) -> None:
@@ -330,6 +352,24 @@ def test_a_torch_that_does_not_load_ends_the_run_with_its_last_words(tmp_path: P
     assert outcome["exit_code"] == 1
     assert "not started: the nursery must start what it is told, got exit code 1" in outcome["first_cause"]
     assert "ImportError: libtorch.so: not found" in outcome["first_cause"]
+
+
+def test_what_was_loaded_with_a_thread_is_not_forked_and_says_why_and_a_killed_root_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    threaded = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "threaded.py").write_text(threaded)
+    path = Path(f"{tmp_path}:{HERE}")
+    with program(tmp_path / "run", [("alpha-0", 1, ["Idle"])], path=path, modules=["threaded"]) as run:
+        run.ready("alpha-0", "store")
+        os.kill(run.of("starting", group="alpha-0")[0]["pid"], signal.SIGKILL)
+        run.ready("alpha-0", incarnation=2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end()["exit_code"] == 75
+    why = "a fork copies one thread alone, and there are 2: python, python"
+    assert [(r["rank"], r["why"]) for r in run.of("not_forked")] == [(0, why)] * 2
+    # Its root was killed too, and with it the proof by descent: what came to the supervisor was of no living group.
+    assert [record["left"] for record in run.of("lives")] == [False, False]
 
 
 def test_a_stop_while_torch_loads_starts_nothing_more(tmp_path: Path) -> None:
@@ -414,7 +454,8 @@ def test_nothing_is_left_when_the_supervisor_itself_is_killed(tmp_path: Path) ->
         run.ready("alpha-0")
         watched = [os.pidfd_open(found.pid) for found in run.leftovers()]
         janitor = os.pidfd_open(run.of("started")[0]["janitor_pid"])
-        assert len(watched) == 7
+        watched.append(os.pidfd_open(run.of("lives")[0]["hidden"]))
+        assert len(watched) == 10
         run.process.kill()
         for descriptor in (*watched, janitor):
             assert select.select([descriptor], [], [], PATIENCE_S)[0]

@@ -8,9 +8,23 @@ import subprocess
 import sys
 import threading
 
+from rondo.runtime import process
 from rondo.runtime.context import WorkerContext
 
 IMPORTED_ON = threading.current_thread().name
+FORKED = "torch" in sys.modules
+HIDDEN = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    pid = os.fork()
+    if pid:
+        print(pid, flush=True)
+    else:
+        os.close(1)
+        time.sleep(600)
+"""
+"""Its child's child has a session of its own and, soon, no parent; no environment shows whose it is."""
 
 
 def count_life(ctx: WorkerContext) -> int:
@@ -20,9 +34,17 @@ def count_life(ctx: WorkerContext) -> int:
     return lives[0]
 
 
+def hide(ctx: WorkerContext) -> bool:
+    """Leaves a process behind that hides; whether the one of this rank's last life is still there."""
+    last = ctx.segments.segment(f"hidden/{ctx.group}", 64).view()[:8]
+    left = process.stat(int.from_bytes(last, "little")) is not None if any(last) else False
+    done = subprocess.run([sys.executable, "-S", "-c", HIDDEN], check=True, env={}, stdout=subprocess.PIPE)
+    last[:] = int(done.stdout).to_bytes(8, "little")
+    return left
+
+
 class Idle:
-    """Works until it is asked to stop. Rank 0 leaves a process behind that has its own session and no parent; in its
-    second life it commits a step."""
+    """Works until it is asked to stop. Rank 0 leaves a process behind that hides; in its second life it commits a step."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
@@ -31,9 +53,10 @@ class Idle:
         ctx = self._ctx
         if ctx.rank == 0:
             lives = count_life(ctx)
-            code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
-            await ctx.compute(subprocess.run, [sys.executable, "-S", "-c", code], check=True)
-            await ctx.report("lives", {"group": ctx.group, "lives": lives})
+            left = await ctx.compute(hide, ctx)
+            hidden = int.from_bytes(ctx.segments.segment(f"hidden/{ctx.group}", 64).view()[:8], "little")
+            facts = {"lives": lives, "left": left, "hidden": hidden, "parent": os.getppid(), "forked": FORKED}
+            await ctx.report("lives", {"group": ctx.group, **facts})
             if lives == 2:
                 await ctx.report("committed", {"version": 1})
         ctx.progress()
@@ -88,7 +111,7 @@ class Sum:
         total = await ctx.compute(self._total)
         facts = {
             "total": total, "rank": ctx.rank, "world_size": ctx.world_size, "role_group": ctx.role_group,
-            "imported_on": IMPORTED_ON, "threads": os.environ["OMP_NUM_THREADS"], "extra": os.environ["EXTRA"],
+            "imported_on": IMPORTED_ON, "threads": os.environ["OMP_NUM_THREADS"], "extra": os.environ["EXTRA"], "forked": FORKED,
         }  # fmt: skip
         await ctx.report("metrics", facts)
 

@@ -26,14 +26,15 @@ def tell(record: dict[str, Any]) -> None:
 def main(text: str) -> int:
     given = orjson.loads(text)
     groups = tuple(
-        GroupSpec(name, name.partition("-")[0], count, tuple(f"{ROLES}:{role}" for role in roles), env={"EXTRA": name})
-        for name, count, roles in given["groups"]
+        GroupSpec(name, name.partition("-")[0], count, tuple(f"{ROLES}:{role}" for role in roles), env=dict(env))
+        for name, count, roles, *env in given["groups"]
     )
     config = SupervisorConfig(
         run_dir=Path(given["run_dir"]),
         groups=groups,
         coordinator=ServiceSpec("coordinator", "tiny_coordinator"),
         limits=Limits(**given["limits"]),
+        modules=tuple(given["modules"]),
         kill=tuple((role, step) for role, step in given["kill"]),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
