@@ -373,7 +373,7 @@ def _supervisor_config(
             grace_s=limits.grace_s,
             no_progress_s=limits.no_progress_s,
         ),
-        modules=model_modules(orjson.loads((run.path / PREPARED).read_bytes())["model_path"]),
+        modules=model_modules(read_json(run.path / PREPARED)["model_path"]),
         kill=options.kill,
         finds_state=config.train.hot_snapshot,
         can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,

@@ -35,7 +35,8 @@ from rondo.runtime.stand_in import EXEC, end_as
 _WORDS_S = 10.0
 """A stand-in has its whole request at hand."""
 _PAUSE_S = 0.005
-_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
+_PARENT_DIED = signal.SIGPWR
+"""What the kernel sends when the supervisor has died: a signal that nobody sends to all processes of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +140,23 @@ def end_below() -> None:
 
 @contextlib.contextmanager
 def _woken() -> Iterator[int]:
-    """A descriptor that is readable once a child has ended. SIGTERM, also sent when the supervisor dies, ends all."""
+    """A descriptor that is readable once a child has ended. When the supervisor dies, all ends."""
+    supervisor = os.getppid()
 
     def leave(*_: object) -> None:
-        end_below()
-        os._exit(1)
+        if os.getppid() != supervisor:
+            end_below()
+            os._exit(1)
 
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(_PARENT_DIED, leave)
     try:
         yield read
     finally:  # in what was forked
         signal.set_wakeup_fd(-1)
-        for number in _SIGNALS:
+        for number in (signal.SIGCHLD, _PARENT_DIED):
             signal.signal(number, signal.SIG_DFL)
         os.close(read)
         os.close(write)
@@ -169,7 +172,7 @@ def main() -> None:
     listener.bind(path)
     listener.listen()
     with _woken() as wake:
-        die_with_parent(number=signal.SIGTERM)
+        die_with_parent(number=_PARENT_DIED)
         torchrun = os.fork()
         rank = None if torchrun == 0 else Root(listener, torchrun, reason, wake).serve()
     listener.close()

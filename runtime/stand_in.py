@@ -4,7 +4,8 @@ The worker itself is forked of the group's root (`root.py`), which has loaded to
 milliseconds where an `exec` would import for seconds. The stand-in hands over the environment that torchrun gave it, waits, and
 ends as the worker ended, so that torchrun sees what it would have seen. Told to, it becomes the worker itself.
 
-Standard library only, and run by its path: it starts in 15 ms.
+It has no ears for SIGTERM, which torchrun sends when another rank has died (`guard.py`): the supervisor ends the group. Standard
+library only, and run by its path: it starts in 15 ms.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ def end_as(status: int) -> NoReturn:
 
 def main(path: str, roles: Sequence[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # torchrun's end is this one's
-    # torchrun sends it when another rank has died: the supervisor ends the group, and a worker listens to nobody else.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as root:
         root.connect(path)
         root.sendall(json.dumps({"environment": dict(os.environ), "roles": list(roles)}).encode() + b"\n")
@@ -45,7 +44,6 @@ def main(path: str, roles: Sequence[str]) -> None:
         while chunk := root.recv(4096):
             answer += chunk
     if answer.startswith(EXEC):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ[NOT_FORKED] = answer.removeprefix(EXEC).decode()
         os.execv(sys.executable, [sys.executable, "-m", "rondo.runtime.worker", *roles])
     end_as(int(answer) if answer else 1 << 8)

@@ -51,7 +51,8 @@ class Program:
         terminal: int | None = None,
         **limits: Any,
     ) -> None:
-        """`path`: modules there come before the installed ones; `modules` are loaded for all. `terminal`: a descriptor of the one that it runs on."""
+        """`path`: modules there come before the installed ones; `modules` are loaded for all. `terminal`: a
+        descriptor of the one that it runs on."""
         self.run_dir = run_dir
         given = {"run_dir": str(run_dir), "groups": groups, "kill": kill, "modules": modules, "limits": limits}
         self.process = subprocess.Popen(
