@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -81,8 +82,8 @@ class Watch:
                 key = process.pid, process.create_time()
                 times = process.cpu_times()
                 kind = self._used[key][0] if key in self._used else "other"
-                if kind == "other":  # also what has not become itself yet
-                    kind = kind_of(process.cmdline())
+                if kind in ("other", "torchrun"):  # also what has not become itself yet
+                    kind = kind_of(process.cmdline(), process.name())
             except psutil.Error:
                 continue
             self._used[key] = (kind, times.user + times.system)
@@ -104,13 +105,13 @@ class Watch:
         return low + share * (high - low)
 
 
-def kind_of(command: Sequence[str]) -> str:
-    """Of a process of ours, by its command line: the roles that a worker holds, or what else it is."""
+def kind_of(command: Sequence[str], name: str) -> str:
+    """Of a process of ours: the role group that a worker, by its name, belongs to; or what else it is, by its command line."""
     text = " ".join(command)
-    if "rondo.runtime.worker" in text:
-        names = [word.rpartition(":")[2] for word in command if word.endswith("Role") or word.endswith("ListedRollout")]
-        return "+".join(name.removesuffix("Role").removeprefix("Listed").lower() for name in names) or "worker"
-    for part, kind in (("rondo.runtime.nursery", "torchrun"), ("rondo.comm.serve", "coordinator"), ("pool_worker", "reward"),
+    worker = re.fullmatch(r"([a-z][a-z0-9_]*)-\d+\.\d*", name)
+    if worker is not None:
+        return worker[1]
+    for part, kind in (("rondo.runtime.nursery", "torchrun"), ("stand_in.py", "torchrun"), ("rondo.comm.serve", "coordinator"), ("pool_worker", "reward"),
                        ("trl_run", "supervisor"), ("trl_grpo", "trainer")):  # fmt: skip
         if part in text:
             return kind

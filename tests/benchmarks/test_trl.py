@@ -80,11 +80,10 @@ def test_the_ratio_is_to_the_quickest_of_the_peers() -> None:
     assert report["ours"]["s_to_reward"] == [None]
 
 
-def test_processes_are_told_apart_by_their_command_lines() -> None:
-    worker = ["python", "-u", "-m", "rondo.runtime.worker"]
-    assert trl.kind_of([*worker, "rondo.roles.actor:ActorRole", "rondo.roles.advantages:AdvantagesRole"]) == (
-        "actor+advantages"
+def test_processes_are_told_apart_by_their_names_and_command_lines() -> None:
+    forked = ["python", "-m", "rondo.runtime.nursery", "5,6"]
+    assert trl.kind_of(forked, "actor-0.0") == "actor" and trl.kind_of(forked, "actor_fwd-12.0") == "actor_fwd"
+    assert (
+        trl.kind_of(forked, "python") == trl.kind_of(["python", "runtime/stand_in.py", "m:R"], "python") == "torchrun"
     )
-    assert trl.kind_of([*worker, "benchmarks.trl_run:ListedRollout"]) == "rollout"
-    assert trl.kind_of(["python", "-m", "rondo.runtime.nursery", "5", "6"]) == "torchrun"
-    assert trl.kind_of(["sleep"]) == "other"
+    assert trl.kind_of(["sleep"], "sleep") == "other"
