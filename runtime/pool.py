@@ -39,13 +39,14 @@ import orjson
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, ProtocolError, WorkerDied
 from rondo.runtime.pool_worker import NOTE, PREFIX, Buffer, Parts, encoded, entries_of, frame_of
 from rondo.runtime.process import exit_text
-from rondo.runtime.waits import waiting
+from rondo.runtime.waits import PROCESS, waiting
 
 _MAX_HEADER_BYTES = 1 << 28
 _MAX_VALUE_BYTES = 1 << 20
 """JSON of a value that holds arrays or bytes."""
 _MAX_BUFFERS = 1 << 16
 _MAX_IDLE_DEATHS = 3
+_SPARE_S = 60.0
 """A frame whose worker dies so often before it begins an item ends the pool: the machine, not an item, is at fault."""
 
 
@@ -128,6 +129,9 @@ class Pool:
         self._queue: asyncio.Queue[_Group] = asyncio.Queue()
         self._door = None if max_waiting is None else asyncio.Semaphore(num_workers + max_waiting)
         self._num_at_door = 0
+        self._most_items = 0
+        self._moved_at = PROCESS.clock()
+        """When a worker last came to the end of a frame of items, done or lost."""
         self._unanswered: set[_Group] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
@@ -156,8 +160,10 @@ class Pool:
         more.
         """
         self._check_open()
-        # No deadline of its own: every item has one, and which items are ahead in the queue is not known here.
-        async with waiting(self._work, peer=f"{self._work} workers", deadline_s=None):
+        # Which items are ahead in the queue is not known here; but each has a deadline, so that workers get on.
+        self._most_items = max(self._most_items, len(items))
+        stall_s = self._most_items * self._deadline_s + self._load_deadline_s + _SPARE_S
+        async with waiting(self._work, peer=f"{self._work} workers", deadline_s=stall_s, moved=lambda: self._moved_at):
             if self._door is None:
                 outcomes = await self._answer(items)
             else:
@@ -236,6 +242,7 @@ class Pool:
             group = await self._queue.get()
             while not group.answer.done() and (todo := group.todo()):
                 loss = await worker.run(group, todo, self._deadline_s)
+                self._moved_at = PROCESS.clock()
                 if loss is not None:
                     await self._stop_worker(worker)
                     group.charge(loss)

@@ -129,14 +129,24 @@ PROCESS = Waits()
 class waiting:  # reads as the statement it is
     """`async with waiting(name, peer=..., deadline_s=...)`: lists the body as a wait and cancels it past the deadline.
 
-    Raises `DeadlineExceeded` then. `deadline_s=None` waits without end, which only an idle server has reason to do. The
-    value is the `Wait`; its `peer` may be changed while it lasts, to name who is still missing.
+    Raises `DeadlineExceeded` then. `deadline_s=None` waits without end, which only an idle server has reason to do. Where the
+    length of the body is not known but `moved` tells when the peer last got on (in seconds of the list's clock), the deadline
+    counts from then. The value is the `Wait`; its `peer` may be changed while it lasts, to name who is still missing.
     """
 
-    __slots__ = ("_arguments", "_cancelling", "_expired", "_task", "_timer", "_wait", "_waits")
+    __slots__ = ("_arguments", "_cancelling", "_expired", "_moved", "_task", "_timer", "_wait", "_waits")
 
-    def __init__(self, name: str, *, peer: str, deadline_s: float | None, waits: Waits | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        peer: str,
+        deadline_s: float | None,
+        waits: Waits | None = None,
+        moved: Callable[[], float] | None = None,
+    ) -> None:
         self._arguments = (name, peer, deadline_s)
+        self._moved = moved
         self._waits = PROCESS if waits is None else waits
         self._expired = False
         self._timer: asyncio.TimerHandle | None = None
@@ -164,13 +174,20 @@ class waiting:  # reads as the statement it is
             raise self._waits.exceeded(self._wait) from error
 
     def _expire(self) -> None:
+        if self._moved is not None:
+            left_s = self._moved() + (self._wait.deadline_s or 0.0) - self._waits.clock()
+            if left_s > 0:
+                self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
+                return
         self._expired = True
         self._task.cancel()
 
 
-async def wait_for(awaitable: Awaitable[T], *, name: str, peer: str, deadline_s: float | None) -> T:
-    """Awaits under a name and a deadline. Raises `DeadlineExceeded`; the awaitable is cancelled then."""
-    async with waiting(name, peer=peer, deadline_s=deadline_s):
+async def wait_for(
+    awaitable: Awaitable[T], *, name: str, peer: str, deadline_s: float | None, moved: Callable[[], float] | None = None
+) -> T:
+    """Awaits under a name and a deadline, as `waiting`. Raises `DeadlineExceeded`; the awaitable is cancelled then."""
+    async with waiting(name, peer=peer, deadline_s=deadline_s, moved=moved):
         return await awaitable
 
 

@@ -18,20 +18,21 @@ import functools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from rondo.roles.rollout.engine import Completion, EngineStats, Prefix, Request
+from rondo.roles.rollout.engine import STALL_S, Completion, EngineStats, Prefix, Request
 from rondo.roles.rollout.hf_forward import HFForward
 from rondo.roles.rollout.lent import Lent, LentForward
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
 from rondo.roles.rollout.recorder import Recorder
 from rondo.roles.rollout.sleeper import Sleeper
 from rondo.roles.rollout.slots import Forward, SlotEngine
-from rondo.runtime.errors import Closed, ConfigError
-from rondo.runtime.waits import waiting
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded
+from rondo.runtime.waits import PROCESS, waiting
 
 Compute = Callable[..., Awaitable[Any]]
 ForwardPath = Literal["auto", "fused", "hf"]
@@ -145,6 +146,7 @@ class EmbeddedEngine:
         self._turns: asyncio.Task[None] | None = None
         self._closed: Exception | None = None
         self._paused = False
+        self._moved_at = PROCESS.clock()
         # The rest belongs to the turn.
         self._running: dict[str, _Generate] = {}
         self._watched: dict[str, Callable[[Prefix], None]] = {}
@@ -153,6 +155,10 @@ class EmbeddedEngine:
     @property
     def version(self) -> int:
         return self._slots.version
+
+    def _moved(self) -> float:
+        """When it last began a turn. While it stands or sleeps it is not its steps that are waited for."""
+        return PROCESS.clock() if self._stands or self._slots.asleep else self._moved_at
 
     def stats(self) -> EngineStats:
         return self._slots.stats()
@@ -167,9 +173,9 @@ class EmbeddedEngine:
         self._ids.add(request.id)
         try:
             self._send(command)
-            async with waiting("generate", peer="engine", deadline_s=None):
+            async with waiting("generate", peer="engine", deadline_s=STALL_S, moved=self._moved):
                 return await command.done
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, DeadlineExceeded):
             self._send(_Drop(command), even_closed=True)
             raise
         finally:
@@ -184,11 +190,13 @@ class EmbeddedEngine:
         command = _Load(version, tensors, self._future())
         try:
             self._send(command)
-            async with waiting("update weights", peer="engine", deadline_s=None):
+            async with waiting("update weights", peer="engine", deadline_s=STALL_S, moved=self._moved):
                 await asyncio.shield(command.done)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, DeadlineExceeded):
             command.withdrawn = True
-            await asyncio.wait([command.done])  # the turn may be reading the tensors
+            with suppress(DeadlineExceeded):
+                async with waiting("update withdrawn", peer="engine", deadline_s=STALL_S, moved=self._moved):
+                    await asyncio.wait([command.done])  # the turn may be reading the tensors
             raise
         finally:
             self._pending.discard(command.done)
@@ -245,6 +253,7 @@ class EmbeddedEngine:
     async def _turn_until_idle(self) -> None:
         try:
             while (self._inbox or (self._slots.has_work and not self._stands)) and self._closed is None:
+                self._moved_at = PROCESS.clock()
                 outcomes, told = await self._compute(self._turn)
                 for progress, so_far in told:
                     asyncio.get_running_loop().call_soon(progress, so_far)  # apart, so that its errors end no turn

@@ -31,6 +31,8 @@ OnNewWeights = Literal["continue", "recompute", "interrupt"]
 """What new weights do to a sequence in flight: it goes on with the cache that the old ones filled, its cache is computed anew, or
 it ends as "interrupted", to be asked for again with what it has as its prefix."""
 
+STALL_S = 3600.0
+"""An engine that is asked for something and does not get on for so long is given up: waits for it end."""
 
 MAX_TOP = 32
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import uvloop
 
-from rondo.runtime.errors import Closed, ConfigError
+from rondo.runtime import pool as pool_module
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded
 from rondo.runtime.pool import Item, Outcome, Pool
 
 FUNCTIONS = '''
@@ -264,3 +265,17 @@ async def test_a_place_inside_goes_to_the_next_also_when_its_call_was_cancelled(
             call.cancel()
         outcomes = await asyncio.gather(*calls[3:])
         assert [outcome.value for [outcome] in outcomes] == [3, 4, 5]
+
+
+async def test_who_waits_for_workers_that_do_not_get_on_is_told(
+    functions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stands(*_: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(pool_module._Worker, "run", stands)
+    monkeypatch.setattr(pool_module, "_SPARE_S", 0.02)
+    async with pool_of(functions, deadline_s=0.0, load_deadline_s=60.0) as pool:
+        pool._load_deadline_s = 0.0  # they have loaded
+        with pytest.raises(DeadlineExceeded, match=r"wait 'test' of 'main' for 'test workers' must end within 0\.02 s"):
+            await pool.run(items(["echo", 1]))

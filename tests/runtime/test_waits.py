@@ -207,3 +207,20 @@ def test_a_process_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiter() == "main"
     set_waiter("reference-0.0")
     assert waiter() == "reference-0.0"
+
+
+async def test_a_deadline_counts_from_when_the_peer_last_moved() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    asked: list[float] = []
+
+    def moved() -> float:
+        asked.append(clock.now)
+        if len(asked) == 3:
+            clock.now += 1  # from here on it stands
+        return min(clock.now, 100.0)
+
+    with pytest.raises(DeadlineExceeded, match=r"wait 'generate' of 'main' for 'engine' must end within 0\.01 s"):
+        async with waiting("generate", peer="engine", deadline_s=0.01, waits=waits, moved=moved):
+            await forever()
+    assert asked == [100.0, 100.0, 100.0] and waits.pending() == ()

@@ -108,14 +108,14 @@ class Counting(SGLangClient):
 
     num_bytes = num_parts = num_told = 0
 
-    async def stream(self, path: str, body: Any, on_events: Callable[[list[bytes]], None], *, deadline_s: Any) -> None:
+    async def stream(self, path: str, body: Any, on_events: Callable[[list[bytes]], None], **how: Any) -> None:
         def come(events: list[bytes]) -> None:
             self.num_parts += len(events)
             self.num_bytes += sum(map(len, events))
             self.num_told += sum(len(orjson.loads(each)["meta_info"]["output_token_logprobs"]) for each in events)
             on_events(events)
 
-        await super().stream(path, body, come, deadline_s=deadline_s)
+        await super().stream(path, body, come, **how)
 
 
 async def test_a_stream_brings_each_token_once(served: Served, tmp_path: Path) -> None:

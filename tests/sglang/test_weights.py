@@ -289,8 +289,8 @@ class Killing(SGLangClient):
     server: SGLangServer
     num_calls = 0
 
-    async def post(self, path: str, body: object | None = None, *, deadline_s: float | None) -> Any:
-        calling = asyncio.create_task(super().post(path, body, deadline_s=deadline_s))
+    async def post(self, path: str, body: object | None = None, **how: Any) -> Any:
+        calling = asyncio.create_task(super().post(path, body, **how))
         if path.startswith("/update_weights_from"):
             self.num_calls += 1
             if self.num_calls == 2:

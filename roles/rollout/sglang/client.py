@@ -23,6 +23,7 @@ from rondo.runtime.errors import PeerGone, Refused, RondoError
 from rondo.runtime.waits import wait_for
 
 _MAX_TEXT = 2000
+Moved = Callable[[], float] | None
 
 
 class ServerError(Refused):
@@ -52,12 +53,20 @@ class SGLangClient:
     async def get(self, path: str, *, deadline_s: float | None) -> Any:
         return await self._bounded("GET", path, None, deadline_s)
 
-    async def post(self, path: str, body: object | None = None, *, deadline_s: float | None) -> Any:
-        """The answer as JSON (None where it is empty, text where it is not JSON)."""
-        return await self._bounded("POST", path, {} if body is None else body, deadline_s)
+    async def post(
+        self, path: str, body: object | None = None, *, deadline_s: float | None, moved: Moved = None
+    ) -> Any:
+        """The answer as JSON (None where it is empty, text where it is not JSON). `moved` as in `waiting`."""
+        return await self._bounded("POST", path, {} if body is None else body, deadline_s, moved)
 
     async def stream(
-        self, path: str, body: object, on_events: Callable[[list[bytes]], None], *, deadline_s: float | None
+        self,
+        path: str,
+        body: object,
+        on_events: Callable[[list[bytes]], None],
+        *,
+        deadline_s: float | None,
+        moved: Moved = None,
     ) -> None:
         """A POST that is answered with server-sent events: `on_events` gets the data of those that came since it was told last,
         the oldest first. Returns after the last one; PeerGone where the stream ends without saying so."""
@@ -68,15 +77,17 @@ class SGLangClient:
                 on_events(new)
 
         calling = self._call("POST", path, body, come)
-        await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s)
+        await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s, moved=moved)
         if not events.ended:
             raise PeerGone(
                 f"the SGLang server {self.url} must end its stream of {path} with [DONE], got its end before"
             )
 
-    async def _bounded(self, method: str, path: str, body: object, deadline_s: float | None) -> Any:
+    async def _bounded(
+        self, method: str, path: str, body: object, deadline_s: float | None, moved: Moved = None
+    ) -> Any:
         calling = self._call(method, path, body)
-        return await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s)
+        return await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s, moved=moved)
 
     async def _call(self, method: str, path: str, body: object, on_body: Callable[[bytes], None] | None = None) -> Any:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

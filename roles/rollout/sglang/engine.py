@@ -24,13 +24,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top, experts_of_whole
+from rondo.roles.rollout.engine import (
+    STALL_S,
+    Completion,
+    EngineStats,
+    FinishReason,
+    Prefix,
+    Request,
+    Top,
+    experts_of_whole,
+)
 from rondo.roles.rollout.sglang.answers import STRANGE, Answer, read_answer
 from rondo.roles.rollout.sglang.capabilities import Capabilities
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.media import media_body
 from rondo.roles.rollout.sglang.stream import Growing
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, Refused
+from rondo.runtime.waits import PROCESS
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +108,11 @@ class SGLangEngine:
         self._counts = dict.fromkeys(names, 0)
         self._watching: asyncio.Task[None] | None = None
         self._seen: Load | None = None
+        self._moved_at = PROCESS.clock()
+
+    def _moved(self) -> float:
+        """When the server was last seen to make tokens. One that sleeps waits for weights itself."""
+        return PROCESS.clock() if self.asleep else self._moved_at
 
     @property
     def version(self) -> int:
@@ -173,7 +188,7 @@ class SGLangEngine:
         try:
             body = self._body(request, asked.rid)
             if request.progress is None:
-                told = await self.client.post("/generate", body, deadline_s=None)
+                told = await self.client.post("/generate", body, deadline_s=STALL_S, moved=self._moved)
             else:
                 told = await self._stream(request, request.progress, body, sent_under)
         except ServerError as error:
@@ -187,6 +202,7 @@ class SGLangEngine:
             raise
         finally:
             asked.rid = None
+        self._moved_at = PROCESS.clock()
         answer = read_answer(told, num_before=len(request.sequence), experts=self.capabilities.experts)
         meta = told["meta_info"]
         if self._version != STRANGE and STRANGE in answer.versions:
@@ -218,12 +234,13 @@ class SGLangEngine:
         growing = Growing(request.params.num_top)
 
         def come(events: list[bytes]) -> None:
+            self._moved_at = PROCESS.clock()
             if growing.take(events):
                 so_far = growing.so_far()
                 self._count_old_cache(so_far.policy_versions, sent_under)
                 progress(_extended(request.prefix, so_far))
 
-        await self.client.stream("/generate", body | {"stream": True}, come, deadline_s=None)
+        await self.client.stream("/generate", body | {"stream": True}, come, deadline_s=STALL_S, moved=self._moved)
         told = growing.whole()
         finish = told["meta_info"].get("finish_reason") or {}
         status = finish.get("status_code")
@@ -387,7 +404,9 @@ class SGLangEngine:
                 continue
             with suppress(PeerGone, DeadlineExceeded, ServerError):
                 load = await self.load()
-                self._counts["progress"] += load != self._seen and load.num_running > 0
+                if load != self._seen and load.num_running > 0:
+                    self._counts["progress"] += 1
+                    self._moved_at = PROCESS.clock()
                 self._seen = load
 
     async def close(self, why: Exception | None = None) -> None:

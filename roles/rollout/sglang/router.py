@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
+from rondo.roles.rollout.sglang.client import Moved, ServerError, SGLangClient
 from rondo.roles.rollout.sglang.server import AttachedServer, until_there
 from rondo.runtime.errors import ConfigError, PeerGone
 
@@ -55,9 +55,11 @@ class RouterClient(SGLangClient):
             return {**first, "max_running_requests": sum(int(each["max_running_requests"] or 0) for each in told)}
         return first
 
-    async def post(self, path: str, body: object | None = None, *, deadline_s: float | None) -> Any:
+    async def post(
+        self, path: str, body: object | None = None, *, deadline_s: float | None, moved: Moved = None
+    ) -> Any:
         if path == _THROUGH:
-            return await super().post(path, body, deadline_s=deadline_s)
+            return await super().post(path, body, deadline_s=deadline_s, moved=moved)
         told = await asyncio.gather(*(server.post(path, body, deadline_s=deadline_s) for server in self._servers))
         return told[0]
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from rondo.models.parallel import full_tensors
+from rondo.roles.rollout import embedded
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward
 from rondo.roles.rollout.slots import Batch, SlotEngine
 from rondo.runtime import waits
-from rondo.runtime.errors import Closed, ConfigError, WorkerDied
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, WorkerDied
 from tests.roles.rollout.engines import gap, qwen3, ragged, request, run
 
 
@@ -343,3 +344,25 @@ async def test_an_idle_engine_takes_no_turns() -> None:
         asked: Request = request("b", 4, 2)
         await made.engine.generate(asked)
         assert turns > before
+
+
+@pytest.mark.parametrize("asks", ["generate", "update weights"])
+async def test_who_waits_for_an_engine_that_stands_still_is_told_at_the_deadline(
+    asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "STALL_S", 0.02)
+    async with rig() as made:
+        go_on = threading.Event()
+        standing = asyncio.ensure_future(made.compute(lambda: go_on.wait(60)))  # a step that hangs
+        try:
+            with pytest.raises(DeadlineExceeded, match=f"wait '{asks}' of 'main' for 'engine' must end within 0.02 s"):
+                await (
+                    made.engine.generate(request("a", 4, 2))
+                    if asks == "generate"
+                    else made.engine.update_weights(1, {})
+                )
+        finally:
+            go_on.set()
+        await standing
+        monkeypatch.setattr(embedded, "STALL_S", 60.0)
+        await made.engine.generate(request("a", 4, 2))  # its id is free again

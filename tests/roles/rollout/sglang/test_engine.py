@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 from rondo.roles.rollout.engine import Completion, Prefix, Request, SamplingParams
+from rondo.roles.rollout.sglang import engine as engine_module
 from rondo.roles.rollout.sglang.capabilities import Capabilities, Experts, probe
 from rondo.roles.rollout.sglang.client import ServerError
 from rondo.roles.rollout.sglang.engine import Pause, SGLangEngine
 from rondo.roles.rollout.sglang.server import SGLangServer
-from rondo.runtime.errors import Closed, ConfigError, PeerGone, Refused
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, Refused
+from rondo.runtime.waits import wait_for
 from tests.roles.rollout.sglang.pretender import launch
 
 FOUND = Capabilities(
@@ -27,6 +29,9 @@ FOUND = Capabilities(
     max_cached_tokens=1024, vocabulary=100, begins_updates=True, version_spans=True, log_probs_after_temperature=True,
     seeds=False, priority=0, experts=None, media=(), takes_processed_media=False,
 )  # fmt: skip
+
+
+HANGS: dict[str, Any] = {}
 
 
 class Client:
@@ -39,7 +44,7 @@ class Client:
         self.asked: list[dict[str, Any]] = []
         self.aborted = asyncio.Event()
 
-    async def post(self, path: str, body: Any = None, *, deadline_s: float | None) -> Any:
+    async def post(self, path: str, body: Any = None, *, deadline_s: float | None, moved: Any = None) -> Any:
         if path == "/abort_request":
             self.aborted.set()
             return None
@@ -48,6 +53,10 @@ class Client:
         answer = self.answers.popleft()
         if isinstance(answer, Exception):
             raise answer
+        if answer == HANGS:
+            await wait_for(
+                self.aborted.wait(), name="sglang /generate", peer=self.url, deadline_s=deadline_s, moved=moved
+            )
         return answer
 
     async def __aexit__(self, *_: object) -> None:
@@ -292,3 +301,11 @@ async def test_a_server_that_is_too_old_is_refused_with_the_reason(tmp_path: Pat
     finally:
         await client.__aexit__()
         await server.close()
+
+
+async def test_a_server_that_hangs_ends_its_requests_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "STALL_S", 0.02)
+    with pytest.raises(
+        DeadlineExceeded, match=r"wait 'sglang /generate' of 'main' for 'http://server' must end within 0\.02 s"
+    ):
+        await engine(Client(HANGS)).generate(request())
