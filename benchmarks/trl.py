@@ -111,8 +111,10 @@ def kind_of(command: Sequence[str], name: str) -> str:
     worker = re.fullmatch(r"([a-z][a-z0-9_]*)-\d+\.\d*", name)
     if worker is not None:
         return worker[1]
-    for part, kind in (("rondo.runtime.nursery", "torchrun"), ("stand_in.py", "torchrun"), ("rondo.comm.serve", "coordinator"), ("pool_worker", "reward"),
-                       ("trl_run", "supervisor"), ("trl_grpo", "trainer")):  # fmt: skip
+    for part, kind in (
+        ("rondo.runtime.nursery", "torchrun"), ("stand_in.py", "torchrun"), ("rondo.comm.serve", "coordinator"),
+        ("pool_worker", "reward"), ("trl_run", "supervisor"), ("trl_grpo", "trainer"),
+    ):  # fmt: skip
         if part in text:
             return kind
     return "other"
