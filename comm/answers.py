@@ -5,7 +5,7 @@ Owns the form of these answers, read off the index; changes nothing. Who gets wh
 
     lease   {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0",
              "has_media": False, "have": [[sample, reward, response], ...]}     what earlier holders have put
-    round   {"key", "index", "step", "last", "update", "closes", "ring",
+    round   {"key", "index", "step", "last", "turn", "update", "closes", "ring",
              "spans": [[7, 0, 0, 2], ...], "info": [lengths, responses, rewards],
              "groups": [{"group": 7, "step": 1, "samples": 8, "media": {column: place},
                          "extents": [[columns, part, first sample, count, place], ...]}, ...]}
@@ -41,7 +41,7 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
     reserve = made.reserve[rank]
     return {
         "key": made.key, "index": made.index, "step": made.step, "last": made.last,
-        "update": made.update, "closes": made.closes,
+        "turn": made.turn, "update": made.update, "closes": made.closes,
         "spans": spans,
         "info": [
             list(chain.from_iterable([groups[span[0]].info[field][groups[span[0]].at(*span[1:])] for span in spans]))

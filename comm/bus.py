@@ -132,12 +132,14 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
 @dataclass(frozen=True, slots=True)
 class Round:
     """This rank's part of one micro-batch. No rows means: run a dummy, so that all ranks run the same collectives.
-    `spans` name the rows in their order. `last` ends the step; `closes` ends `update`, one optimizer step of it."""
+    `spans` name the rows in their order. `turn` orders the rounds of all train streams of a step. `last` ends the step; `closes`
+    ends `update`, one optimizer step of it."""
 
     key: str
     index: int
     step: int
     last: bool
+    turn: int
     update: int
     closes: bool
     rows: tuple[Row, ...]
@@ -387,7 +389,7 @@ class Bus:
         starts = [(part * held[group].num_samples + first, count) for group, part, first, count in spans]
         numbers = [number for start, count in starts for number in range(start, start + count)]
         rows = tuple(map(Row, of, numbers, *fields["info"]))
-        plain = {name: fields[name] for name in ("key", "index", "step", "last", "update", "closes", "ring")}
+        plain = {name: fields[name] for name in ("key", "index", "step", "last", "turn", "update", "closes", "ring")}
         return Round(**plain, rows=rows, spans=spans, records=records)
 
     def views(self) -> Views:

@@ -29,7 +29,7 @@ def _rows_of_0(spans: list[list[int]]) -> list[list[int]]:
 
 
 def _round_of_0(made: Fields) -> Fields:
-    return {**made, "spans": [_rows_of_0(spans) for spans in made["spans"]]}
+    return {**made, "turn": made["index"], "spans": [_rows_of_0(spans) for spans in made["spans"]]}
 
 
 def _group_of_0(group: Fields) -> Fields:

@@ -16,6 +16,9 @@ of a step are divided over its mini-batches in admission order, and every pass g
 
     step 7, 4 groups, 2 mini-batches, 2 passes      update 0: groups a b    1: c d    2: a b    3: c d
 
+Several roles may be trained on a step, each with a stream of its own: a group is in the same update of each, and the rounds of
+all share one order (`turn`), so that ranks that train both run the same collectives.
+
 Invariants: every rank of a scope sees the same rounds in the same order; a group is in at most one live round of a stream;
 a train round names only groups whose membership in the step, and in the mini-batch, is certain; a group is in exactly one
 update of a pass, and with the same rank in every pass; readiness is a list, never a scan.
@@ -69,6 +72,9 @@ class Round:
     last: bool
     spans: list[list[Span]]
     reserve: list[list[Any] | None]
+    turn: int = (
+        0  # its place among the rounds of all train streams of the step: who trains several runs them in this order
+    )
     update: int = 0  # which optimizer step of a train step it belongs to
     closes: bool = False  # whether that optimizer step has all its rows with this round
     pending: set[int] = field(default_factory=set)
@@ -203,11 +209,16 @@ class Rounds:
         else:
             batches, missing = self._batches_again(lane, scope, update % len(sizes), groups, member), 0
         first, final = lane.planned.get(scope, 0), update == num_updates - 1
+        train = [each for each in self.lanes.values() if each.spec.kind == "train"]
+        turn = max([made.turn + 1 for each in train for made in each.rounds.get(scope, {}).values()], default=0)
         ends = [not missing and i == len(batches) - 1 for i in range(len(batches))]
         return [
-            _event(lane.spec, scope, first + i, step, member, spans, update=update, closes=end, last=end and final)
+            _event(
+                lane.spec, scope, first + i, step, member, spans,
+                turn=turn + i, update=update, closes=end, last=end and final,
+            )
             for i, (spans, end) in enumerate(zip(batches, ends, strict=True))
-        ]
+        ]  # fmt: skip
 
     def _train_batches(
         self, lane: _Lane, fresh: list[int], missing: int, groups: Mapping[int, Group], member: str, *, full: bool
@@ -405,10 +416,10 @@ def mini_batch_sizes(num_groups: int, num: int) -> list[int]:
 
 def _event(
     spec: Stream, scope: str, index: int, step: int, member: str, spans: list[list[Span]],
-    *, update: int = 0, closes: bool = False, last: bool = False,
+    *, turn: int = 0, update: int = 0, closes: bool = False, last: bool = False,
 ) -> Event:  # fmt: skip
     key = f"{spec.name}/{scope}/{index}"
     return {
         "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step, "member": member, "spans": spans,
-        "update": update, "closes": closes, "last": last, "reserve": [None] * len(spans),
+        "turn": turn, "update": update, "closes": closes, "last": last, "reserve": [None] * len(spans),
     }  # fmt: skip

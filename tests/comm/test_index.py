@@ -643,7 +643,7 @@ def test_a_version_exists_once_every_trainable_role_is_prepared_and_a_death_with
     for role in ("actor", "critic"):
         planned = bus.index.plan_rounds(role, f"{role}-0", 1, 0)
         bus.emit(event="rounds", rounds=planned)
-        assert [event["spans"] for event in planned] == [[spans]]
+        assert [(event["spans"], event["turn"]) for event in planned] == [([spans], role == "critic")]
     report("prepared", "actor", spans)
     again = Index.load(bus.index.rules, orjson.loads(orjson.dumps(bus.index.dump())))
     assert again.dump() == bus.index.dump() and again.prepared["actor"]["version"] == 1

@@ -54,7 +54,7 @@ def rounds(draw: st.DrawFn) -> Event:
     return {
         "event": "rounds", "rounds": [{
             "key": made, "stream": stream, "scope": scope, "index": int(index), "step": draw(small),
-            "member": "actor-0", "spans": spans, "update": 0, "closes": False, "last": False, "reserve": reserve,
+            "member": "actor-0", "spans": spans, "turn": 0, "update": 0, "closes": False, "last": False, "reserve": reserve,
         }],
     }  # fmt: skip
 
