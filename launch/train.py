@@ -53,6 +53,8 @@ from rondo.runtime.telling import PROCESS, tell_every, telling
 _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
 PREPARED = "prepared.json"
+MODEL = "model"
+"""Where a model that a function builds lies in the run directory."""
 _PLACES = ("groups", "supervision", "admin")
 """Settings that say where and under whose eyes a run works, and not what it trains."""
 
@@ -278,11 +280,12 @@ def _prepare(
 ) -> None:
     """What roles and coordinator read: where the model's files are, and the rules of the bus."""
     assert facts.model_path is not None and facts.num_rows is not None
-    model_path = Path(facts.model_path)
+    model_path = facts.model_path
     if config.model.build is not None:
-        model_path = Path(shutil.move(model_path, run.path / "model"))
+        model_path = MODEL
+        shutil.move(facts.model_path, run.path / MODEL)
     devices = first_devices(config.groups) | dict(extra or {})
-    write_json(run.path / PREPARED, {"model_path": str(model_path), "first_devices": devices})
+    write_json(run.path / PREPARED, {"model_path": model_path, "first_devices": devices})
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
     rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
     write_json(run.path / FINGERPRINTS, facts.fingerprints)

@@ -95,7 +95,9 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     )
     limits = config.supervision
     ctx.set_pace(PaceLimits(limits.work_factor, limits.work_floor_s, limits.work_ceiling_s))
-    return config, prepared["model_path"], device
+    # What was built lies in the run directory, wherever that is by now.
+    path = prepared["model_path"]
+    return config, path if config.model.build is None else str(ctx.run_dir / path), device
 
 
 async def timed(ctx: WorkerContext, rounds: AsyncGenerator[Round, None]) -> AsyncGenerator[Round, None]:

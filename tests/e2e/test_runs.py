@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     goes_on_whole(stopped)
     folder = newest_complete(stopped.run_dir / "checkpoints")
     assert folder is not None and left_behind(tmp_path) == []
+    stopped = replace(stopped, run_dir=stopped.run_dir.rename(tmp_path / "moved"))
     rondo, run = command(tmp_path)[:3], str(stopped.run_dir)
     line = [*rondo, "resume", run, "--set", "train.lr=1"]
     refused = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -154,7 +156,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     endpoint = ask_the_policy(resumed, stopped.run_dir, capsys)
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     # The first step is left out, and so are those of the last second before everything was killed, at step 5.
-    assert words.stdout.startswith(tuple(f"run quickstart: steps {first} to " for first in range(1, 6)))
+    assert words.stdout.startswith(tuple(f"run moved: steps {first} to " for first in range(1, 6)))
     told = subprocess.run(
         [*rondo, "stop", run, "--no-wait"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
