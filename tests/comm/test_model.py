@@ -38,6 +38,7 @@ from rondo.comm.audit import audit
 from rondo.comm.bus import Bus, Round
 from rondo.comm.group import Group
 from rondo.comm.index import Index
+from rondo.comm.journal import Event
 from rondo.comm.records import Column
 from rondo.comm.rounds import Rounds
 from rondo.comm.spans import rows_of
@@ -665,7 +666,8 @@ def _frees_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _read_on(machine: BusMachine) -> None:
     machine.everyone_works(3, scored=True, acked=False)
-    machine.train(1 << 20, commit=True)
+    for trainer in machine.trainers:
+        machine.train(1 << 20, commit=True, trainer=trainer)
     machine.nobody_s_rows_are_overwritten()
 
 
@@ -681,12 +683,31 @@ def _dead_reader(machine: BusMachine) -> None:
     machine.forward("actor_fwd", 1 << 20, ack=True)
 
 
+def _keeps_what_the_dead_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = Index._on_dead
+
+    def kept(self: Index, event: Event) -> None:
+        prepared = self.prepared
+        dead(self, event)
+        self.prepared = prepared
+
+    monkeypatch.setattr(Index, "_on_dead", kept)
+
+
+def _prepared_alone(machine: BusMachine) -> None:
+    machine.everyone_works(3, scored=True, acked=True)
+    machine.train(1 << 20, commit=True, trainer="actor")
+    machine.dies("actor-0", back=True)
+    machine.train(1 << 20, commit=True, trainer="critic")
+
+
 @pytest.mark.parametrize(
     ("plant", "act", "told"),
     [
         (_takes_late_puts, _late, "running|refused"),
         (_frees_what_is_read, _read_on, "must not be released|must stay until it is acknowledged"),
         (_forgets_the_dead, _dead_reader, "ready is scored in the end"),
+        (_keeps_what_the_dead_prepared, _prepared_alone, "assert 1 == 0"),
     ],
 )
 def test_a_planted_fault_is_found(
@@ -701,7 +722,7 @@ def test_a_planted_fault_is_found(
 
 
 def _run(act: Callable[[BusMachine], None]) -> None:
-    machine = BusMachine()
+    machine = TwoTrainers()
     machine.audited = False  # a planted fault shows where it is met
     try:
         machine.begin()
