@@ -1,4 +1,5 @@
-"""How the whole suite runs: what hypothesis tries, which files come first, and what the garbage collector leaves alone.
+"""How the whole suite runs: what hypothesis tries, which files come first, what the garbage collector leaves alone, and that
+nothing which tests start outlives them.
 
 Owns nothing of any test. Examples are the same in every run and have no time limit, so that neither chance nor a busy machine
 decides whether the suite passes; RONDO_HYPOTHESIS=random looks for new ones. How many there are: `strength.py`.
@@ -13,8 +14,11 @@ import gc
 import os
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.e2e.runs import over_behind_it
 
 settings.register_profile(
     "steady",
@@ -52,3 +56,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, the others as they come. Stable, so that each file stays in one piece."""
     place = {f"tests/{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+@pytest.fixture(autouse=True)
+def _runs_are_over_with_their_test() -> Iterator[None]:
+    with over_behind_it():
+        yield
+
+
+_SESSION = "RONDO_TEST_SESSION"
+
+
+def pytest_configure() -> None:
+    os.environ.setdefault(_SESSION, str(os.getpid()))  # whatever the tests start inherits it, workers of pytest first
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Processes that the tests have left behind are a failure of the session."""
+    if os.environ[_SESSION] != str(os.getpid()):
+        return  # a worker of pytest; who started it looks
+    _, going = psutil.wait_procs([each for each in psutil.process_iter() if _started_by_tests(each)], timeout=10)
+    left = [each for each in going if _started_by_tests(each)]  # and not only unreaped
+    if left:
+        print("\nthe tests must leave no process behind, got", *left, sep="\n    ")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _started_by_tests(process: psutil.Process) -> bool:
+    try:
+        inside = process.pid != os.getpid() and process.environ().get(_SESSION) == str(os.getpid())
+        helps = inside and "multiprocessing.resource_tracker" in " ".join(
+            process.cmdline()
+        )  # and is over with this process
+    except psutil.Error:
+        return False
+    return inside and not helps

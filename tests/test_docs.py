@@ -1,14 +1,21 @@
-"""Every command that README and docs show is run here, or in the test named beside it."""
+"""Every command that README and docs show is run here, or in the test named beside it, and is taken with its values."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rondo.launch.bench import benchmarks
+from rondo.launch.cli import _parser, timeline
+from rondo.launch.config import load
+from rondo.launch.timeline import parse_steps
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,49 +47,54 @@ SCRIPTS = {
     "python examples/two_nodes.py": r"weights: version 1 as a delta, [\d,]{4,6} of 2,1\d\d,\d\d\d bytes",
 }
 """What of their output says that they did what they are for."""
+STOPPED = "tests/e2e/test_runs.py::test_a_stopped_run_saves_exits_75_and_goes_on_from_there"
+MAKE = "tests/test_make.py::test_make_runs_what_the_readme_says"
 ELSEWHERE = {
-    "make demo": "tests: test_make_runs_what_the_readme_says",
-    "make test": "tests: test_make_runs_what_the_readme_says",
-    "make demo KILL=actor": "tests: test_make_runs_what_the_readme_says",
-    "rondo status": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
-    "rondo stop": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
-    "rondo explain": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
-    "rondo timeline --steps 20:25 --out trace.json": "tests/e2e: "
-    "test_each_role_killed_once_comes_back_alone_and_nothing_is_lost_or_trained_twice",
-    "rondo resume runs/quickstart": "tests/e2e: test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
-    "rondo resume runs/quickstart --accept-changes": "tests/e2e: "
-    "test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
-    "rondo resume runs/quickstart --set groups.1.processes=2": "tests/e2e: "
-    "test_a_stopped_run_saves_exits_75_and_goes_on_from_there",
-    "rondo train examples/quickstart.py --resume-or-start": "tests/launch: "
+    "make demo": MAKE,  # and `.ci/run`, in a clean clone, as it is
+    "make test": MAKE,
+    "make demo KILL=actor": MAKE,
+    "make demo ENGINE=sglang": MAKE,
+    "make test-sglang": MAKE,
+    "rondo status": STOPPED,
+    "rondo stop": STOPPED,
+    "rondo explain": STOPPED,
+    "rondo resume runs/quickstart": STOPPED,
+    "rondo resume runs/quickstart --accept-changes": STOPPED,
+    "rondo train examples/quickstart.py --resume-or-start": "tests/launch/test_train.py::"
     "test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so",
-    "rondo bus /tmp/bus": "tests/comm: test_a_signal_ends_the_command_and_leaves_no_process",
-    "rondo bench recovery": "measured by hand: it times a machine",
-    "rondo bench calls": "measured by hand: it times a machine",
-    "rondo bench generation": "measured by hand: it times a machine",
-    "rondo bench": "tests/launch: test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
-    "rondo bench ring": "measured by hand: it times a machine",
-    "rondo bench bus --peers-python PEERS_VENV/bin/python": "measured by hand: it times a machine",
-    "rondo bench growth": "measured by hand: it times a machine",
-    "rondo bench weights": "measured by hand: it times a machine",
-    "rondo bench link": "measured by hand: it times a machine",
+    "rondo resume runs/quickstart --set groups.1.processes=2": STOPPED,
+    "rondo timeline --steps 20:25 --out trace.json": "tests/launch/test_timeline.py::"
+    "test_the_command_writes_a_trace_and_says_what_is_missing",
+    "rondo bus /tmp/bus": "tests/comm/test_host.py::test_a_signal_ends_the_command_and_leaves_no_process",
+    "rondo bench": "tests/launch/test_bench.py::test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
     "rondo check examples/full_size/qwen3_4b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
-    "--set model.path=FOLDER": "tests/launch: test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
-    "rondo sglang install .venv-sglang": "tests/launch: test_an_environment_for_sglang_is_built_in_these_steps",
-    "make demo ENGINE=sglang": "tests: test_make_runs_what_the_readme_says",
-    "make test-sglang": "tests: test_make_runs_what_the_readme_says",
-    "rondo bench omni": "the examples it runs are run here; it takes half an hour",
-    "rondo bench media": "measured by hand: it times a machine",
-    "rondo bench router_replay": "measured by hand: it times a machine",
-    "rondo bench shared_prompts": "measured by hand: it times a machine",
-    "rondo bench paper": "measured by hand: it times a machine",
-    "rondo bench trl --peers-python PEERS_VENV/bin/python": "measured by hand: it times a machine",
-    "rondo serve runs/quickstart --port 30000": "tests/launch: "
+    "--set model.path=FOLDER": "tests/launch/test_check_target.py::test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
+    "rondo sglang install .venv-sglang": "tests/launch/test_sglang.py::"
+    "test_an_environment_for_sglang_is_built_in_these_steps",
+    "rondo serve runs/quickstart --port 30000": "tests/launch/test_serve.py::"
     "test_a_model_is_served_and_a_signal_lets_what_is_in_flight_be_answered",
-    'curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:30000/rondo/trajectories/task-7': "tests/roles/rollout/serve: "
-    "test_a_second_turn_begins_with_the_tokens_that_were_sampled_and_not_with_those_of_their_text",
-    "rondo bench staleness docs/staleness --steps 100": "measured by hand: it takes an hour",
+    'curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:30000/rondo/trajectories/task-7': "tests/roles/rollout/serve/"
+    "test_sessions.py::test_a_second_turn_begins_with_the_tokens_that_were_sampled_and_not_with_those_of_their_text",
 }
+"""The test that shows what a command does, with other folders and ports."""
+BY_HAND = {
+    "rondo bench bus --peers-python PEERS_VENV/bin/python",
+    "rondo bench calls",
+    "rondo bench generation",
+    "rondo bench growth",
+    "rondo bench link",
+    "rondo bench media",
+    "rondo bench omni",
+    "rondo bench paper",
+    "rondo bench recovery",
+    "rondo bench ring",
+    "rondo bench router_replay",
+    "rondo bench shared_prompts",
+    "rondo bench staleness docs/staleness --steps 100",
+    "rondo bench trl --peers-python PEERS_VENV/bin/python",
+    "rondo bench weights",
+}
+"""They time a machine, and take up to an hour: only that they are there and take these options is tested."""
 
 
 def shown() -> set[str]:
@@ -90,7 +102,34 @@ def shown() -> set[str]:
 
 
 def test_every_command_in_the_docs_is_tested_somewhere() -> None:
-    assert shown() == set(RUN_HERE) | set(SCRIPTS) | set(ELSEWHERE)
+    assert shown() == set(RUN_HERE) | set(SCRIPTS) | set(ELSEWHERE) | BY_HAND
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_the_test_named_beside_a_command_is_there_and_names_what_it_runs(command: str) -> None:
+    file, _, name = ELSEWHERE[command].partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    program, what = command.split()[:2] if " " in command else (command, "")
+    verb = {"rondo": what, "make": what, "curl": "/rondo/trajectories/"}[program]
+    called = {"bench": "Counts what it is given.", "check": "--device-gib", "sglang": "pip install"}.get(verb, verb)
+    assert any(called in text for text in texts)
+
+
+@pytest.mark.parametrize("command", sorted(each for each in {*RUN_HERE, *ELSEWHERE, *BY_HAND} if each[:6] == "rondo "))
+def test_the_parser_takes_every_command_and_its_values(command: str) -> None:
+    words = shlex.split(command)[1:]
+    options = _parser()[0].parse_args(words)
+    if getattr(options, "set", None):
+        load(getattr(options, "config", ROOT / "examples" / "quickstart.py"), options.set)
+    if options.verb is timeline:
+        assert parse_steps(options.steps) == (20, 25)
+    if words[:1] == ["bench"] and len(words) > 1:
+        assert options.name in benchmarks(ROOT)
+        tree = ast.parse((ROOT / "benchmarks" / f"{options.name}.py").read_text())
+        known = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert {word for word in options.rest if word.startswith("--")} <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

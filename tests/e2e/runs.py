@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 import psutil
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
+PATIENCE_S = 60.0
 SMALL = (
     "num_steps=12",
     "sft.steps=8",
@@ -48,7 +52,10 @@ def command(folder: Path, *arguments: str, sets: tuple[str, ...] = (), config: P
 
 
 class Running(subprocess.Popen[str]):
-    """A command in a session of its own, whose output is read all the while: nothing that it prints can hold it up."""
+    """A command in a session of its own, whose output is read all the while: nothing that it prints can hold it up. It is over
+    when its test is, whatever became of that (`over_behind_it`)."""
+
+    started: ClassVar[set[Running]] = set()
 
     def __init__(self, line: list[str], folder: Path) -> None:
         super().__init__(
@@ -57,6 +64,19 @@ class Running(subprocess.Popen[str]):
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self.started.add(self)
+
+    def end(self) -> None:
+        """SIGKILL for it and for all that it has started, where it is still there."""
+        self.started.discard(self)
+        if self.poll() is None:
+            tree = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+            for process in tree:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.wait(PATIENCE_S)
+            _, left = psutil.wait_procs(tree[1:], PATIENCE_S)
+            assert left == []
 
     def _read(self) -> None:
         assert self.stdout is not None
@@ -64,6 +84,17 @@ class Running(subprocess.Popen[str]):
             for line in self.stdout:
                 self.lines.put(line)
         self.lines.put(None)
+
+
+@contextmanager
+def over_behind_it() -> Iterator[None]:
+    """Every command that begins inside is over behind it, also where an assertion failed while a run of 100,000 steps went on."""
+    before = set(Running.started)
+    try:
+        yield
+    finally:
+        for process in Running.started - before:
+            process.end()
 
 
 def start(line: list[str], folder: Path) -> Running:

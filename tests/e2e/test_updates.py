@@ -37,7 +37,8 @@ def whole(process: Running, folder: Path, *, beyond: str, restarts: dict[str, in
     for record in steps:
         assert (record["num_updates"], record["samples"], record["skipped"]) == (4, 24, 0)
         assert record["ratio_max"] > 1  # later passes meet other weights
-        assert 0 <= record[f"tis_{beyond}_fraction"] <= 1 and 0 < record["tis_weight_mean"] <= 2
+        # Engine and trainer have the same weights, or those of one small step before: their ratios are near 1, within all bounds.
+        assert record[f"tis_{beyond}_fraction"] == 0 and abs(record["tis_weight_mean"] - 1) < 0.05
         assert "advantage_std" in record
     once_a_pass(ended.run_dir)
     return ended

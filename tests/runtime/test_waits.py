@@ -161,7 +161,9 @@ async def test_a_wait_belongs_to_a_task() -> None:
     assert "Use blocking() in threads" in str(await failed)
 
 
-def test_a_blocking_wait_of_a_thread_is_listed_for_the_others() -> None:
+def test_a_blocking_wait_of_a_thread_is_listed_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(waits_module.PROCESS, "clock", clock)
     inside, leave = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -173,12 +175,13 @@ def test_a_blocking_wait_of_a_thread_is_listed_for_the_others() -> None:
     thread.start()
     try:
         inside.wait()
+        clock.now += 2.5
         assert [(wait.name, wait.peer, wait.deadline_s) for wait in pending()] == [("handover", "supervisor", 10)]
-        assert totals()["handover"] >= 0
+        assert totals()["handover"] == 2.5
     finally:
         leave.set()
         thread.join()
-    assert pending() == ()
+    assert pending() == () and totals()["handover"] == 2.5
 
 
 def test_waits_of_many_threads_lose_no_seconds() -> None:
