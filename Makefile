@@ -9,7 +9,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_ROUTER_VENV ?= .venv-sglang-router
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-avx2 test-sglang sglang sglang-router lint types clean
+.PHONY: demo test test-long test-avx2 test-pythons test-sglang sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
@@ -34,6 +34,10 @@ test-avx2: export ATEN_CPU_CAPABILITY = avx2
 test-avx2: export MKL_ENABLE_INSTRUCTIONS = AVX2
 test-avx2: $(READY)  ## about a minute on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(NUMERIC) $(OPTIONS)
+
+# What needs no torch, on the other Pythons that the package says it runs on, where they are installed.
+test-pythons:  ## about a minute
+	$(PYTHON) tests/pythons.py 3.12 3.13
 
 # Where an environment cannot be built, the tests that need it are skipped and say so; with CI set that is a failure.
 test-sglang: $(READY)  ## against a real SGLang server, without a GPU

@@ -24,6 +24,8 @@ def moody(response: str, label: str, *, prompt: str, metadata: dict[str, object]
         raise ZeroDivisionError("five")
     if label == "13":
         time.sleep(3600)
+    if prompt.endswith("?"):
+        return float(int(label) % 2)
     return float(len(response) % 2)
 
 

@@ -27,7 +27,11 @@ def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_rais
     found = evaluation_records(metrics)
     assert [each["version"] for each in found] == [4, 8] and list(summary["evaluations"]) == ["4", "8"]
     assert all(each["sets"].keys() == {"kept", "own"} for each in found)
-    assert all(0 <= each["sets"]["kept"]["pass@1"] <= each["sets"]["kept"]["pass@4"] <= 1 for each in found)
+    for each in found:
+        own = each["sets"]["own"]  # two odd labels among four
+        assert own == {"num_prompts": 4, "mean@1": 0.5, "pass@1": 0.5}
+        kept = each["sets"]["kept"]  # four samples of each of four prompts, which get 0 or 1
+        assert kept["mean@4"] == kept["pass@1"] <= kept["pass@4"] and kept["pass@4"] in (0.25, 0.5, 0.75, 1)
     told = [orjson.loads(text) for text in metrics.read_bytes().splitlines()]
     assert sum("evaluation" in each for each in told) == 2  # nothing is told twice
     steps = step_records(metrics)
