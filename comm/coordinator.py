@@ -447,17 +447,19 @@ class Coordinator(PartitionEndpoints, Actor):
         return self._rings.prepare(name, overflow, sum(entries) + _SPARE_BYTES, fresh=True)
 
     @endpoint
-    async def renew(self, member: str, incarnation: int, groups: list[list[int]]) -> dict[str, Any]:
-        """Progress was seen on these [group, epoch]; the answer names those whose lease is lost."""
+    async def renew(
+        self, member: str, incarnation: int, groups: list[list[int]], held: list[list[int]] | None = None
+    ) -> dict[str, Any]:
+        """Progress was seen on these [group, epoch]; the answer names those of all that are `held` whose lease is lost."""
         self._fence(member, incarnation)
-        lost = []
-        for group_id, epoch in groups:
-            group = self.index.groups.get(group_id)
-            if group is not None and group.state == "running" and group.epoch == epoch and group.holder == member:
-                self._renewed[group_id] = self._clock()
-            else:
-                lost.append([group_id, epoch])
-        return {"lost": lost}
+        for group, epoch in groups:
+            if self._leases(member, group, epoch):
+                self._renewed[group] = self._clock()
+        return {"lost": [[group, epoch] for group, epoch in held or groups if not self._leases(member, group, epoch)]}
+
+    def _leases(self, member: str, group: int, epoch: int) -> bool:
+        found = self.index.groups.get(group)
+        return found is not None and found.state == "running" and found.epoch == epoch and found.holder == member
 
     @endpoint
     async def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:

@@ -43,6 +43,7 @@ from rondo.roles.rollout.dispatch.dispatcher import Dispatcher
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.evaluation import Evaluator, item_of, sample_seed
+from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.lent import Flip, Lent
 from rondo.roles.rollout.rewards import RewardPool, RewardResult
 from rondo.roles.rollout.serve.endpoint import endpoint
@@ -97,6 +98,7 @@ class RolloutRole:
         limits = config.reward
         # A group's samples one after the other, by workers of which each starts anew.
         self._slowest_reward_s = 2 * limits.deadline_s * config.rollout.samples_per_prompt + LOAD_LIMIT_S
+        self._progress = Progress(limits.deadline_s)
         self._rewards = RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s)
         self._media = None if config.media is None else MediaPool(job.model_path, config.media)
         async with AsyncExitStack() as pools:
@@ -312,6 +314,7 @@ class RolloutRole:
             if "grants" in answer:
                 for grant in answer["grants"]:
                     lease = Lease(**{**grant, "have": {sample: reward for sample, reward, _ in grant["have"]}})
+                    self._progress.begin((lease.group, lease.epoch))
                     self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
             elif "evaluate" in answer:
                 with self._ctx.span("evaluate", beside="evaluation", version=answer["evaluate"]["version"]):
@@ -346,17 +349,16 @@ class RolloutRole:
         return [[group, epoch] for group, epoch in self._running]
 
     async def _renew(self) -> None:
-        """Leases last while tokens come. Those the coordinator no longer grants are given up."""
+        """Each lease lasts while its group comes further. Those the coordinator no longer grants are given up."""
         interval = self._job.config.rollout.lease_deadline_s / 4
-        before = (-1, -1)
         while True:
             await asyncio.sleep(interval)
-            stats = self._engine.stats()
-            made = (stats.tokens_generated, stats.decode_steps)
-            if made == before or not self._running:
+            if not self._running:
                 continue
-            before = made
-            answer = await self._job.bus.call("renew", self._held())
+            engine, rewards = self._engine.stats(), self._rewards.stats()
+            tokens = (engine.tokens_generated, engine.decode_steps)
+            further = self._progress.since_last(tokens, (rewards.num_scored, rewards.num_errors, rewards.num_timed_out))
+            answer = await self._job.bus.call("renew", further, self._held())
             for group, epoch in answer["lost"]:
                 task = self._running.get((group, epoch))
                 if task is not None:
@@ -390,12 +392,14 @@ class RolloutRole:
                 await self._job.bus.call("abandon", lease.group, lease.epoch)
             finally:
                 del self._running[lease.group, lease.epoch]
+                self._progress.end((lease.group, lease.epoch))
                 self._ctx.progress()
 
     async def _fill(self, lease: Lease) -> None:
         config = self._job.config
         row = await asyncio.to_thread(self._data.row, self._order.locate(lease.position).row)
-        prompt, media = await self._prompt(row, config.data)
+        with self._progress.generating((lease.group, lease.epoch)):
+            prompt, media = await self._prompt(row, config.data)
         if media is not None and not lease.has_media:
             self._put_media(lease, media)
         rewards = dict(lease.have)
@@ -403,14 +407,17 @@ class RolloutRole:
         missing = [number for number in range(config.rollout.samples_per_prompt) if number not in rewards]
         params = self._params(config.rollout.temperature)
         tasks = {
-            asyncio.create_task(self._generate(self._request(lease, number, prompt, media, params))): number
+            asyncio.create_task(self._generate_of(lease, self._request(lease, number, prompt, media, params))): number
             for number in missing
         }
         try:
             while tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 finished = sorted((tasks.pop(task), task.result()) for task in done)
-                with self._ctx.span("reward", beside="reward", step=lease.step, group=lease.group):
+                with (
+                    self._ctx.span("reward", beside="reward", step=lease.step, group=lease.group),
+                    self._progress.scoring((lease.group, lease.epoch)),
+                ):
                     samples = await self._score(row, finished)
                 if isinstance(samples, str):
                     await self._job.bus.call("settle", lease.group, lease.epoch, "error", samples)
@@ -445,6 +452,10 @@ class RolloutRole:
             f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed, media=media,
             on_new_weights=rollout.on_new_weights, interruptions=rollout.max_interruptions,
         )  # fmt: skip
+
+    async def _generate_of(self, lease: Lease, request: Request) -> Completion:
+        with self._progress.generating((lease.group, lease.epoch)):
+            return await self._generate(request)
 
     async def _generate(self, request: Request) -> Completion:
         """One whole sample: where new weights interrupt it, it is asked for again with what it has, prompt and media the same."""

@@ -187,7 +187,10 @@ async def test_a_lease_without_progress_is_lost_and_its_late_put_refused():
         run.coordinator.tick()
         assert run.coordinator.index.groups[first["group"]].state == "waiting"
         assert run.coordinator.index.groups[second["group"]].state == "running"
-        assert (await rollout.call("renew", [[first["group"], 0]]))["lost"] == [[first["group"], 0]]
+        both = [[first["group"], 0], [second["group"], 0]]
+        assert (await rollout.call("renew", [], both))["lost"] == [
+            [first["group"], 0]
+        ]  # told without progress of its own
         put_group(rollout, first, [0, 1])
         await rollout.call("abandon", first["group"], 0)
         assert run.coordinator.index.refused_rows == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rondo.comm.formats import stamp
 from rondo.comm.journal import Journal, encode, files, read
 from rondo.runtime.errors import CorruptData
 
@@ -76,7 +77,7 @@ def test_events_for_which_there_is_no_room_leave_nothing_behind_and_can_be_writt
 def test_a_rotated_journal_begins_with_its_snapshot_and_keeps_the_old_file(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         journal.append([{"event": "admit", "group": 0}])
-        journal.rotate({"event": "snapshot", "state": {"version": 3}})
+        journal.rotate({"event": "snapshot", "state": {"version": 3, **stamp()}})
         journal.append([{"event": "commit", "version": 4}])
     with Journal(tmp_path) as again:
         assert [event["event"] for event in again.replay()] == ["snapshot", "commit"]

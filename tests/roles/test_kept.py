@@ -22,6 +22,7 @@ from rondo.roles.config import RolloutConfig
 from rondo.roles.datasets import Row
 from rondo.roles.kept import FILE, KeptRow, KeptSamples, copy_samples, write_samples
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
+from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.role import Lease, RolloutRole, Sample
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, row_bytes
 from rondo.runtime.timeline import span
@@ -165,6 +166,7 @@ class Replica(RolloutRole):
         )  # fmt: skip
         config = SimpleNamespace(rollout=rollout, data=None, seed=0, train=SimpleNamespace(router_replay=replay))
         self._job = cast(Any, SimpleNamespace(bus=bus, config=config))
+        self._progress = Progress(10.0)
         self._kept, self.asked = kept, list[str]()
         self._data = cast(Any, SimpleNamespace(row=lambda _: None))
         self._order = cast(Any, SimpleNamespace(locate=lambda position: SimpleNamespace(row=position)))
