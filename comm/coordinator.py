@@ -764,12 +764,13 @@ class Coordinator(PartitionEndpoints, Actor):
     @endpoint
     async def checkpoint(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
         """The whole index at `version` for a checkpoint, as JSON text: {"state": bytes}, which a call carries beside its header
-        however long it is. The journal goes on in a new file that begins with it."""
+        however long it is. The journal goes on in a new file that begins with it, where the disk has room for one."""
         self._fence(member, incarnation)
         if version != self.index.version:
             raise Refused(f"checkpoint must be of the committed version {self.index.version}, got {version}.")
         state = orjson.dumps(self.index.dump())
-        self._journal.rotate({"event": "snapshot", "state": orjson.Fragment(state)})
+        with contextlib.suppress(OSError):  # else this file goes on
+            self._journal.rotate({"event": "snapshot", "state": orjson.Fragment(state)})
         return {"state": state}
 
     @endpoint

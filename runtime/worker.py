@@ -86,6 +86,7 @@ async def run(me: Membership, references: Sequence[str]) -> None:
             # Nothing that fails from here on is a reason to run the roles again.
             me.heartbeat.leave()
     finally:
+        telling.PROCESS.listener = None  # the loop ends
         process.close()
 
 

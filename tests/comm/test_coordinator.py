@@ -579,3 +579,14 @@ async def test_a_checkpoint_takes_an_index_of_any_size() -> None:
         state = (await actor.call("checkpoint", 0))["state"]
         assert len(state) > MAX_HEADER_BYTES
         assert len(Index.load(run.config.rules, orjson.loads(state)).groups) == num_rows // 8
+
+
+async def test_a_checkpoint_is_given_also_where_the_journal_has_no_room_to_begin_a_new_file() -> None:
+    async with served(max_staleness=0) as run:
+        *_, actor = await everyone(run)
+        path = run._journal.path
+        path.with_name(f"{int(path.stem) + 1:08d}.tmp").mkdir()  # where the next file is written first
+        answer = await actor.call("checkpoint", run.coordinator.index.version)
+        assert orjson.loads(answer["state"])["version"] == run.coordinator.index.version
+        assert run._journal.path == path
+        path.with_name(f"{int(path.stem) + 1:08d}.tmp").rmdir()
