@@ -18,7 +18,7 @@ from rondo.runtime.errors import ConfigError, CorruptData
 from tests.comm.memory import TestRing
 from tests.strength import strength
 
-MANY = settings(max_examples=strength(quick=150, full=5000))
+MANY = settings(max_examples=strength(quick=60, full=5000))
 EVENTS: list[dict[str, Any]] = [
     {"event": "admit", "group": number, "step": 0, "position": number} for number in range(5)
 ]

@@ -203,7 +203,7 @@ async def storm(requests: list[tuple[str, str, bytes, dict[str, str]]]) -> None:
 
 
 def test_agents_are_answered_after_whatever_was_asked(caplog: pytest.LogCaptureFixture) -> None:
-    @settings(max_examples=strength(quick=6, full=200))
+    @settings(max_examples=strength(quick=4, full=200))
     @given(st.lists(ASKED.filter(lambda asked: not known(asked)), min_size=4, max_size=24))
     def one(requests: list[tuple[str, str, bytes, dict[str, str]]]) -> None:
         asyncio.run(storm(requests))
