@@ -71,7 +71,7 @@ def ring() -> tuple[TestRing, list[RecordRef]]:
     refs = []
     for group in range(3):
         column = Column("tokens", "int32", [np.full(5, group, np.int32), np.full(2, group, np.int32)])
-        refs.append(made.writer.put([(group, 0, 2)], [column], epoch=0, attempt=0, meta={"reservation": "r"}))
+        refs.append(made.writer.put([(group, 0, 0, 2)], [column], epoch=0, attempt=0, meta={"reservation": "r"}))
     return made, refs
 
 
@@ -91,7 +91,7 @@ def test_a_ring_gives_what_was_put_or_is_refused_wherever_its_descriptors_were_c
     with suppress(CorruptData):
         seen = made.tail.poll()
     for each, descriptor in seen:
-        assert each in refs and descriptor.spans == [[refs.index(each), 0, 2]]
+        assert each in refs and descriptor.spans == [[refs.index(each), 0, 0, 2]]
     for number, each in enumerate(refs):
         try:
             record = made.view.read(each.pos, each.seq)

@@ -51,7 +51,7 @@ class Weak:
 
     def put(self, group: int, *, rings: bool) -> None:
         column = Column("tokens", "int32", [np.full(4, group, np.int32)])
-        ref = self._writer.put([(group, 0, 1)], [column], epoch=0, attempt=0, meta={"reservation": "r"})
+        ref = self._writer.put([(group, 0, 0, 1)], [column], epoch=0, attempt=0, meta={"reservation": "r"})
         at = ref.pos % self._writer.capacity
         if rings:
             self.ring()
