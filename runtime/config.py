@@ -21,6 +21,9 @@ class SupervisionConfig(Section):
     restart_window_s: float = Field(600.0, gt=0)
     max_global_restarts: int = Field(3, ge=0)
     """Restarts of the whole run from its last checkpoint; one more ends it with the first cause."""
+    start_s: float = Field(600.0, gt=0)
+    """From the start of a role group until all its processes are there: what they import, from a cold network disk perhaps,
+    included."""
     silence_s: float = Field(15.0, gt=0)
     """A worker whose loop has not beaten for so long is killed and started again."""
     grace_s: float = Field(20.0, ge=0)

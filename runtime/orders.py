@@ -72,7 +72,7 @@ class Limits:
     """A child that was ready for so long starts again at once, as after its first death."""
     max_global_restarts: int = 3
     silence_s: float = 15.0
-    start_s: float = 300.0
+    start_s: float = 600.0
     """From a child's start until all its processes have registered (a service: until it is ready)."""
     grace_s: float = 20.0
     """From a stop until whoever has not left is killed; who saves by then is left to the limit of its save."""
