@@ -157,8 +157,8 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     assert {9, 10} <= trained_in(ask(record, "/timeline?steps=9:11")) <= {9, 10, 11}
     endpoint = ask_the_policy(resumed, stopped.run_dir, capsys)
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    # The first step is left out, and so are those of the last second before everything was killed, at step 5.
-    assert words.stdout.startswith(tuple(f"run moved: steps {first} to " for first in range(1, 6)))
+    # The first step is left out, and so are those of the last second before everything was killed, at step 5: perhaps all.
+    assert words.stdout.startswith(tuple(f"run moved: steps {first} to " for first in range(1, 7)))
     told = subprocess.run(
         [*rondo, "stop", run, "--no-wait"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
