@@ -286,7 +286,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         num_workers=options.workers, image_max_tokens=options.image_max_tokens, max_group_bytes=1 << 30
     )
     with Memory() as memory:
-        async with MediaPool(str(folder / "model"), config) as pool:
+        async with MediaPool(str(folder / "model"), config, load_deadline_s=600) as pool:
             memory.restart()
             base_main, base_workers = memory.now()
             peaks = {

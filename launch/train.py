@@ -373,6 +373,7 @@ def _supervisor_config(
             restart_window_s=limits.restart_window_s,
             max_global_restarts=limits.max_global_restarts,
             start_s=limits.start_s,
+            load_s=limits.load_s,
             silence_s=limits.silence_s,
             grace_s=limits.grace_s,
             no_progress_s=limits.no_progress_s,

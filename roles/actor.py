@@ -40,7 +40,7 @@ from rondo.comm.spans import Span
 from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.models.checkpoint import HF
 from rondo.roles.algorithms import old_log_probs_source
-from rondo.roles.forward import LOAD_LIMIT_S, REFERENCE, media_of
+from rondo.roles.forward import REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.kept import copy_samples, write_samples
 from rondo.roles.parity import ParityLog, RowSum, row_sum
@@ -94,7 +94,7 @@ class ActorRole:
     async def run(self) -> None:
         ctx = self._ctx
         self._job = job = await open_job(ctx)
-        with ctx.section("load", LOAD_LIMIT_S):
+        with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, job.device)
             self._trainer = await ctx.compute(self._open_trainer)
             if job.config.deterministic:

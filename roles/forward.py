@@ -31,7 +31,6 @@ from rondo.roles.streams import ROUTED
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import totals
 
-LOAD_LIMIT_S = 1800.0
 REPORT_S = 5.0
 REFERENCE = "reference"
 """Folder in the run directory with the weights of version 0, where a warm-up made them; else the model's own folder."""
@@ -132,7 +131,7 @@ class ReferenceRole(_Forward):
         if job.config.sft is not None:  # the reference is the warmed-up policy: it exists once version 0 is committed
             await job.bus.call("await_version", 0, deadline_s=POLL_S)
             path = self._ctx.run_dir / REFERENCE
-        with self._ctx.section("load", LOAD_LIMIT_S):
+        with self._ctx.section("load", self._ctx.load_s):
             scorer = await self._ctx.compute(self._open_scorer, str(path), job)
         await self._score_rounds(job, scorer)
 
@@ -146,7 +145,7 @@ class ActorForwardRole(_Forward):
 
     async def run(self) -> None:
         job = await open_job(self._ctx)
-        with self._ctx.section("load", LOAD_LIMIT_S):
+        with self._ctx.section("load", self._ctx.load_s):
             scorer = await self._ctx.compute(self._open_scorer, job.model_path, job)
 
         async def install(version: int, tensors: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 Owns how a row reaches the model's processor, where its relative paths start, and what becomes of a row that fails. Does not own
 reading, decoding or processing (`models/media/`) or the workers' processes (`runtime/pool.py`).
 
-    async with MediaPool(model_path, MediaConfig(num_workers=2)) as pool:
+    async with MediaPool(model_path, MediaConfig(num_workers=2), load_deadline_s=1800) as pool:
         tokens, media = await pool.prepare(row, config.data, max_tokens=1024)      # int32 [T], MediaInputs
 
 Invariant: whatever a medium does to the worker that looks at it, it costs its own row alone: a RowError that names the row. At
@@ -38,8 +38,6 @@ Prepared = tuple[np.ndarray, MediaInputs | None]
 """Tokens int32 [T], placeholders expanded; and the media, None for a prompt of text alone."""
 
 _WAITING_PER_WORKER = 2
-_LOAD_S = 600.0
-"""Importing transformers on a machine that is starting everything else, too."""
 _BESIDE_BYTES = 16 << 20
 """Tokens, beside what `max_group_bytes` counts."""
 _URI = re.compile(r"data:|[a-z][a-z0-9+.-]*://|file:", re.IGNORECASE)
@@ -71,7 +69,7 @@ def preparer(
 class MediaPool:
     """`config.num_workers` processes with the processor of the model at `path`. For one event loop, on the main thread."""
 
-    def __init__(self, path: str, config: MediaConfig, *, load_deadline_s: float = _LOAD_S) -> None:
+    def __init__(self, path: str, config: MediaConfig, *, load_deadline_s: float) -> None:
         self._config = config
         self._pool = Pool(
             "rondo.roles.media:open_processor",

@@ -5,7 +5,6 @@ Owns reporting, and the checkpoint at the end with its Hugging Face folder. Kill
 
 from __future__ import annotations
 
-from rondo.roles.forward import LOAD_LIMIT_S
 from rondo.roles.job import open_settings
 from rondo.roles.trainer import Trainer
 from rondo.roles.warm_up import run_warm_up
@@ -24,7 +23,7 @@ class SftRole:
         ctx = self._ctx
         config, model_path, device = open_settings(ctx)
         assert config.sft is not None
-        with ctx.section("load", LOAD_LIMIT_S):
+        with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, device)
             trainer = await ctx.compute(
                 Trainer, config, model_path, rank=ctx.rank, world_size=ctx.world_size, device=device

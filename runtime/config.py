@@ -24,6 +24,9 @@ class SupervisionConfig(Section):
     start_s: float = Field(600.0, gt=0)
     """From the start of a role group until all its processes are there: what they import, from a cold network disk perhaps,
     included."""
+    load_s: float = Field(1800.0, gt=0)
+    """From then on, for a role's classes, for its model, and for the workers of its rewards and media, each: the longest that
+    loading may take."""
     silence_s: float = Field(15.0, gt=0)
     """A worker whose loop has not beaten for so long is killed and started again."""
     grace_s: float = Field(20.0, ge=0)

@@ -6,7 +6,7 @@ loop; everything long runs in `compute`, on the process's one compute thread, in
     class ActorRole:
         def __init__(self, ctx: WorkerContext) -> None: ...
         async def run(self) -> None:
-            with ctx.section("load", limit_s=600):
+            with ctx.section("load", ctx.load_s):
                 model = await ctx.compute(load_model, path)
             await ctx.ready()
             while not ctx.stopping.is_set(): ...
@@ -40,10 +40,11 @@ _CALL_S = 30.0
 class Process:
     """What the roles of one worker process share. `close` lets nothing wait for a computation that still runs."""
 
-    def __init__(self, me: Membership, world_size: int, local_rank: int) -> None:
+    def __init__(self, me: Membership, world_size: int, local_rank: int, load_s: float) -> None:
         self.me = me
         self.world_size = world_size
         self.local_rank = local_rank
+        self.load_s = load_s
         self.stopping = asyncio.Event()
         self.supervisor = me.ref("supervisor")
         self.coordinator = me.ref("coordinator")
@@ -75,6 +76,8 @@ class WorkerContext:
     rank: int
     world_size: int
     local_rank: int
+    load_s: float
+    """The longest that a load may take, `supervision.load_s`."""
     run_dir: Path
     rt_dir: Path
     token: str
@@ -89,6 +92,7 @@ class WorkerContext:
         self.group, self.incarnation, self.attempt, self.rank = me.group, me.incarnation, me.attempt, me.rank
         self.role_group = me.group.rpartition("-")[0] or me.group
         self.world_size, self.local_rank = process.world_size, process.local_rank
+        self.load_s = process.load_s
         self.run_dir, self.rt_dir, self.token, self.segments = me.run_dir, me.rt_dir, me.token, me.segments
         self.stopping, self.supervisor, self.coordinator = process.stopping, process.supervisor, process.coordinator
         self.role = self.role_group  # what its spans are filed under; one of several roles of a group has its own name

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rondo.runtime import guard, stand_in
-from rondo.runtime.spec import ATTEMPT, GROUP, INCARNATION, RT_DIR, RUN_DIR, STORE, GroupSpec, ServiceSpec
+from rondo.runtime.orders import Limits
+from rondo.runtime.spec import ATTEMPT, GROUP, INCARNATION, LOAD_S, RT_DIR, RUN_DIR, STORE, GroupSpec, ServiceSpec
 
 TORCHRUN_MAIN = "torch.distributed.run:main"
 ROOT_MAIN = "rondo.runtime.root:main"
@@ -69,7 +70,7 @@ class Surroundings:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{name}.{incarnation}.log"
 
-    def group_job(self, spec: GroupSpec, incarnation: int, attempt: int, grace_s: float) -> Job:
+    def group_job(self, spec: GroupSpec, incarnation: int, attempt: int, limits: Limits) -> Job:
         """The root of a role group, and its torchrun."""
         host, port = self.store
         socket_path = str(self.rt_dir / f"{spec.name}.fork")
@@ -83,13 +84,14 @@ class Surroundings:
             "--rdzv-id", f"{spec.name}.{incarnation}",
             "--local-addr", host,
             "--max-restarts", "0",
-            "--shutdown-timeout", str(math.ceil(grace_s)),
+            "--shutdown-timeout", str(math.ceil(limits.grace_s)),
             "--signals-to-handle", "SIGQUIT",  # else it ends its workers at a signal that is meant for the supervisor
             "--log-dir", str(self.rt_dir / "torchrun"),
             "--no-python", sys.executable, "-I", "-S", stand_in.__file__, socket_path, *spec.roles,
         )  # fmt: skip
         environment = {
             **self.environment(spec.name, incarnation, attempt),
+            LOAD_S: str(limits.load_s),
             "OMP_NUM_THREADS": str(spec.threads),
             "MKL_NUM_THREADS": str(spec.threads),
             "GLOO_SOCKET_IFNAME": "lo",

@@ -16,7 +16,7 @@ told why; what `start` returns is a child of this process; a job whose start was
 stands still is replaced with the next job, and its silence blocks nobody.
 
     with Nursery(surroundings, attempt=0, keep=[store_fd], modules=["rondo.roles.actor"]) as nursery:
-        main = await nursery.start(surroundings.group_job(spec, incarnation=1, attempt=0, grace_s=30))
+        main = await nursery.start(surroundings.group_job(spec, incarnation=1, attempt=0, limits=Limits()))
 """
 
 from __future__ import annotations

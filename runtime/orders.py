@@ -74,6 +74,8 @@ class Limits:
     silence_s: float = 15.0
     start_s: float = 600.0
     """From a child's start until all its processes have registered (a service: until it is ready)."""
+    load_s: float = 1800.0
+    """The longest that a process may load, once it has registered."""
     grace_s: float = 20.0
     """From a stop until whoever has not left is killed; who saves by then is left to the limit of its save."""
     service_grace_s: float = 5.0

@@ -3,7 +3,7 @@
 Owns the workers, deadlines, replacement, and what becomes of an item that fails. Does not own the loop inside a worker
 (`pool_worker.py`) or what a failed item means (whoever asked decides).
 
-    pool = Pool("rewards:open_function", {"level": 2}, work="reward", source="reward.function", num_workers=2, deadline_s=10)
+    pool = Pool("rewards:open_function", {"level": 2}, work="reward", source="reward.function", deadline_s=10, load_deadline_s=60)
     async with pool:
         outcomes = await pool.run([Item.of({"n": 7}), Item.of(array)])     # one outcome an item, in order
 
@@ -109,7 +109,7 @@ class Pool:
         source: str,
         num_workers: int = 1,
         deadline_s: float,
-        load_deadline_s: float = 120.0,
+        load_deadline_s: float,
         max_waiting: int | None = None,
         max_bytes: int = 1 << 28,
     ) -> None:

@@ -24,6 +24,8 @@ INCARNATION = "RONDO_INCARNATION"
 ATTEMPT = "RONDO_ATTEMPT"
 STORE = "RONDO_STORE"
 """host:port of the run's TCPStore."""
+LOAD_S = "RONDO_LOAD_S"
+"""The longest that a worker may load."""
 
 STORE_NAME = "store"
 COORDINATOR_NAME = "coordinator"

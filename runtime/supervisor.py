@@ -211,7 +211,7 @@ class Supervisor(Actor):
         else:
             spec = self._groups[name]
             self._announcer.tell("member_started", name, number, spec.num_processes)
-            job = around.group_job(spec, number, order.attempt, self._config.limits.grace_s)
+            job = around.group_job(spec, number, order.attempt, self._config.limits)
         life.starting = self._tasks.create_task(self._fork(life, job))
 
     async def _fork(self, life: Incarnation, job: Job) -> None:

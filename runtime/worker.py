@@ -29,11 +29,10 @@ from rondo.runtime.guard import PARENT_PID, die_with_parent
 from rondo.runtime.membership import Membership
 from rondo.runtime.record import log_to_stderr
 from rondo.runtime.reference import load_reference
+from rondo.runtime.spec import LOAD_S
 from rondo.runtime.stand_in import NOT_FORKED
 from rondo.runtime.waits import set_waiter
 
-LOAD_LIMIT_S = 600.0
-"""Importing torch and a model class from a cold network disk takes minutes."""
 _SWITCH_S = 0.0002
 """The interpreter's switch interval: beside busy Python code the loop answers in 40 us instead of 5 ms."""
 
@@ -64,7 +63,8 @@ class WorkerActor(Actor):
 
 async def run(me: Membership, references: Sequence[str]) -> None:
     """Runs the roles to their end. Raises what the first of them raised, in a group."""
-    process = Process(me, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    variables = os.environ
+    process = Process(me, int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"]), float(variables[LOAD_S]))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.look_whether_asked_to_leave)
     process.look_whether_asked_to_leave()  # it may have come before
     address = f"unix:{me.rt_dir}/{me.group}.{me.rank}.sock"
@@ -74,7 +74,7 @@ async def run(me: Membership, references: Sequence[str]) -> None:
             if NOT_FORKED in os.environ:
                 await contexts[0].report("not_forked", {"rank": me.rank, "why": os.environ[NOT_FORKED]})
             loading = timeline.span("load", contexts[0].role_group, part="classes")
-            with loading, me.heartbeat.section("load", LOAD_LIMIT_S):
+            with loading, me.heartbeat.section("load", process.load_s):
                 classes = await contexts[0].compute(_load, references)
             for context, role_class in zip(contexts, classes, strict=True):
                 context.role = getattr(role_class, "role", context.role_group)

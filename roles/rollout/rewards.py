@@ -4,7 +4,7 @@ Owns what is sent to a reward function, and what a score or a failure looks like
 deadlines (`runtime/pool.py`), what they run (`reward_worker.py`) or what a failed score means for its prompt group (the rollout
 role decides).
 
-    async with RewardPool("rewards.py:exact", num_workers=2, deadline_s=10) as pool:
+    async with RewardPool("rewards.py:exact", num_workers=2, deadline_s=10, load_deadline_s=1800) as pool:
         results = await pool.score([RewardItem("1234", label="1234", prompt="s3142>"), ...])    # one result an item
 
 Invariant: `score` returns one result an item, in order, whatever the function does. Everything of a prompt group travels as
@@ -59,7 +59,7 @@ class RewardPool:
     """`num_workers` processes that run `function`. All methods belong to one event loop, on the main thread."""
 
     def __init__(
-        self, function: str, *, num_workers: int = 1, deadline_s: float = 10.0, load_deadline_s: float = 120.0
+        self, function: str, *, num_workers: int = 1, deadline_s: float = 10.0, load_deadline_s: float
     ) -> None:
         self._pool = Pool(
             "rondo.roles.rollout.reward_worker:open_function",

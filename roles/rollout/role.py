@@ -34,7 +34,7 @@ from rondo.roles.config import DataConfig
 from rondo.roles.datasets import Row, RowError, open_splits, train_order
 from rondo.roles.determinism import settle
 from rondo.roles.fingerprints import Fingerprints
-from rondo.roles.forward import LOAD_LIMIT_S, REPORT_S
+from rondo.roles.forward import REPORT_S
 from rondo.roles.job import SLAB, follow, open_job
 from rondo.roles.kept import KeptSamples, put_kept
 from rondo.roles.media import MediaPool
@@ -97,10 +97,14 @@ class RolloutRole:
         config = job.config
         limits = config.reward
         # A group's samples one after the other, by workers of which each starts anew.
-        self._slowest_reward_s = 2 * limits.deadline_s * config.rollout.samples_per_prompt + LOAD_LIMIT_S
+        self._slowest_reward_s = 2 * limits.deadline_s * config.rollout.samples_per_prompt + ctx.load_s
         self._progress = Progress(limits.deadline_s)
-        self._rewards = RewardPool(limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s)
-        self._media = None if config.media is None else MediaPool(job.model_path, config.media)
+        self._rewards = RewardPool(
+            limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s
+        )
+        self._media = (
+            None if config.media is None else MediaPool(job.model_path, config.media, load_deadline_s=ctx.load_s)
+        )
         async with AsyncExitStack() as pools:
             # Their workers take seconds to import what they need: meanwhile this process loads the model, or servers do.
             async with asyncio.TaskGroup() as opening:
@@ -108,7 +112,7 @@ class RolloutRole:
                     if pool is not None:
                         opening.create_task(pools.enter_async_context(pool))
                 starting_s = 0.0 if config.rollout.sglang is None else config.rollout.sglang.start_deadline_s
-                with ctx.section("load", LOAD_LIMIT_S + starting_s):
+                with ctx.section("load", ctx.load_s + starting_s):
                     self._tokenizer = await ctx.compute(load_tokenizer, job.model_path)
                     fingerprints = Fingerprints.of_run(ctx.run_dir)
                     self._data, held_out = await ctx.compute(open_splits, config, fingerprints)

@@ -19,6 +19,7 @@ from rondo.launch.rundir import RunDir, read_json, write_json
 from rondo.launch.summary import Summary, write
 from rondo.runtime.admin import listen
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.orders import Limits
 from rondo.runtime.spec import GroupSpec
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
@@ -77,9 +78,12 @@ def test_a_run_without_room_for_its_summary_and_with_a_full_stdout_keeps_its_exi
 async def test_an_error_of_the_supervisor_itself_is_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    limits: list[Limits] = []
+
     class Broken:
         def __init__(self, config: Any, on_event: Any) -> None:
             self.on_event = on_event
+            limits.append(config.limits)
 
         async def run(self) -> None:
             (tmp_path / "token").write_text("t" * 32)
@@ -88,11 +92,14 @@ async def test_an_error_of_the_supervisor_itself_is_an_outcome(
             raise ExceptionGroup("tasks", [KeyError("actor-0")])
 
     monkeypatch.setattr(train, "Supervisor", Broken)
-    config, options = load(QUICKSTART, [f"run_dir={tmp_path}"]), TrainOptions(QUICKSTART, plain=True)
+    set_limits = ["supervision.start_s=80", "supervision.load_s=90"]
+    config, options = load(QUICKSTART, [f"run_dir={tmp_path}", *set_limits]), TrainOptions(QUICKSTART, plain=True)
     groups = (GroupSpec("actor-0", "actor", 1, ()),)
     with RunDir.create(tmp_path, "demo", {}) as run, listen(config.admin) as admin:
+        write_json(run.path / train.PREPARED, {"model_path": "none"})
         outcome = await train._supervise(config, run, options, admin, 3, groups, [])
     assert (outcome.exit_code, outcome.attempt) == (1, 3)
+    assert [(each.start_s, each.load_s) for each in limits] == [(80, 90)]
     assert outcome.first_cause == "supervisor: ExceptionGroup('tasks', [KeyError('actor-0')])"
     assert "KeyError: 'actor-0'" in capsys.readouterr().err
 

@@ -62,7 +62,7 @@ def asking(**template_args: Any) -> DataConfig:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(model: str) -> AsyncIterator[MediaPool]:
     """A worker takes seconds to import what it needs, so tests that leave it alive share one."""
-    async with MediaPool(model, LIMITS) as shared:
+    async with MediaPool(model, LIMITS, load_deadline_s=600) as shared:
         yield shared
         assert shared.stats().num_restarts == 0
 
@@ -127,7 +127,7 @@ async def test_whatever_is_wrong_with_a_row_costs_it_alone_and_names_it(
 
 
 async def test_media_that_take_too_long_cost_their_worker_and_their_row_and_closing_wakes_who_waits(model: str) -> None:
-    async with MediaPool(model, LIMITS.model_copy(update={"deadline_s": 4.0})) as own:
+    async with MediaPool(model, LIMITS.model_copy(update={"deadline_s": 4.0}), load_deadline_s=600) as own:
         hanging = asyncio.create_task(own.prepare(row(png()), asking(hang=True), 512))
         await asyncio.sleep(0)
         behind = asyncio.create_task(own.prepare(row(png()), DATA, 512))

@@ -11,6 +11,7 @@ import pytest
 from rondo.runtime import launcher
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.launcher import Surroundings, reason_to_exec, used_incarnations
+from rondo.runtime.orders import Limits
 from rondo.runtime.spec import GroupSpec, ServiceSpec, SupervisorConfig
 
 SERVE = ServiceSpec("coordinator", "rondo.comm.serve")
@@ -19,7 +20,7 @@ SERVE = ServiceSpec("coordinator", "rondo.comm.serve")
 def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnation(tmp_path: Path) -> None:
     around = Surroundings(tmp_path / "run", tmp_path / "rt", ("127.0.0.1", 2900))
     spec = GroupSpec("actor-0", "actor", 2, ("m:A", "m:B"), 3, {"CUDA_VISIBLE_DEVICES": "1"})
-    job = around.group_job(spec, 7, 1, 2.5)
+    job = around.group_job(spec, 7, 1, Limits(grace_s=2.5, load_s=90))
     options = dict(zip(job.arguments[2:-8:2], job.arguments[3:-8:2], strict=True))
     assert options == {
         "--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": "127.0.0.1:2900",
@@ -35,7 +36,7 @@ def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnat
     wanted = {
         "RONDO_RT_DIR": str(tmp_path / "rt"), "RONDO_RUN_DIR": str(tmp_path / "run"), "RONDO_GROUP": "actor-0",
         "RONDO_INCARNATION": "7", "RONDO_ATTEMPT": "1", "RONDO_STORE": "127.0.0.1:2900", "OMP_NUM_THREADS": "3",
-        "CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "RONDO_LOAD_S": "90", "CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
     assert {name: job.environment[name] for name in wanted} == wanted
     assert job.log == tmp_path / "run" / "logs" / "attempt_1" / "actor-0.7.log"

@@ -84,7 +84,7 @@ def functions(tmp_path: Path) -> str:
 
 def made(functions: str, name: str = "open_scripted", **options: Any) -> Pool:
     settings = options.pop("settings", {})
-    options = {"work": "test", "source": "test.function", "deadline_s": 30.0} | options
+    options = {"work": "test", "source": "test.function", "deadline_s": 30.0, "load_deadline_s": 120.0} | options
     return Pool(f"{functions}:{name}", settings, **options)
 
 

@@ -41,7 +41,7 @@ class HangingCollective(Base):
 
 class Busy(Base):
     async def run(self):
-        with self.ctx.section("compile", 300):
+        with self.ctx.section("compile", self.ctx.load_s):
             self.spinning, self.loop = asyncio.Event(), asyncio.get_running_loop()
             computing = asyncio.ensure_future(self.ctx.compute(self.spin))
             await self.spinning.wait()
@@ -100,7 +100,7 @@ class Stand:
         environment = {
             **os.environ,
             "RONDO_RT_DIR": str(self.folder), "RONDO_RUN_DIR": str(self.folder), "RONDO_GROUP": "actor-0",
-            "RONDO_INCARNATION": "4", "RONDO_ATTEMPT": "2", "RONDO_STORE": "127.0.0.1:1",
+            "RONDO_INCARNATION": "4", "RONDO_ATTEMPT": "2", "RONDO_STORE": "127.0.0.1:1", "RONDO_LOAD_S": "777",
             "RONDO_PARENT_PID": str(os.getpid()), "SPIN_UNTIL": str(self.folder / "stop"),
             "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
         }  # fmt: skip
@@ -182,6 +182,7 @@ async def test_the_loop_beats_and_answers_while_the_compute_thread_is_busy(stand
     assert "in spin" in stacks
     beat = stand.beat()
     assert (beat.section, beat.progress, beat.rank) == ("compile", 1, 1)
+    assert round(beat.section_limit_s - beat.section_since_s, 2) == 777  # its limit
     while stand.beat().beat_s == beat.beat_s:  # noqa: ASYNC110  # shared words wake nobody
         await asyncio.sleep(0.01)
     (stand.folder / "stop").touch()

@@ -90,7 +90,7 @@ async def pool_of(
     functions: str, name: str = "scripted", *, num_workers: int = 1, deadline_s: float = 30.0
 ) -> AsyncIterator[RewardPool]:
     """A pool whose workers are proved gone at the end, however the test ends."""
-    pool = RewardPool(f"{functions}:{name}", num_workers=num_workers, deadline_s=deadline_s)
+    pool = RewardPool(f"{functions}:{name}", num_workers=num_workers, deadline_s=deadline_s, load_deadline_s=120)
     before = open_files()
     await pool.start()
     pids = pool.stats().pids
@@ -285,7 +285,7 @@ async def test_closing_wakes_callers_with_a_typed_error(functions: str) -> None:
     ],
 )
 async def test_a_function_that_does_not_exist_stops_the_start(functions: str, name: str, message: str) -> None:
-    pool = RewardPool(f"{functions}:{name}", num_workers=2)
+    pool = RewardPool(f"{functions}:{name}", num_workers=2, load_deadline_s=120)
     with pytest.raises(ConfigError, match=message):
         await pool.start()
     assert pool.stats().pids == ()
@@ -348,7 +348,7 @@ def test_a_worker_dies_with_its_parent(functions: str, busy: bool) -> None:
 import asyncio, sys
 from rondo.roles.rollout.rewards import RewardItem, RewardPool
 async def main():
-    pool = RewardPool({functions + ":scripted"!r}, deadline_s=1000)
+    pool = RewardPool({functions + ":scripted"!r}, deadline_s=1000, load_deadline_s=120)
     await pool.start()
     scoring = asyncio.create_task(pool.score([RewardItem("hang")])) if {busy} else None
     await asyncio.sleep(0)
