@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ HOLD_S = 600.0
 """A call that waits is told after this time, or twice as long, that there is nothing yet (`NotYet`), and asks again."""
 ROOM_S = 1.0
 """While the journal waits for room, callers ask so often."""
+TELL_ROOM_S = 60.0
+"""How often it is told that it waits, which the supervisor takes for progress: nothing hangs."""
 MANY_FAILURES = 8
 """So many failed prompt groups in a row are told of, long before they end the run."""
 
@@ -121,6 +124,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._evaluators: dict[str, tuple[str, int]] = {}
         self._draining = False
         self._no_room: Wait | None = None  # since when the journal waits for room on the disk
+        self._told_room_at = -math.inf  # when that was told last
         self._short: set[str] = set()  # members that wait for room in a ring of theirs
         self._told_failures = 0  # prompt groups that had failed in a row when that was told last
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
@@ -860,6 +864,9 @@ class Coordinator(PartitionEndpoints, Actor):
         leases do not run out."""
         if self._no_room is None:
             self._no_room = PROCESS.begin("room for the journal", peer=str(self._journal.folder), deadline_s=None)
+            self._told_room_at = -math.inf
+        if self._clock() >= self._told_room_at + TELL_ROOM_S:
+            self._told_room_at = self._clock()
             self._report("journal_waits", {"why": why, "folder": str(self._journal.folder)})
 
     def _look_for_room(self) -> bool:
@@ -871,6 +878,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._granted = dict.fromkeys(self._granted, now)
         self._write()
         if self._unwritten or self._journal.short():
+            self._wait_for_room("the disk is full")
             return False
         PROCESS.end(self._no_room)
         self._report("journal_goes_on", {"waited_s": PROCESS.clock() - self._no_room.since})

@@ -17,14 +17,16 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 
-from rondo.runtime.checkpoints import NO_ROOM, NoRoom
+from rondo.runtime.checkpoints import NoRoom
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.waits import waiting
 
+NO_ROOM = "no_room"
+"""The kind of the records that tell of the wait."""
 LOOK_S = 5.0
 """From one attempt to the next, unless a newer saving is due before."""
 _TELL_S = 60.0
-"""How often it is told while it lasts, which the supervisor takes for progress: nothing hangs."""
+"""How often it is told while it lasts."""
 
 
 async def when_there_is_room(

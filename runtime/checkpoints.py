@@ -22,8 +22,6 @@ from rondo.runtime import formats
 from rondo.runtime.errors import RondoError
 
 MARKER = "COMPLETE"
-NO_ROOM = "no_room"
-"""The kind of the records that tell of a saving that waits for room, once a minute while it lasts."""
 _NAME = re.compile(r"step_(\d{6,})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

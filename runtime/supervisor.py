@@ -28,7 +28,6 @@ import orjson
 from rondo.runtime import process
 from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.announcer import Announcer
-from rondo.runtime.checkpoints import NO_ROOM
 from rondo.runtime.errors import DeadlineExceeded, Refused, RondoError
 from rondo.runtime.estate import Estate
 from rondo.runtime.heartbeat import Beat, segment_bytes, segment_name
@@ -369,8 +368,8 @@ class Supervisor(Actor):
     @endpoint
     async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
         """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress; its
-        "version" counts committed steps), "checkpoint" (took "save_s"), "unsaved" ("cause": why a stop saves nothing), "fatal"
-        ("cause" ends the run)."""
+        "version" counts committed steps), "journal_waits" (progress), "checkpoint" (took "save_s"), "unsaved" ("cause": why a
+        stop saves nothing), "fatal" ("cause" ends the run)."""
         self._ledger.record(source, kind, data)
         if kind == "committed":
             self._machine.progressed(time.monotonic())
@@ -379,7 +378,7 @@ class Supervisor(Actor):
             self._do(self._machine.saved(data["save_s"]))
         elif kind == "unsaved":
             self._machine.unsaved(source, str(data.get("cause", "unknown")))
-        elif kind == NO_ROOM:  # everything waits, and it is known for what
+        elif kind == "journal_waits":  # everything waits, and it is known for what
             self._machine.progressed(time.monotonic())
         elif kind == "fatal":
             self._do(self._machine.fatal(source, str(data.get("cause", "unknown")), time.monotonic()))

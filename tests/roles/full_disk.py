@@ -23,7 +23,8 @@ from rondo.models import checkpoint
 from rondo.models.optimizer import make_optimizer
 from rondo.roles import room
 from rondo.roles.actor import ActorRole
-from rondo.runtime.checkpoints import NO_ROOM, complete
+from rondo.roles.room import NO_ROOM
+from rondo.runtime.checkpoints import complete
 from rondo.runtime.timeline import span
 from rondo.runtime.waits import pending, wait_for
 

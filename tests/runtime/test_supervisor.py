@@ -494,3 +494,17 @@ def test_what_follows_a_note_is_done_also_where_it_cannot_be_told(
     noted = [Note("died", {"group": "actor-0"}), Note("died", {"group": "nobody"})]
     supervisor._do([*noted, Kill("actor-0", 1)])
     assert killed == [life]
+
+
+async def test_a_journal_that_waits_for_room_is_no_hang_and_a_saving_that_does_so_beside_the_training_hides_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = GroupSpec("actor-0", "actor", 1, ("tiny_roles:Idle",))
+    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator=ServiceSpec("coordinator", "none"))
+    supervisor, progress = Supervisor(config), list[float]()
+    monkeypatch.setattr(supervisor._machine, "progressed", progress.append)
+    supervisor._ledger = Ledger(tmp_path, lambda record: None)
+    await supervisor.report("actor-0", "no_room", {"version": 4})
+    assert not progress
+    await supervisor.report("coordinator", "journal_waits", {"why": "the disk is full"})
+    assert len(progress) == 1
