@@ -116,7 +116,7 @@ class Nursery:
         cannot be had: the next call tries a new nursery."""
         loading = None
         while loading is not self._loading or loading is None:  # another job may have replaced it meanwhile
-            if self._loading is None or (self._loading.done() and self._ended()):
+            if self._loading is None or (self._loading.done() and (self._loading.exception() or self._ended())):
                 self.close()
                 self._loading = self._open()
             loading = self._loading
@@ -139,7 +139,10 @@ class Nursery:
                 answer = b""
             if not answer:
                 raise await self._died(asked)
-            ours.send(_GO)
+            try:
+                ours.send(_GO)
+            except ConnectionError:
+                raise WorkerDied(f"what was forked must live to begin, got the end of pid {answer.decode()}") from None
         return Forked(int(answer))
 
     def close(self) -> None:

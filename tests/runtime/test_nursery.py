@@ -6,10 +6,12 @@ import asyncio
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -17,7 +19,7 @@ import pytest
 
 from rondo.runtime import nursery as module
 from rondo.runtime import process
-from rondo.runtime.errors import WorkerDied
+from rondo.runtime.errors import DeadlineExceeded, WorkerDied
 from rondo.runtime.launcher import Job, Surroundings
 from rondo.runtime.nursery import Nursery
 
@@ -150,6 +152,43 @@ def test_a_nursery_that_stands_still_is_killed_and_replaced(driven: dict[str, An
 
 def test_the_nursery_and_its_jobs_die_with_the_supervisor(driven: dict[str, Any]) -> None:
     assert driven["gone"] == [True, True]
+
+
+async def test_a_nursery_that_loads_for_too_long_is_replaced_with_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def slow(command: object, environment: object, log: object, fds: list[int]) -> subprocess.Popen[bytes]:
+        begun.append(subprocess.Popen(["sleep", "1000"], pass_fds=fds))
+        return begun[-1]
+
+    monkeypatch.setattr(module, "start", slow)
+    with Nursery(Surroundings(tmp_path, tmp_path, ("127.0.0.1", 1)), 0, load_s=0.001) as nursery:
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded, match="start of nursery"):
+                await nursery.start(Job("any:thing", (), {}, tmp_path / "log"))
+    assert [each.returncode for each in begun] == [-signal.SIGKILL, -signal.SIGKILL]
+
+
+async def test_a_job_that_is_killed_before_it_begins_fails_alone(tmp_path: Path) -> None:
+    nursery: Any = Nursery(Surroundings(tmp_path, tmp_path, ("127.0.0.1", 1)), 0)
+    loop = asyncio.get_running_loop()
+    nursery._loading = loop.create_task(asyncio.sleep(0))
+    nursery._process = SimpleNamespace(poll=lambda: None)  # without `kill`: it has done nothing
+    nursery._orders, theirs = socket.socketpair()
+
+    def forked_and_killed() -> None:
+        _, (descriptor,), _, _ = socket.recv_fds(theirs, 1, 1)
+        with socket.socket(fileno=descriptor) as job:
+            job.recv(1 << 16)
+            job.sendall(b"1234")
+
+    loop.add_reader(theirs, forked_and_killed)
+    with nursery._orders, theirs:
+        with pytest.raises(WorkerDied, match="got the end of pid 1234"):
+            await nursery.start(Job("any:thing", (), {}, tmp_path / "log"))
+        loop.remove_reader(theirs)
 
 
 if __name__ == "__main__":
