@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from rondo.comm.bus import Bus
 from rondo.roles.datasets import RowError
+from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.role import Lease, RolloutRole
 from rondo.runtime.timeline import span
 from tests.comm.served import Served, prove, put_group, served
@@ -26,6 +27,7 @@ class Scripted(RolloutRole):
         super().__init__(cast(Any, context))
         rollout = SimpleNamespace(num_slots=4, samples_per_prompt=2)
         self._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(rollout=rollout)))
+        self._progress = Progress(reward_s=10)
         self._fill = script  # type: ignore[method-assign]
 
 

@@ -14,6 +14,7 @@ from rondo.runtime.errors import (
     ConfigError,
     CorruptData,
     DeadlineExceeded,
+    NotYet,
     OutOfSpace,
     PeerGone,
     ProtocolError,
@@ -60,9 +61,15 @@ def test_a_deadline_names_the_wait_and_both_sides() -> None:
     "kind", [kind for name, kind in TRAVELLERS.items() if name not in {"DeadlineExceeded", "RemoteError"}]
 )
 def test_what_travels_arrives_as_its_own_type_with_its_arguments(kind: type[Exception]) -> None:
-    arrived = over_a_wire(kind("epoch must be 4, got 3"))
+    sent = kind("epoch must be 4, got 3")
+    arrived = over_a_wire(sent)
     assert type(arrived) is kind
-    assert arrived.args == ("epoch must be 4, got 3",)
+    assert (str(arrived), arrived.args) == (str(sent), sent.args)
+
+
+def test_when_to_ask_again_travels() -> None:
+    arrived = over_a_wire(NotYet("its journal must have room", 2.5))
+    assert isinstance(arrived, NotYet) and arrived.after_s == 2.5
 
 
 def test_a_deadline_travels_with_its_fields() -> None:
