@@ -185,6 +185,9 @@ def main() -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(rank.environment | {PARENT_PID: str(root)})
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()  # else whatever is forked draws the same numbers; Python's own generator sees to that itself
     from rondo.runtime import worker
 
     worker.main(rank.roles)

@@ -150,7 +150,8 @@ def program(run_dir: Path, groups: Groups, **options: Any) -> Iterator[Program]:
 def stormy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     groups = [("alpha-0", 2, ["Idle"]), ("beta-0", 1, ["Idle"])]
     kill = [("coordinator", 1)]
-    with program(tmp_path_factory.mktemp("stormy"), groups, kill=kill, silence_s=8, grace_s=30) as run:
+    folder, modules = tmp_path_factory.mktemp("stormy"), ["numpy.random"]
+    with program(folder, groups, kill=kill, modules=modules, silence_s=8, grace_s=30) as run:
         run.ready("store", "coordinator", "alpha-0", "beta-0")
         nursery = run.nursery()
         process.kill(nursery.pid, nursery.start_time)
@@ -233,6 +234,8 @@ def test_workers_are_forked_of_the_root_of_their_group_which_has_loaded_torch(st
     assert {record["forked"] for record in stormy.of("lives")} == {True} and stormy.of("not_forked") == []
     for record in stormy.of("lives"):
         assert record["parent"] == roots[record["group"], record["lives"]]
+    drawn = [record["drawn"] for record in stormy.of("lives")]
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_recovery_is_measured_by_role(stormy: Program) -> None:

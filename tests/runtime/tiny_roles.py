@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 
+import numpy
+
 from rondo.runtime import process
 from rondo.runtime.context import WorkerContext
 
@@ -56,6 +58,7 @@ class Idle:
             left = await ctx.compute(hide, ctx)
             hidden = int.from_bytes(ctx.segments.segment(f"hidden/{ctx.group}", 64).view()[:8], "little")
             facts = {"lives": lives, "left": left, "hidden": hidden, "parent": os.getppid(), "forked": FORKED}
+            facts["drawn"] = numpy.random.random()  # the process's own generator
             await ctx.report("lives", {"group": ctx.group, **facts})
             if lives == 2:
                 await ctx.report("committed", {"version": 1})
