@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import orjson
@@ -54,13 +55,15 @@ class Elsewhere:
 
     def __init__(self, config: RunConfig) -> None:
         command = [sys.executable, "-m", "rondo.launch.check_data"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._told = orjson.dumps(resolve(config))
+        with tempfile.TemporaryFile() as told:
+            told.write(orjson.dumps(resolve(config)))
+            told.seek(0)
+            self._process = subprocess.Popen(command, stdin=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
         """Its answer. ConfigError for what it could not open, or when it ended otherwise or took longer."""
         try:
-            out, err = self._process.communicate(self._told, limit_s)
+            out, err = self._process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()

@@ -44,9 +44,9 @@ def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
     )
 
 
-def model_modules(path: str) -> tuple[str, ...]:
+def model_modules(path: Path) -> tuple[str, ...]:
     """Where transformers has the classes of the model at `path`, for all processes to share; none where that is no folder."""
-    config = Path(path) / "config.json"
+    config = path / "config.json"
     if not config.is_file():
         return ()
     kind = str(orjson.loads(config.read_bytes()).get("model_type", "")).replace("-", "_")

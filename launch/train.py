@@ -362,7 +362,7 @@ async def _tell_steps(run: Path) -> None:
 def _supervisor_config(
     config: RunConfig, run: RunDir, options: TrainOptions, attempt: int, groups: tuple[GroupSpec, ...]
 ) -> SupervisorConfig:
-    limits = config.supervision
+    limits, path = config.supervision, Path(read_json(run.path / PREPARED)["model_path"])
     return SupervisorConfig(
         run_dir=run.path,
         groups=groups,
@@ -378,7 +378,7 @@ def _supervisor_config(
             grace_s=limits.grace_s,
             no_progress_s=limits.no_progress_s,
         ),
-        modules=model_modules(read_json(run.path / PREPARED)["model_path"]),
+        modules=model_modules(path if config.model.build is None else run.path / path),
         kill=options.kill,
         finds_state=config.train.hot_snapshot,
         can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,

@@ -79,11 +79,13 @@ async def test_an_error_of_the_supervisor_itself_is_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits: list[Limits] = []
+    modules: list[str] = []
 
     class Broken:
         def __init__(self, config: Any, on_event: Any) -> None:
             self.on_event = on_event
             limits.append(config.limits)
+            modules.extend(config.modules)
 
         async def run(self) -> None:
             (tmp_path / "token").write_text("t" * 32)
@@ -96,9 +98,12 @@ async def test_an_error_of_the_supervisor_itself_is_an_outcome(
     config, options = load(QUICKSTART, [f"run_dir={tmp_path}", *set_limits]), TrainOptions(QUICKSTART, plain=True)
     groups = (GroupSpec("actor-0", "actor", 1, ()),)
     with RunDir.create(tmp_path, "demo", {}) as run, listen(config.admin) as admin:
-        write_json(run.path / train.PREPARED, {"model_path": "none"})
+        write_json(run.path / train.PREPARED, {"model_path": train.MODEL})  # which the quickstart builds
+        (run.path / train.MODEL).mkdir()
+        write_json(run.path / train.MODEL / "config.json", {"model_type": "qwen3"})
         outcome = await train._supervise(config, run, options, admin, 3, groups, [])
     assert (outcome.exit_code, outcome.attempt) == (1, 3)
+    assert modules == ["transformers.models.qwen3.modeling_qwen3"]
     assert [(each.start_s, each.load_s) for each in limits] == [(80, 90)]
     assert outcome.first_cause == "supervisor: ExceptionGroup('tasks', [KeyError('actor-0')])"
     assert "KeyError: 'actor-0'" in capsys.readouterr().err
