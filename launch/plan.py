@@ -38,6 +38,7 @@ def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
             roles=tuple(ROLE_CLASSES[role] for role in group.roles),
             threads=group.threads,
             role_names=group.roles,
+            saves="actor" in group.roles and config.train.hot_snapshot,
         )
         for group in config.groups
         for name in group.replica_names()

@@ -58,6 +58,8 @@ class Child:
     num_ranks: int = 1
     service: bool = False
     strategy: Strategy = Strategy.ONE_FOR_ONE
+    saves: bool = False
+    """Finds what it has to save again when it starts: at a stop it comes up for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ class GroupSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     role_names: tuple[str, ...] = ()
     """The names of what it runs, where they differ from `role`: `kill` finds a group by any of them."""
+    saves: bool = False
+    """Whether it finds the committed version in memory when it starts again: a stop lets it come up, and save that."""
 
 
 @dataclass(frozen=True)

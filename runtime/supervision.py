@@ -8,9 +8,10 @@ with the time, actions go out, `supervisor.py` does them.
     one_for_all the store: all role groups end with it, then it and they start again; the coordinator goes on
     intensity   more than `max_restarts` of a child within `restart_window_s` escalates
     escalate    a global restart: all children end, then start under the next attempt; itself limited; then the run fails
-    no progress nothing moves for `no_progress_s`: stacks are dumped, then the group whose section stands longest starts again
-                (where nobody computes, the coordinator), then all role groups with the store, then it escalates
-    stop        role groups save and leave, then services; asked for again, it is the same stop, unless it is to be quick
+    no progress nothing moves (`standstill.py`): the group whose section stands longest starts again (where nobody computes, the
+                coordinator), then all role groups with the store, then it escalates
+    stop        role groups save and leave, then services; asked for again, it is the same stop, unless it is to be quick.
+                Who holds what there is to save, and is being started (again), comes up for it first
 
     life of a child:  waiting -> starting -> ready -> ending -> waiting (back-off) | done | ended
                                     leaving (asked to save and end) ---^
@@ -39,7 +40,6 @@ from rondo.runtime.orders import (
     Child,
     ChildView,
     Clear,
-    DumpStacks,
     Finish,
     Kill,
     Limits,
@@ -51,11 +51,13 @@ from rondo.runtime.orders import (
     TellDead,
     Terminate,
 )
+from rondo.runtime.standstill import Standstill
 
 
 @dataclass(slots=True)
 class _Life:
-    """A child's state. `registered` and `ready` are of the living incarnation: rank -> time, and ranks."""
+    """A child's state. `registered` and `ready` are of the living incarnation: rank -> time, and ranks. From a stop on:
+    `leave_by` is when it is killed, `comes_up` says that it has to start before it can save."""
 
     child: Child
     incarnation: int
@@ -63,8 +65,8 @@ class _Life:
     due: float = 0.0
     started_at: float = 0.0
     ready_at: float | None = None
-    saved_at: float = -math.inf
-    progress: int = 0
+    leave_by: float = math.inf
+    comes_up: bool = False
     died_at: float | None = None
     failed: bool = False
     streak: int = 0
@@ -78,8 +80,13 @@ class _Life:
         """Whether role groups go on without it until it is back."""
         return self.child.service and self.child.strategy is Strategy.ONE_FOR_ONE
 
+    @property
+    def all_registered(self) -> bool:
+        return len(self.registered) == self.child.num_ranks
+
 
 _RUNS = frozenset({State.STARTING, State.READY, State.LEAVING})
+_COMING = frozenset({State.WAITING, State.STARTING})
 _OVER = frozenset({State.DONE, State.ENDED})
 
 
@@ -109,7 +116,7 @@ class Supervision:
         self.recoveries: list[tuple[str, float]] = []
         """(child, seconds from the death that was seen first to all ranks ready)."""
         self._exit_code = EXIT_DONE
-        self._deadline = 0.0
+        self._committed = False  # in this attempt
         self._causes: dict[tuple[str, int], Cause] = {}
         self._open: dict[str, Cause] = {}  # the first failure of each child since it was ready, in their order
         self._first: Cause | None = None  # the cause of the first escalation since all children were ready
@@ -121,17 +128,15 @@ class Supervision:
         self._save_s = 0.0
         self._ticked_at: float | None = None
         self._forgiven_at = 0.0
-        self._progress_at = 0.0
-        self._stands = False  # nothing moved for too long, and stacks are being dumped
-        self._num_acts = 0  # since something moved
-        self._stood: Cause | None = None  # what the first of them was for
+        self._standstill = Standstill(limits.no_progress_s)
+        self._stood: Cause | None = None  # what its first turn was for
         self._dead: list[tuple[str, int]] = []
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[Action]:
         """Starts every child, services first."""
-        self._progress_at = now
+        self._standstill.begin(now)
         return [action for life in self._lives.values() for action in self._start(life, now)]
 
     def registered(self, name: str, incarnation: int, rank: int, now: float) -> bool:
@@ -239,11 +244,15 @@ class Supervision:
         if self.phase in (Phase.RUNNING, Phase.RESTARTING):
             restarting = self.phase is Phase.RESTARTING
             self.phase, self._exit_code = Phase.STOPPING, EXIT_REQUEUE
-            self._deadline = now + self._limits.grace_s
+            comes_up = self._committed and self._meeting is None and not (restarting or quick)
             self._meeting = None
             actions: list[Action] = [Note("stopping", {"reason": reason, "grace_s": self._limits.grace_s})]
             for life in self._lives.values():
-                life.failed = life.failed and life.serves_alone
+                life.leave_by = now + self._limits.grace_s
+                life.comes_up = comes_up and life.child.saves and (life.failed or life.state in _COMING)
+                life.failed = life.failed and (life.serves_alone or life.comes_up)
+                if life.comes_up:
+                    life.due, life.streak = now, 0
                 if not (life.child.service or restarting or quick):
                     actions += self._ask_to_leave(life)
             actions += self._advance(now)
@@ -275,9 +284,14 @@ class Supervision:
             return []
         return self._fail(what, Cause(name, self._lives[name].incarnation if name in self._lives else 0, what), now)
 
+    def committed(self, now: float) -> None:
+        """There is a version that this attempt has made."""
+        self._committed = True
+        self.progressed(now)
+
     def progressed(self, now: float) -> None:
-        """A step was committed, or a role has done something."""
-        self._progress_at, self._stands, self._num_acts = now, False, 0
+        """A role has done something."""
+        self._standstill.moved(now)
 
     def explain(self, name: str, incarnation: int, last_lines: Sequence[str]) -> None:
         """The last lines of a failed child, where they were read after its failure was noticed."""
@@ -291,7 +305,7 @@ class Supervision:
         if late_s > max(1.0, self._limits.silence_s / 2):
             # This process slept (a stopped run, a suspended machine), and so may have all others: they get their time.
             self._forgiven_at = now
-            self._progress_at += late_s
+            self._standstill.slept(late_s)
         self._ticked_at = now
         actions: list[Action] = []
         for life in self._lives.values():
@@ -299,41 +313,39 @@ class Supervision:
                 actions += self._start(life, now)
             elif life.state in (State.STARTING, State.READY):
                 actions += self._judge(life, beats.get(life.child.name, ()), now)
-        if self.phase in (Phase.STOPPING, Phase.CLOSING) and now >= self._deadline:
+                actions += self._ask_to_leave(life) if life.comes_up else []
+        if self.phase in (Phase.STOPPING, Phase.CLOSING):
             for life in self._lives.values():
                 if life.child.service is (self.phase is Phase.CLOSING):
                     actions += self._insist(life, beats.get(life.child.name, ()), now)
-        return actions + (self._watch(now, beats) if self.phase is Phase.RUNNING else [])
+        if self.phase is Phase.RUNNING:
+            seen = {name: beats.get(name, ()) for name in self._lives}
+            actions += self._standstill.watch(now, seen, all_up=self._all_up())
+        return actions
 
     def dumped(self, now: float, beats: Mapping[str, Sequence[Beat]]) -> list[Action]:
         """All stacks are written down, and still nothing has moved."""
-        lives = self._lives.values()
-        if self.phase is not Phase.RUNNING or not self._stands or not self._all_up():
+        if self.phase is not Phase.RUNNING or not self._all_up():
             return []
-        self._stands = False
-        self._num_acts += 1
-        what = f"no progress for {self._limits.no_progress_s:g} s"
-        if self._num_acts == 1:
-            standing = [
-                (beat.section_since_s, life, beat)
-                for life in lives
-                for beat in beats.get(life.child.name, ())
-                if beat.section_since_s > 0 and life.state is State.READY
-            ]
-            if standing:
-                since, life, beat = min(standing, key=lambda each: each[0])
-                what += f"; section {beat.section!r} stands for {now - since:.0f} s"
-                rank: int | None = beat.rank
+        lives = self._lives
+        seen = {name: beats.get(name, ()) for name, life in lives.items() if life.state is State.READY}
+        standing = self._standstill.dumped(now, seen)
+        if standing is None:
+            return []
+        what = standing.what
+        if standing.turn == 1:
+            if standing.child is not None:
+                life = lives[standing.child]
             else:
-                life, rank = next(life for life in lives if life.serves_alone), None
+                life = next(life for life in lives.values() if life.serves_alone)
                 what += ", and nobody computes: all wait for it"
-            actions = self.failed(life.child.name, life.incarnation, what, now, rank=rank)
+            actions = self.failed(life.child.name, life.incarnation, what, now, rank=standing.rank)
             self._stood = self._causes[life.child.name, life.incarnation]
             return actions
         assert self._stood is not None
         what += f" after a restart of {self._stood.child}"
-        if self._num_acts == 2:
-            store = next(life for life in lives if life.child.service and not life.serves_alone)
+        if standing.turn == 2:
+            store = next(life for life in lives.values() if life.child.service and not life.serves_alone)
             return self.failed(store.child.name, store.incarnation, what, now)
         return self._escalate(f"{what} and of all role groups", self._stood, now)
 
@@ -373,7 +385,8 @@ class Supervision:
     def _start(self, life: _Life, now: float) -> list[Action]:
         life.incarnation += 1
         life.state, life.started_at, life.ready_at, life.failed = State.STARTING, now, None, False
-        life.registered, life.ready, life.progress = {}, set(), 0
+        life.registered, life.ready = {}, set()
+        self._standstill.started(life.child.name)
         return [Start(life.child.name, life.incarnation, self.attempt)]
 
     def _restart(self, life: _Life, now: float) -> list[Action]:
@@ -388,7 +401,7 @@ class Supervision:
     def _judge(self, life: _Life, beats: Sequence[Beat], now: float) -> list[Action]:
         """Whether a running child is too slow to start, or one of its ranks silent."""
         child, limits = life.child, self._limits
-        arrived = life.state is State.READY or (not child.service and len(life.registered) == child.num_ranks)
+        arrived = life.state is State.READY or (not child.service and life.all_registered)
         if not arrived and now - life.started_at > limits.start_s:
             what = f"not up within {limits.start_s:g} s"
             return self.failed(child.name, life.incarnation, what, now, dump=True)
@@ -405,42 +418,26 @@ class Supervision:
                 return self.failed(child.name, life.incarnation, what, now, rank=beat.rank, dump=True)
         return []
 
-    def _watch(self, now: float, beats: Mapping[str, Sequence[Beat]]) -> list[Action]:
-        """Whether anything moves. Who starts, saves or has a limit of its own is waited for: meanwhile this clock stands."""
-        moved = waited_for = False
-        for life in self._lives.values():
-            seen = beats.get(life.child.name, ())
-            progress = sum(beat.progress for beat in seen)
-            moved |= progress > life.progress
-            life.progress = max(progress, life.progress)
-            waited_for |= any(beat.patient for beat in seen)
-        if moved:
-            self.progressed(now)
-        elif waited_for or not self._all_up():
-            self._progress_at = now
-        if now - self._progress_at <= self._limits.no_progress_s:
-            return []
-        seconds, self._progress_at, self._stands = now - self._progress_at, now, True
-        return [Note("no_progress", {"seconds": seconds}), DumpStacks()]
-
     def _all_up(self) -> bool:
         return all(life.state in (State.READY, State.DONE) for life in self._lives.values())
 
     def _ask_to_leave(self, life: _Life) -> list[Action]:
-        if life.state is State.WAITING:
+        if life.state is State.WAITING and not life.comes_up:
             life.state = State.ENDED
         if life.state not in (State.STARTING, State.READY):
             return []
-        if not life.child.service and len(life.registered) < life.child.num_ranks:
-            return _kill(life)  # it has done nothing yet that could be saved
+        if not (life.child.service or life.all_registered):
+            return [] if life.comes_up else _kill(life)  # it has done nothing yet that could be saved
         life.state = State.LEAVING
         return [Terminate(life.child.name, life.incarnation)]
 
     def _insist(self, life: _Life, beats: Sequence[Beat], now: float) -> list[Action]:
-        """The grace is over: who still saves has the time of its save, and a moment to leave."""
+        """Who saves has the time of its save, and a moment to leave; who comes up for it has that time, and the grace then."""
         if any(now <= beat.save_limit_s for beat in beats):
-            life.saved_at = now
-        if life.state not in _RUNS or now < life.saved_at + self._limits.service_grace_s:
+            life.leave_by = max(life.leave_by, now + self._limits.service_grace_s)
+        elif life.comes_up and (not life.all_registered or any(b.patient and now <= b.section_limit_s for b in beats)):
+            life.leave_by = now + self._limits.grace_s
+        if life.state not in _RUNS or now < life.leave_by:
             return []
         if any(beat.save_limit_s for beat in beats):
             return self.failed(life.child.name, life.incarnation, "its save is over supervision.save_s", now, dump=True)
@@ -504,9 +501,12 @@ class Supervision:
         return [self._told(why, cause), *self._kill_all(now)]
 
     def _close(self, now: float) -> list[Action]:
-        self.phase, self._deadline = Phase.CLOSING, now + self._limits.service_grace_s
-        leaving = [action for life in self._lives.values() for action in self._ask_to_leave(life)]
-        return leaving + self._advance(now)
+        self.phase = Phase.CLOSING
+        actions: list[Action] = []
+        for life in self._lives.values():
+            life.leave_by = now + self._limits.service_grace_s
+            actions += self._ask_to_leave(life)
+        return actions + self._advance(now)
 
     def _kill_all(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -526,6 +526,7 @@ class Supervision:
         if self.phase is Phase.RESTARTING and all_over:
             self.phase = Phase.RUNNING
             self._open.clear()
+            self._committed = False
             self.attempt += 1
             for life in lives:
                 life.streak, life.failed = 0, False

@@ -86,7 +86,7 @@ class Supervisor(Actor):
                     strategy=Strategy.ONE_FOR_ALL if config.finds_state else Strategy.ESCALATE,
                 ),
                 Child(COORDINATOR_NAME, service=True),
-                *(Child(group.name, group.num_processes) for group in config.groups),
+                *(Child(group.name, group.num_processes, saves=group.saves) for group in config.groups),
             ],
             config.limits,
             attempt=config.attempt,
@@ -372,7 +372,7 @@ class Supervisor(Actor):
         stop saves nothing), "fatal" ("cause" ends the run)."""
         self._ledger.record(source, kind, data)
         if kind == "committed":
-            self._machine.progressed(time.monotonic())
+            self._machine.committed(time.monotonic())
             self._inject(data.get("version") or 0)
         elif kind == "checkpoint" and "save_s" in data:
             self._do(self._machine.saved(data["save_s"]))

@@ -74,6 +74,7 @@ def test_every_combination_can_be_planned(mode: str, name: str, staleness: int, 
             config = run(mode, name, staleness, updates, options, fwd=True)  # may have the role, and needs not to
         specs = group_specs(config)
         assert {role for spec in specs for role in spec.role_names} >= {"rollout", "actor", "advantages"}
+        assert [spec.saves for spec in specs] == ["actor" in spec.role_names for spec in specs]
         file = tmp_path / "coordinator.json"
         file.write_bytes(orjson.dumps(coordinator_json(coordinator_config(config, num_rows=100))))
         rules = CoordinatorConfig.load(file).rules

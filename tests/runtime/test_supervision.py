@@ -31,7 +31,7 @@ from rondo.runtime.orders import (
 from rondo.runtime.supervision import Supervision
 
 STORE = Child("store", service=True, strategy=Strategy.ONE_FOR_ALL)
-CHILDREN = (STORE, Child("coordinator", service=True), Child("actor-0", 2), Child("rollout-0"))
+CHILDREN = (STORE, Child("coordinator", service=True), Child("actor-0", 2, saves=True), Child("rollout-0"))
 FORGETFUL = (Child("store", service=True, strategy=Strategy.ESCALATE), *CHILDREN[1:])
 LIMITS = Limits(
     max_restarts=3,
@@ -613,11 +613,80 @@ def test_a_stop_during_back_off_or_a_global_restart_starts_nothing_any_more() ->
 
     for children in (CHILDREN, FORGETFUL):
         run = Run(children=children).up()
+        run.machine.committed(run.now)
         run.fail("store")
         run.do(run.machine.stop("SIGTERM", run.now))
         ends = [run.gone(name) for name in ("store", "actor-0", "rollout-0", "coordinator")]
         assert ends[-1] == [Finish(EXIT_REQUEUE)]
         assert not any(isinstance(action, Start) for end in ends for action in end)
+
+
+def stopped_while_the_actor_is(where: str, *, committed: bool = True) -> Run:
+    """The actor dies, and a stop comes while it is on its way back."""
+    run = Run().up()
+    if committed:
+        run.machine.committed(run.now)
+    if where == "waiting":
+        run.crash("actor-0")
+    run.fail("actor-0")
+    if where != "ending":
+        run.gone("actor-0")
+    assert run.state("actor-0") is State(where)
+    run.do(run.machine.stop("SIGTERM", run.now))
+    run.gone("rollout-0")
+    return run
+
+
+@pytest.mark.parametrize("where", ["ending", "waiting", "starting"])
+def test_who_has_something_to_save_and_is_started_again_at_a_stop_comes_up_and_saves(where: str) -> None:
+    run = stopped_while_the_actor_is(where)
+    if where != "starting":
+        life = 3 if where == "waiting" else 2
+        started = run.tick(0) if where == "waiting" else run.gone("actor-0")
+        assert started[-1:] == [Start("actor-0", life, 0)]
+    assert run.tick(100) == []  # the grace is for who is there
+    life = run.incarnation("actor-0")
+    for rank in range(2):
+        assert run.machine.registered("actor-0", life, rank, run.now)
+    assert run.tick(1) == [Terminate("actor-0", life)]
+    for name in ("load", "save"):
+        for _ in range(100):
+            limit = run.now + 300
+            beat = Beat(0, run.now, 0, name, limit, patient=True, save_limit_s=limit if name == "save" else 0)
+            assert run.tick(1, actor_0=beat) == []
+    assert run.gone("actor-0") == [Terminate("store", 1), Terminate("coordinator", 1)]
+    run.gone("store")
+    assert run.gone("coordinator") == [Finish(EXIT_REQUEUE)]
+
+
+@pytest.mark.parametrize("where", ["ending", "waiting", "starting"])
+def test_who_is_started_again_at_a_stop_with_nothing_to_save_ends_at_once(where: str) -> None:
+    run = stopped_while_the_actor_is(where, committed=False)
+    if where != "waiting":
+        assert run.state("actor-0") is State.ENDING
+        assert run.gone("actor-0") == [Terminate("store", 1), Terminate("coordinator", 1)]
+    assert run.machine.phase is Phase.CLOSING
+
+
+def test_who_comes_up_at_a_stop_has_one_try_and_its_own_limits() -> None:
+    run = stopped_while_the_actor_is("starting")
+    assert run.fail("actor-0") == [Kill("actor-0", 2)]
+    assert run.gone("actor-0") == [Terminate("store", 1), Terminate("coordinator", 1)]
+
+    run = stopped_while_the_actor_is("starting")
+    assert run.tick(300) == [] and run.tick(1) == [Kill("actor-0", 2, dump=True)]  # not up within start_s
+
+    run = stopped_while_the_actor_is("starting")
+    for rank in range(2):
+        run.machine.registered("actor-0", 2, rank, run.now)
+    loads = Beat(0, run.now, 0, "load", run.now + 50, patient=True)
+    assert run.tick(0, actor_0=loads) == [Terminate("actor-0", 2)]
+    for _ in range(69):  # its limit, and the grace
+        assert run.tick(1, actor_0=loads) == []
+    assert run.tick(1, actor_0=loads) == [Kill("actor-0", 2)]
+
+    run = stopped_while_the_actor_is("starting")
+    assert run.do(run.machine.stop("SIGINT", run.now, quick=True))[-1] == Kill("actor-0", 2)
 
 
 def test_something_fatal_ends_the_run_with_it_as_the_cause() -> None:
@@ -732,7 +801,7 @@ def test_the_dead_are_listed_and_the_living_are_alive() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["failed", "gone", "ready", "registered", "stop", "fatal", "tick"]),
+            st.sampled_from(["failed", "gone", "ready", "registered", "committed", "stop", "fatal", "tick"]),
             st.sampled_from([child.name for child in CHILDREN]),
             st.integers(0, 2),
             st.floats(0, 700),
@@ -770,7 +839,10 @@ def test_whatever_happens_no_incarnation_starts_before_the_last_is_gone_and_a_st
         elif kind == "ready":
             follow(run.do(machine.ready(name, incarnation, 0, run.now)))
         elif kind == "registered":
-            machine.registered(name, incarnation, 0, run.now)
+            for rank in range(2):
+                machine.registered(name, incarnation, rank, run.now)
+        elif kind == "committed":
+            machine.committed(run.now)
         elif kind == "tick":
             follow(run.do(machine.tick(run.now, {})))
         else:
