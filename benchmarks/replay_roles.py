@@ -90,7 +90,8 @@ class ReplayEngine:
         self._device = Device()
         self._weights: dict[str, torch.Tensor] = {}
         self._turn = _Turn(replay, self._device) if replay.colocated else None
-        self._num_running = self._num_completed = self._tokens_generated = 0
+        self._running: set[str] = set()
+        self._num_completed = self._tokens_generated = 0
 
     @property
     def version(self) -> int:
@@ -100,7 +101,7 @@ class ReplayEngine:
         step, tokens = self._draws[request.seed]
         seconds = self._replay.sample_s(tokens)
         began = time.monotonic()
-        self._num_running += 1
+        self._running.add(request.id)
         try:
             if self._turn is not None:
                 await self._take_turn(self._turn, step, seconds)
@@ -108,7 +109,7 @@ class ReplayEngine:
                 began = max(began, self._begin(step, began))
                 await asyncio.sleep(began + seconds - time.monotonic())
         finally:
-            self._num_running -= 1
+            self._running.discard(request.id)
         self._num_completed += 1
         self._tokens_generated += tokens
         return Completion(
@@ -151,9 +152,12 @@ class ReplayEngine:
             await asyncio.to_thread(Device().work, seconds, copy)
         self._versions.append((time.monotonic(), version))
 
+    def progress(self) -> dict[str, int]:
+        return dict.fromkeys(self._running, self._tokens_generated)
+
     def stats(self) -> EngineStats:
         return EngineStats(
-            version=self.version, num_slots=self._replay.prompts * self._replay.samples, num_running=self._num_running,
+            version=self.version, num_slots=self._replay.prompts * self._replay.samples, num_running=len(self._running),
             num_waiting=0, num_completed=self._num_completed, num_cancelled=0, tokens_generated=self._tokens_generated,
             decode_steps=0, prefill_tokens=0, shared_prompt_tokens=0,
         )  # fmt: skip

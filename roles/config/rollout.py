@@ -152,7 +152,7 @@ class RolloutConfig(Section):
     mask_old_tokens: bool = False
     """Leaves tokens out of the loss that are older than the newest version among their sample's tokens."""
     lease_deadline_s: float = Field(120.0, gt=0)
-    """A prompt group without progress for so long is given to another replica."""
+    """A prompt group of whose requests and rewards none comes further for so long is granted again, to any replica."""
     straggler_deadline_s: float | None = Field(None, gt=0)
     """A prompt group that a step waits for longer than this counts as failed; None waits."""
 

@@ -160,6 +160,12 @@ class EmbeddedEngine:
         """When it last began a turn. While it stands or sleeps it is not its steps that are waited for."""
         return PROCESS.clock() if self._stands or self._slots.asleep else self._moved_at
 
+    def progress(self) -> Mapping[str, int]:
+        """Those without a slot get one in their order: they come further with what runs."""
+        waits = -1 - self._slots.stats().tokens_generated
+        running = self._slots.progress()
+        return {name: running.get(name, waits) for name in self._ids}
+
     def stats(self) -> EngineStats:
         return self._slots.stats()
 

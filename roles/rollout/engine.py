@@ -218,6 +218,10 @@ class Engine(Protocol):
         `on_new_weights` says. On return the tensors are no longer read. Raises ConfigError, and keeps the old weights, if names
         or shapes differ."""
 
+    def progress(self) -> Mapping[str, int]:
+        """Of each request here a number that changes when this very request comes further: its tokens, as far as they are known.
+        One that waits its turn comes further with those before it; its number is negative. Asked a few times a lease."""
+
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:

@@ -1,22 +1,22 @@
 """Which of a replica's prompt groups have come further since it was last asked: their leases are renewed, and no others.
 
-Owns what counts as progress of a group: a sample of it that ends, its reward, and tokens of its engine while it has requests
-there; a reward that is computed, for as long as one may take. Makes no call: `role.py` asks before each renewal.
+Owns what counts as progress of a group: its media, a sample of it that ends, its reward, and what the engine tells of its own
+requests; a reward that is computed, for as long as one may take. Makes no call: `role.py` asks before each renewal.
 
-    progress.begin(key)                 # a lease, [group, epoch]
-    with progress.generating(key): ...  # a request of it is at the engine
-    with progress.scoring(key): ...     # its samples are with the reward
-    progress.since_last(tokens, scored) # the keys that have come further, by these counters of engine and rewards
+    progress.begin(key)                     # a lease, [group, epoch]
+    with progress.generating(key, id): ...  # this request of it is at the engine
+    with progress.scoring(key): ...         # its samples are with the reward
+    progress.since_last(requests, scored)   # the keys that have come further: `Engine.progress()`, and counters of the rewards
 
-Invariant: a group that waits behind others for a slot or a reward worker has come further when they have; one whose reward hangs,
-beyond its deadline and with nothing else scored, has not.
+Invariant: a group comes further by what is its own. While it waits behind others for a slot or a reward worker it does when they
+do. One whose last request hangs does not, whatever others do; nor does one whose reward hangs, beyond its deadline and with
+nothing else scored.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,9 +32,10 @@ class Progress:
         self._clock = clock
         self._held: set[Key] = set()
         self._moved: set[Key] = set()  # since the last call
-        self._generating: Counter[Key] = Counter()
+        self._preparing: set[Key] = set()
+        self._generating: dict[str, Key] = {}
         self._scoring: dict[Key, float] = {}
-        self._tokens: Hashable = None
+        self._requests: Mapping[str, int] = {}
         self._scored: Hashable = None
         self._scored_at = clock()
 
@@ -47,16 +48,24 @@ class Progress:
         self._moved.discard(key)
 
     @contextmanager
-    def generating(self, key: Key) -> Iterator[None]:
-        """A request of the group is at the engine while the body runs."""
-        self._generating[key] += 1
+    def preparing(self, key: Key) -> Iterator[None]:
+        """The group's prompt is made while the body runs, which has deadlines of its own."""
+        self._preparing.add(key)
         try:
             yield
             self._moved.add(key)
         finally:
-            self._generating[key] -= 1
-            if not self._generating[key]:
-                del self._generating[key]
+            self._preparing.discard(key)
+
+    @contextmanager
+    def generating(self, key: Key, request_id: str) -> Iterator[None]:
+        """This request of the group is at the engine while the body runs."""
+        self._generating[request_id] = key
+        try:
+            yield
+            self._moved.add(key)
+        finally:
+            del self._generating[request_id]
 
     @contextmanager
     def scoring(self, key: Key) -> Iterator[None]:
@@ -68,15 +77,15 @@ class Progress:
         finally:
             del self._scoring[key]
 
-    def since_last(self, tokens: Any, scored: Any) -> list[Key]:
-        """The groups that have come further since the last call. tokens: counters of the engine that grow while it generates;
-        scored: those of the rewards."""
+    def since_last(self, requests: Mapping[str, int], scored: Any) -> list[Key]:
+        """The groups that have come further since the last call. requests: as `Engine.progress` tells them; scored: counters of
+        the rewards."""
         now = self._clock()
-        streams, self._tokens = tokens != self._tokens, tokens
+        before, self._requests = self._requests, requests
         if scored != self._scored:
             self._scored, self._scored_at = scored, now
         moved, self._moved = self._moved, set()
-        if streams:
-            moved |= self._generating.keys()
+        moved |= self._preparing
+        moved |= {key for name, key in self._generating.items() if requests.get(name) != before.get(name)}
         moved |= {key for key, at in self._scoring.items() if now - max(at, self._scored_at) <= self._reward_s}
         return sorted(moved & self._held)

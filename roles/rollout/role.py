@@ -357,16 +357,18 @@ class RolloutRole:
         interval = self._job.config.rollout.lease_deadline_s / 4
         while True:
             await asyncio.sleep(interval)
-            if not self._running:
-                continue
-            engine, rewards = self._engine.stats(), self._rewards.stats()
-            tokens = (engine.tokens_generated, engine.decode_steps)
-            further = self._progress.since_last(tokens, (rewards.num_scored, rewards.num_errors, rewards.num_timed_out))
-            answer = await self._job.bus.call("renew", further, self._held())
-            for group, epoch in answer["lost"]:
-                task = self._running.get((group, epoch))
-                if task is not None:
-                    task.cancel()
+            if self._running:
+                await self._renew_those_further()
+
+    async def _renew_those_further(self) -> None:
+        rewards = self._rewards.stats()
+        scored = (rewards.num_scored, rewards.num_errors, rewards.num_timed_out)
+        further = self._progress.since_last(self._engine.progress(), scored)
+        answer = await self._job.bus.call("renew", further, self._held())
+        for group, epoch in answer["lost"]:
+            task = self._running.get((group, epoch))
+            if task is not None:
+                task.cancel()
 
     async def _report(self) -> None:
         """Engine counters and waits, every few seconds; tokens are progress."""
@@ -402,7 +404,7 @@ class RolloutRole:
     async def _fill(self, lease: Lease) -> None:
         config = self._job.config
         row = await asyncio.to_thread(self._data.row, self._order.locate(lease.position).row)
-        with self._progress.generating((lease.group, lease.epoch)):
+        with self._progress.preparing((lease.group, lease.epoch)):
             prompt, media = await self._prompt(row, config.data)
         if media is not None and not lease.has_media:
             self._put_media(lease, media)
@@ -458,7 +460,7 @@ class RolloutRole:
         )  # fmt: skip
 
     async def _generate_of(self, lease: Lease, request: Request) -> Completion:
-        with self._progress.generating((lease.group, lease.epoch)):
+        with self._progress.generating((lease.group, lease.epoch), request.id):
             return await self._generate(request)
 
     async def _generate(self, request: Request) -> Completion:

@@ -277,6 +277,14 @@ class SlotEngine:
                 found.append((request.id, Prefix(tokens, log_probs, versions, _top(running, len(tokens)))))
         return found
 
+    def progress(self) -> dict[str, int]:
+        """The tokens of each request that has a slot, its prefix included. It may be called beside `step`: of a slot that is just
+        passed on it tells one sequence or the other."""
+        running = list(self._running)
+        return {
+            each.request.id: self._length.item(slot) - each.request.prompt.size for slot, each in enumerate(running)
+        }
+
     def stats(self) -> EngineStats:
         return EngineStats(
             version=self.version,

@@ -192,6 +192,15 @@ class Dispatcher:
         self._check_open()
         await self._rolling.update(version, tensors)
 
+    def progress(self) -> Mapping[str, int]:
+        """As the engines say it that have the requests; one that has none yet comes further with whatever is generated."""
+        asked = {job.member for job in self._jobs.values() if job.member is not None}
+        told = {member: member.engine.progress() for member in asked}
+        stats = self.stats()
+        waits = -1 - stats.tokens_generated - stats.decode_steps
+        at = ((name, job, {} if job.member is None else told[job.member]) for name, job in self._jobs.items())
+        return {name: of_engine.get(job.engine_id, waits) for name, job, of_engine in at}
+
     def stats(self) -> EngineStats:
         """The sums over the engines, those that were removed included; what waits here counts as waiting, and requests by their
         one outcome."""

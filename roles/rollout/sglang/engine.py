@@ -10,6 +10,9 @@ Token ids go in and come out; no text is made on the way. What new weights do to
 mode, the same for all: in_place goes on with the cache it has, retract computes it anew, abort ends the sequence. Of those,
 requests that ask for "interrupt" are handed back, and the others asked again here with what they have.
 
+Of a request's tokens the server tells while they are made, every _PART_TOKENS, where it sends new tokens alone: so it is known
+which request comes further. Where it would send all tokens each time, answers come whole, and only that it generates is known.
+
 Invariant: every `generate` ends with a completion whose tokens each have their log-prob and the version they were sampled
 under, or with an error: PeerGone where the server left, and then nothing of it is known.
 """
@@ -17,7 +20,8 @@ under, or with an error: PeerGone where the server left, and then nothing of it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,6 +55,10 @@ Pause = Literal["in_place", "retract", "abort"]
 _ASK_S = 30.0
 _ABORT_EVERY_S = 0.2
 _PROGRESS_S = 5.0
+_PART_TOKENS = 128
+"""A server hands tokens from one of its processes to the next every 50 anyway; a part costs a write there and a read here."""
+_IN_ORDER_S = 30.0
+"""A server begins requests in the order in which they came, but for those that were on the way together."""
 _SEEDS = 1 << 31
 
 
@@ -67,10 +75,14 @@ class Load:
 class _Asked:
     """One `generate` that is under way. `rid` names its call at the server."""
 
-    __slots__ = ("aborting", "cancelled", "rid")
+    __slots__ = ("aborting", "at", "cancelled", "num_tokens", "rid")
 
     def __init__(self) -> None:
         self.rid: str | None = None
+        self.at = 0.0
+        """When the server was asked."""
+        self.num_tokens = 0
+        """That it has told since."""
         self.cancelled = False
         self.aborting: asyncio.Task[None] | None = None
 
@@ -108,6 +120,8 @@ class SGLangEngine:
         self._counts = dict.fromkeys(names, 0)
         self._watching: asyncio.Task[None] | None = None
         self._seen: Load | None = None
+        self._begun_at = -math.inf
+        """When the newest of those training requests was asked that the server has told a token of."""
         self._moved_at = PROCESS.clock()
 
     def _moved(self) -> float:
@@ -184,13 +198,13 @@ class SGLangEngine:
         self._raise_if_closed()
         self._num_calls += 1
         sent_under = self._version
-        asked.rid = f"{request.id}#{self._num_calls}"
+        asked.rid, asked.at, asked.num_tokens = f"{request.id}#{self._num_calls}", PROCESS.clock(), 0
         try:
             body = self._body(request, asked.rid)
-            if request.progress is None:
-                told = await self.client.post("/generate", body, deadline_s=STALL_S, moved=self._moved)
+            if request.progress is not None or self.capabilities.tells_new_tokens:
+                told = await self._stream(request, asked, body, sent_under)
             else:
-                told = await self._stream(request, request.progress, body, sent_under)
+                told = await self.client.post("/generate", body, deadline_s=STALL_S, moved=self._moved)
         except ServerError as error:
             if error.status == 400:
                 raise ConfigError(
@@ -227,15 +241,20 @@ class SGLangEngine:
         if self._pause == "in_place" and sent_under != STRANGE and len(versions):
             versions[0] = sent_under
 
-    async def _stream(
-        self, request: Request, progress: Callable[[Prefix], None], body: dict[str, Any], sent_under: int
-    ) -> dict[str, Any]:
-        """One call whose answer comes in parts, of which `progress` is told; the answer as though it had come in one."""
+    async def _stream(self, request: Request, asked: _Asked, body: dict[str, Any], sent_under: int) -> dict[str, Any]:
+        """One call whose answer comes in parts, of which `request.progress` is told; the answer as though it had come in one."""
         growing = Growing(request.params.num_top)
+        progress = request.progress
 
         def come(events: list[bytes]) -> None:
             self._moved_at = PROCESS.clock()
-            if growing.take(events):
+            grown = growing.take(events)
+            if growing.num_tokens > asked.num_tokens:
+                asked.num_tokens = growing.num_tokens
+                self._counts["progress"] += 1
+                if request.kind == "train":
+                    self._begun_at = max(self._begun_at, asked.at)
+            if grown and progress is not None:
                 so_far = growing.so_far()
                 self._count_old_cache(so_far.policy_versions, sent_under)
                 progress(_extended(request.prefix, so_far))
@@ -262,6 +281,8 @@ class SGLangEngine:
             sampling["stop_token_ids"] = list(params.stop_token_ids)
         else:
             sampling["ignore_eos"] = True
+        if request.progress is None and found.tells_new_tokens:
+            sampling["stream_interval"] = _PART_TOKENS
         if found.seeds:
             sampling["sampling_seed"] = request.seed % _SEEDS
         body: dict[str, Any] = {
@@ -376,6 +397,16 @@ class SGLangEngine:
             return Load(len(self._asked), 0, 0)
         names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
         return Load(*(sum(int(rank.get(name) or 0) for rank in told["loads"]) for name in names))
+
+    def progress(self) -> Mapping[str, int]:
+        """A request without a token waits in the server's queue, and comes further with the server; but not if one that was asked
+        much later has begun before it."""
+        waits = -1 - self._counts["tokens"] - self._counts["progress"]
+        overtaken_before = self._begun_at - _IN_ORDER_S
+        return {
+            name: asked.num_tokens if asked.num_tokens or asked.at < overtaken_before else waits
+            for name, asked in self._asked.items()
+        }
 
     def stats(self) -> EngineStats:
         """`decode_steps` counts how often the server was seen to have made tokens, not its steps."""

@@ -212,6 +212,10 @@ class KeptEngine:
         told = version_of((await self._there().client.get("/model_info", deadline_s=_ASK_S))["weight_version"])
         return None if told == STRANGE else told
 
+    def progress(self) -> Mapping[str, int]:
+        """Of none while no server is there."""
+        return {} if self._engine is None else self._engine.progress()
+
     def stats(self) -> EngineStats:
         """Counters go on through restarts."""
         if self._engine is None:

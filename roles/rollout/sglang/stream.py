@@ -40,6 +40,11 @@ class Growing:
         self._top = (_Column(np.int32, num_top), _Column(np.float32, num_top)) if num_top else None
         self._last: dict[str, Any] = {}
 
+    @property
+    def num_tokens(self) -> int:
+        """So far."""
+        return self._tokens.size
+
     def take(self, events: Sequence[bytes]) -> bool:
         """Parts as JSON, one at least. Whether tokens came and the answer goes on. Raises ProtocolError for what is no part."""
         before = self._tokens.size

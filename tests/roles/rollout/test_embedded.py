@@ -366,3 +366,33 @@ async def test_who_waits_for_an_engine_that_stands_still_is_told_at_the_deadline
         await standing
         monkeypatch.setattr(embedded, "STALL_S", 60.0)
         await made.engine.generate(request("a", 4, 2))  # its id is free again
+
+
+async def test_a_request_whose_slot_is_held_still_comes_no_further_while_others_do_and_those_that_wait_with_them() -> (
+    None
+):
+    async with rig(num_slots=2) as made:
+        step = made.slots.step
+
+        def step_but_one() -> list[Completion]:
+            ended = step()
+            if made.slots._length[0] > 4:  # its prompt, and a token
+                made.slots._length[0] -= 1
+            return ended
+
+        made.slots.step = step_but_one  # type: ignore[method-assign]
+        (reached, go_on), (again, go_on_again) = made.forward.stop_at(4), made.forward.stop_at(8)
+        names = ("still", "moves", "waits")
+        asking = [asyncio.create_task(made.engine.generate(request(name, 3, 40))) for name in names]
+        await made.until(reached)
+        before = made.engine.progress()
+        go_on.set()
+        await made.until(again)
+        after = made.engine.progress()
+        assert before["still"] == after["still"] == 1 and 0 < before["moves"] < after["moves"]
+        assert after["waits"] < before["waits"] < 0
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        assert made.engine.progress() == {}
+        go_on_again.set()

@@ -38,6 +38,9 @@ class Holding(Told):
             del self.held[request.id]
         return await super().generate(request)
 
+    def progress(self) -> dict[str, int]:
+        return {name: 5 if name == "t0" else 0 for name in self.held}
+
     async def load(self) -> Load:
         return Load(len(self.held) + self.others, 0)
 
@@ -83,6 +86,20 @@ async def test_a_judge_is_not_kept_waiting_by_a_queue_of_training_and_the_urgent
             await engine.answer()
         await asyncio.gather(*tasks)
     assert engine.begun == ["t0", "t1", "judge", "urgent", "t2", "t3", "t4"]
+
+
+async def test_a_request_comes_further_as_its_engine_says_and_in_the_queue_with_the_whole_fleet() -> None:
+    engine = Holding()
+    async with over(engine, limits=replace(QUICK, in_flight=2)) as dispatcher:
+        tasks = await begun(dispatcher, *(asked(f"t{i}", group=i) for i in range(3)))
+        before = dispatcher.progress()
+        assert (before["t0"], before["t1"]) == (5, 0) and before["t2"] < 0
+        engine.held["t1"].set_result(None)
+        await tasks[1]
+        assert dispatcher.progress() == {"t0": 5, "t2": 0}
+        for _ in tasks[1:]:
+            await engine.answer()
+        await asyncio.gather(*tasks)
 
 
 async def test_an_engine_that_serves_others_gets_less() -> None:

@@ -2,7 +2,8 @@
 
 It stands in a folder of its own as the package `sglang`, so that a server is started, found, killed and ended as a real one is,
 in tenths of a second. Token n of an answer is 1000 + n, and takes PRETEND_STEP_S seconds, none while the file PRETEND_HOLD is
-there; the weights of a version go by its name. A stream has its first two tokens at once, also while the file is there.
+there; the weights of a version go by its name. A stream has its first two tokens at once, also while the file is there; it tells
+them every `stream_interval`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/generate":
             return self.answer({"error": "unknown"}, 404)
         num, rid, made = asked["sampling_params"]["max_new_tokens"], asked.get("rid"), 0
-        stream = asked.get("stream")
+        stream, every = asked.get("stream"), asked["sampling_params"].get("stream_interval", 1)
         if stream:
             self.send_response(200); self.send_header("Transfer-Encoding", "chunked"); self.end_headers()
         def told(finish):
@@ -79,7 +80,8 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(STEP_S)
             grown = not os.path.exists(HOLD) or bool(stream and made < 2)
             made += grown
-            if stream and grown and made < num: chunk(b"data: " + json.dumps(told(None)).encode() + b"\\n\\n")
+            if stream and grown and made < num and made % every == 1 % every:
+                chunk(b"data: " + json.dumps(told(None)).encode() + b"\\n\\n")
         whole = told({"type": "length", "length": made} if made == num else {"type": "abort", "message": "Aborted"})
         if not stream:
             return self.answer(whole)

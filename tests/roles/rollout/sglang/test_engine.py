@@ -27,7 +27,7 @@ from tests.roles.rollout.sglang.pretender import launch
 FOUND = Capabilities(
     version="0.5.23", model_path="/model", architecture="Qwen3ForCausalLM", tensor_parallel=1, data_parallel=1, max_running=8,
     max_cached_tokens=1024, vocabulary=100, begins_updates=True, version_spans=True, log_probs_after_temperature=True,
-    seeds=False, priority=0, experts=None, media=(), takes_processed_media=False,
+    seeds=False, priority=0, tells_new_tokens=False, experts=None, media=(), takes_processed_media=False,
 )  # fmt: skip
 
 

@@ -6,16 +6,18 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rondo.roles.rollout.engine import Prefix
+from rondo.roles.rollout.engine import Completion, Prefix
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.engine import SGLangEngine
 from rondo.roles.rollout.sglang.stream import Growing
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError
+from rondo.runtime.waits import PROCESS
 from tests.roles.rollout.sglang.test_connections import PLAIN, Server, serving
 from tests.roles.rollout.sglang.test_engine import engine, request
 
@@ -80,11 +82,78 @@ async def test_a_sample_is_told_as_it_grows_and_is_whole_at_the_end_wherever_its
     assert all(so_far.log_probs.tolist() == [-float(token) for token in so_far.tokens] for so_far in told)
 
 
-async def test_a_request_that_wants_no_progress_is_not_streamed() -> None:
-    answer = json.dumps(part([1, 2, 3, 4], finish="length")).encode()
-    async with over(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer)) as (server, made):
-        assert (await made.generate(request())).tokens.tolist() == [1, 2, 3, 4]
+class Streams:
+    """A server that tells a request what it is told to, and nothing else."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[str, Any] = {}
+        self.writers: dict[str, asyncio.StreamWriter] = {}
+        self.asked, self.left = asyncio.Queue[str](), asyncio.Queue[str]()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        [length] = [int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length:")]
+        body = json.loads(await reader.readexactly(length))
+        name = body["rid"].partition("#")[0]
+        self.bodies[name], self.writers[name] = body, writer
+        writer.write(HEAD)
+        self.asked.put_nowait(name)
+        await reader.read()
+        self.left.put_nowait(name)
+        writer.close()
+
+
+async def test_a_request_that_is_never_answered_comes_no_further_once_later_ones_have_begun_and_leaves_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PROCESS, "clock", lambda: now)
+    now, streams = 0.0, Streams()
+    server = await asyncio.start_server(streams.serve, "127.0.0.1", 0)
+    made = engine(SGLangClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), tells_new_tokens=True)
+    asking: dict[str, asyncio.Task[Completion]] = {}
+
+    async def ask(*names: str) -> None:
+        for name in names:
+            asking[name] = asyncio.create_task(made.generate(replace(request(), id=name)))
+        assert {await streams.asked.get() for _ in names} == set(names)
+
+    async def tell(name: str, num: int) -> dict[str, int]:
+        streams.writers[name].write(event(part([num], total=num)))
+        while made.progress()[name] != num:  # noqa: ASYNC110 - it is asked, and calls nobody
+            await asyncio.sleep(0)
+        return dict(made.progress())
+
+    async with asyncio.timeout(60):
+        await ask("hangs", "first")
+        assert streams.bodies["hangs"]["sampling_params"]["stream_interval"] == 128
+        waits = [(await tell("first", 1))["hangs"], (await tell("first", 2))["hangs"]]
+        assert waits[1] < waits[0] < 0  # as far as one can see it waits: both were asked together
+        now = 40.0
+        await ask("young", "later")
+        found = await tell("later", 1)
+        assert (found["hangs"], found["first"], found["later"]) == (0, 2, 1) and found["young"] < 0
+        found = await tell("first", 3)
+        assert (found["hangs"], found["first"], found["later"]) == (0, 3, 1)
+        asking["hangs"].cancel()  # its lease was lost
+        assert await streams.left.get() == "hangs"
+        assert made.progress().keys() == {"first", "young", "later"} and streams.left.empty()
+        await made.close()
+        await asyncio.wait(asking.values())
+        server.close()
+
+
+async def test_a_server_that_would_send_all_tokens_with_each_part_answers_whole_and_its_requests_come_further_together() -> (
+    None
+):
+    async with over() as (server, made):
+        asking = asyncio.create_task(made.generate(request()))
+        await server.got_one.wait()
         assert b"stream" not in server.asked[0]
+        before = made.progress()
+        made._counts["progress"] += 1  # the server's load was seen to change
+        assert made.progress()["r"] < before["r"] < 0
+        asking.cancel()
+        await asyncio.wait([asking])
 
 
 async def test_a_prefix_is_the_beginning_of_what_is_told() -> None:
