@@ -58,6 +58,8 @@ class Capabilities:
     """The seed of a sample decides its draws (the server runs with enable-deterministic-inference)."""
     priority: int
     """1: the greatest first; -1: the smallest first; 0: priorities are ignored."""
+    in_order: bool
+    """Requests of one priority begin in the order in which they come: one queue, whose policy is the default, fcfs."""
     tells_new_tokens: bool
     """The parts of a streamed answer have the new tokens alone (incremental-streaming-output), so that streaming costs little."""
     experts: Experts | None
@@ -99,6 +101,7 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
         log_probs_after_temperature=after_temperature,
         seeds=bool(info.get("enable_deterministic_inference")),
         priority=priority,
+        in_order=int(info.get("dp_size") or 1) == 1 and info.get("schedule_policy", "fcfs") == "fcfs",
         tells_new_tokens=bool(info.get("incremental_streaming_output")),
         experts=_experts(shape) if info.get("enable_return_routed_experts") else None,
         media=_media(shape, model),

@@ -400,9 +400,9 @@ class SGLangEngine:
 
     def progress(self) -> Mapping[str, int]:
         """A request without a token waits in the server's queue, and comes further with the server; but not if one that was asked
-        much later has begun before it."""
+        much later has begun before it, where they begin in order."""
         waits = -1 - self._counts["tokens"] - self._counts["progress"]
-        overtaken_before = self._begun_at - _IN_ORDER_S
+        overtaken_before = self._begun_at - _IN_ORDER_S if self.capabilities.in_order else -math.inf
         return {
             name: asked.num_tokens if asked.num_tokens or asked.at < overtaken_before else waits
             for name, asked in self._asked.items()

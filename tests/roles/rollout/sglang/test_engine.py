@@ -27,7 +27,7 @@ from tests.roles.rollout.sglang.pretender import launch
 FOUND = Capabilities(
     version="0.5.23", model_path="/model", architecture="Qwen3ForCausalLM", tensor_parallel=1, data_parallel=1, max_running=8,
     max_cached_tokens=1024, vocabulary=100, begins_updates=True, version_spans=True, log_probs_after_temperature=True,
-    seeds=False, priority=0, tells_new_tokens=False, experts=None, media=(), takes_processed_media=False,
+    seeds=False, priority=0, in_order=True, tells_new_tokens=False, experts=None, media=(), takes_processed_media=False,
 )  # fmt: skip
 
 
@@ -288,7 +288,7 @@ async def test_a_server_is_asked_what_it_can_do(
         await server.close()
     assert (found.seeds, found.priority, found.experts, found.vocabulary) == (seeds, priority, experts, 50)
     assert (found.version, found.begins_updates, found.version_spans) == ("0.5.23", True, True)
-    assert found.log_probs_after_temperature and found.max_running == 8
+    assert found.log_probs_after_temperature and found.max_running == 8 and found.in_order and found.tells_new_tokens
     assert json.loads(json.dumps(found.report()))["version"] == "0.5.23"
 
 

@@ -134,6 +134,8 @@ async def test_a_request_that_is_never_answered_comes_no_further_once_later_ones
         assert (found["hangs"], found["first"], found["later"]) == (0, 2, 1) and found["young"] < 0
         found = await tell("first", 3)
         assert (found["hangs"], found["first"], found["later"]) == (0, 3, 1)
+        made.capabilities = replace(made.capabilities, in_order=False)
+        assert made.progress()["hangs"] < 0  # there, later ones say nothing of it
         asking["hangs"].cancel()  # its lease was lost
         assert await streams.left.get() == "hangs"
         assert made.progress().keys() == {"first", "young", "later"} and streams.left.empty()
