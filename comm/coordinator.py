@@ -256,6 +256,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._check_alive(member, incarnation)
         self._poll(member)
         self._write()
+        self._check_written()
 
     def _check_alive(self, member: str, incarnation: int) -> None:
         if self._no_room is not None:
@@ -279,6 +280,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if name not in self._rings:
             self._make_ring(name, num_bytes, member)
+        self._check_written()
         return {"ring": name, "bytes": num_bytes}
 
     def _make_ring(self, name: str, num_bytes: int, member: str, *, overflow: bool = False) -> None:
@@ -479,6 +481,7 @@ class Coordinator(PartitionEndpoints, Actor):
             self._report("group_error", {"group": group, "epoch": epoch, "why": why, "state": state})
         else:
             self._emit(self._settle(group, epoch, outcome, why))
+        self._check_written()
 
     @endpoint
     async def abandon(self, member: str, incarnation: int, group: int, epoch: int) -> None:
@@ -486,6 +489,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if self.index.space.holds(f"group.{group}.{epoch}"):
             self._emit({"event": "abandon", "group": group, "epoch": epoch})
+            self._check_written()
 
     def _settle(self, group: int, epoch: int, outcome: str, why: str) -> Event:
         return {"event": "settle", "group": group, "epoch": epoch, "outcome": outcome, "why": why}
@@ -498,6 +502,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if self.index.rounds.lanes[stream].layouts.get(member) != [num_ranks, tokens]:
             self._emit({"event": "join", "stream": stream, "member": member, "ranks": num_ranks, "tokens": tokens})
+            self._check_written()
 
     @endpoint
     async def next_rounds(
@@ -606,6 +611,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if self.index.rounds.get(key) is not None:
             self._emit({"event": "ack", "key": key, "rank": rank})
+            self._check_written()
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 
@@ -676,9 +682,9 @@ class Coordinator(PartitionEndpoints, Actor):
                     "checksum": checksum, "attempt": attempt, "spans": spans,
                 }
             )  # fmt: skip
-            self._check_written()
             if last:
                 self._committed()
+            self._check_written()
         return {"version": self.index.version}
 
     def _committed(self) -> None:
@@ -730,6 +736,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         self._emit({"event": "published", "slot": slot, "version": version, "checksum": checksum})
         self._keep_for_evaluation(slot, version)
+        self._check_written()
 
     @endpoint
     async def weights(self, member: str, incarnation: int, reader: str, newer_than: int) -> dict[str, Any]:
@@ -750,12 +757,14 @@ class Coordinator(PartitionEndpoints, Actor):
         """This reader verified the checksum of `version` and serves it from now on."""
         self._fence(member, incarnation)
         self._emit({"event": "proved", "reader": f"{member}/{reader}", "version": version})
+        self._check_written()
 
     @endpoint
     async def let_go(self, member: str, incarnation: int, reader: str) -> None:
         """This reader has done with the slot that it held, and serves what it served before."""
         self._fence(member, incarnation)
         self._emit({"event": "let_go", "reader": f"{member}/{reader}"})
+        self._check_written()
 
     @endpoint
     async def evaluated(self, member: str, incarnation: int, label: str, result: dict[str, Any]) -> None:
@@ -764,6 +773,7 @@ class Coordinator(PartitionEndpoints, Actor):
         if label not in self.index.evaluations:
             self._emit({"event": "evaluated", "label": label, "result": result})
             self._report("metrics", {"evaluation": {"label": label, **result}})
+            self._check_written()
 
     @endpoint
     async def checkpoint(self, member: str, incarnation: int, version: int) -> dict[str, Any]:

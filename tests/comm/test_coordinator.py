@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from rondo.comm.index import Index
 from rondo.comm.meeting import fields_of
 from rondo.comm.rounds import Stream
 from rondo.comm.spans import rows_of, spans_of
-from rondo.runtime.errors import OutOfSpace, Refused
+from rondo.runtime.errors import NotYet, OutOfSpace, Refused
 from rondo.runtime.segments import QUICK_BYTES
 from rondo.runtime.transport import MAX_HEADER_BYTES
 from tests.comm.served import ROW_BYTES, Served, prove, put_group, score, served
@@ -590,3 +591,25 @@ async def test_a_checkpoint_is_given_also_where_the_journal_has_no_room_to_begin
         assert orjson.loads(answer["state"])["version"] == run.coordinator.index.version
         assert run._journal.path == path
         path.with_name(f"{int(path.stem) + 1:08d}.tmp").rmdir()
+
+
+async def test_nobody_hears_that_something_is_done_before_it_is_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(events: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with served(max_staleness=0) as run:
+        await everyone(run)
+        calls = [
+            lambda: run.coordinator.proved("rollout-0", 1, "rollout.0", 0),
+            lambda: run.coordinator.join("actor-0", 1, "actor", 3, 128),
+            lambda: run.coordinator.evaluated("rollout-0", 1, "end", {"version": 0}),
+        ]
+        for call in calls:
+            with monkeypatch.context() as disk:
+                disk.setattr(run._journal, "append", full)
+                with pytest.raises(NotYet, match="the disk is full"):
+                    await call()
+                run.coordinator.tick()
+            run.coordinator.tick()
+            await call()
+            assert not run.coordinator._unwritten
