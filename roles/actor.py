@@ -44,14 +44,14 @@ from rondo.roles.forward import REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.kept import copy_samples, write_samples
 from rondo.roles.parity import ParityLog, RowSum, row_sum
-from rondo.roles.room import when_there_is_room
+from rondo.roles.room import save_last, when_there_is_room
 from rondo.roles.streams import ROUTED
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.roles.warm_up import run_warm_up
 from rondo.roles.whitening import Contribution, contribution
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
-from rondo.runtime.errors import DeadlineExceeded, RondoError
+from rondo.runtime.errors import RondoError
 from rondo.runtime.heartbeat import SAVE
 from rondo.runtime.waits import totals, wait_for
 
@@ -470,11 +470,13 @@ class ActorRole:
                 staged = await ctx.compute(self._trainer.stage)
         if whole:
             if final and not (folder / HF).exists():
-                await self._save_last(version, self._trainer.export, folder / HF, self._job.model_path)
+                export = functools.partial(self._trainer.export, folder / HF, self._job.model_path)
+                await save_last(ctx, self._job.config, version, export)
             return
         if final:
-            save = functools.partial(self._trainer.save, tokenizer_path=self._job.model_path)
-            since += await self._save_last(version, save, folder, extra, beside)
+            path = self._job.model_path
+            save = functools.partial(self._trainer.save, folder, extra, beside, tokenizer_path=path)
+            since += await save_last(ctx, self._job.config, version, save)
             await self._saved(version, folder, len(kept), since, time.monotonic() - since)
             return
 
@@ -494,26 +496,6 @@ class ActorRole:
                 await self._saved(version, folder, len(kept), since + waited_s, pause_s)
 
         self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")
-
-    async def _save_last(self, version: int, save: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> float:
-        """On the compute thread; without room for longer than the settings allow, the run ends with that as its cause. How long
-        room was waited for."""
-
-        async def attempt(gives_way: bool) -> bool:
-            await self._ctx.compute(save, *args, **kwargs)
-            return True
-
-        config = self._job.config
-        limit_s = config.train.wait_for_room_s
-        section = functools.partial(self._ctx.section, SAVE, config.supervision.save_s)
-        try:
-            waited_s = await when_there_is_room(
-                self._ctx, attempt, version=version, section=section, deadline_s=limit_s, newer=asyncio.Event()
-            )
-        except DeadlineExceeded as error:
-            await self._ctx.report("fatal", {"cause": str(error)})
-            raise
-        return waited_s or 0.0
 
     async def _settle_saving(self) -> None:
         if self._saving is not None:

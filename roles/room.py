@@ -4,6 +4,7 @@ Owns the wait, when it is tried again and what is told of it. Does not own the s
 `NoRoom` on all ranks or on none and leaves nothing behind.
 
     waited_s = await when_there_is_room(ctx, attempt, version=4, section=section, deadline_s=None, newer=newer)
+    waited_s = await save_last(ctx, config, 8, save)
 
 Invariant: every rank makes the same attempts in the same order; an attempt is told whether a newer saving is due on this rank,
 and answers on all ranks alike whether it was made or gave way to that one.
@@ -13,12 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 
+from rondo.roles.config import JobConfig
 from rondo.runtime.checkpoints import NoRoom
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.errors import DeadlineExceeded
+from rondo.runtime.heartbeat import SAVE
 from rondo.runtime.waits import waiting
 
 NO_ROOM = "no_room"
@@ -63,6 +68,26 @@ async def when_there_is_room(
                 except NoRoom as error:
                     missing = error
                     wait.peer = _show(missing)
+
+
+async def save_last(ctx: WorkerContext, config: JobConfig, version: int, save: Callable[[], None]) -> float:
+    """`save` on the compute thread, at the end of a run; without room for longer than the settings allow, the run ends with that
+    as its cause. How long room was waited for."""
+
+    async def attempt(gives_way: bool) -> bool:
+        await ctx.compute(save)
+        return True
+
+    section = functools.partial(ctx.section, SAVE, config.supervision.save_s)
+    limit_s = config.train.wait_for_room_s
+    try:
+        waited_s = await when_there_is_room(
+            ctx, attempt, version=version, section=section, deadline_s=limit_s, newer=asyncio.Event()
+        )
+    except DeadlineExceeded as error:
+        await ctx.report("fatal", {"cause": str(error)})
+        raise
+    return waited_s or 0.0
 
 
 def _show(missing: NoRoom) -> str:

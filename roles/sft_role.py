@@ -5,12 +5,14 @@ Owns reporting, and the checkpoint at the end with its Hugging Face folder. Kill
 
 from __future__ import annotations
 
+import functools
+
 from rondo.roles.job import open_settings
+from rondo.roles.room import save_last
 from rondo.roles.trainer import Trainer
 from rondo.roles.warm_up import run_warm_up
 from rondo.runtime.checkpoints import folder_of
 from rondo.runtime.context import WorkerContext
-from rondo.runtime.heartbeat import SAVE
 
 
 class SftRole:
@@ -35,7 +37,7 @@ class SftRole:
                 await ctx.report("unsaved", {"cause": "stopped before the last step of fine-tuning, which begins anew"})
                 return
         folder = folder_of(ctx.run_dir / "checkpoints", config.sft.steps)
-        with ctx.section(SAVE, config.supervision.save_s):
-            await ctx.compute(trainer.save, folder, {"version": None, "index": {}}, tokenizer_path=model_path)
+        save = functools.partial(trainer.save, folder, {"version": None, "index": {}}, tokenizer_path=model_path)
+        await save_last(ctx, config, config.sft.steps, save)
         if ctx.rank == 0:
             await ctx.report("checkpoint", {"path": str(folder)})

@@ -16,8 +16,9 @@ from typing import Any
 import orjson
 import pytest
 
+from rondo.roles import room, sft_role
 from rondo.roles.actor import ActorRole
-from rondo.runtime.checkpoints import MARKER, complete
+from rondo.runtime.checkpoints import MARKER, NoRoom, complete
 from rondo.runtime.timeline import span
 from rondo.runtime.waits import wait_for
 
@@ -145,3 +146,36 @@ def test_a_saving_on_a_full_disk_waits_under_a_name_until_there_is_room(tmp_path
     assert facts["told"] == [["checkpoint", 2], ["no_room", 4], ["no_room", 6], ["no_room", 8], ["checkpoint", 8]]
     assert facts["waits"] == ["room on the disk"] * 3
     assert facts["loads"] == 8
+
+
+async def test_fine_tuning_that_finds_no_room_for_its_result_waits_as_training_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, told = [NoRoom(tmp_path, 2, 1)], list[str]()
+
+    def save(folder: Path, extra: object, *, tokenizer_path: str) -> None:
+        if full:
+            raise full.pop()
+        folder.mkdir(parents=True)
+
+    async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    async def report(kind: str, data: dict[str, Any]) -> None:
+        told.append(kind)
+
+    async def nothing(*_: object) -> bool:
+        return True
+
+    limits = {"train": SimpleNamespace(wait_for_room_s=60.0), "supervision": SimpleNamespace(save_s=60.0)}
+    config = SimpleNamespace(sft=SimpleNamespace(steps=3), **limits)
+    monkeypatch.setattr(room, "LOOK_S", 0.0)
+    monkeypatch.setattr(sft_role, "open_settings", lambda ctx: (config, "model", "cpu"))
+    monkeypatch.setattr(sft_role, "Trainer", lambda *_, **__: SimpleNamespace(save=save))
+    monkeypatch.setattr(sft_role, "run_warm_up", nothing)
+    context: Any = SimpleNamespace(
+        rank=0, world_size=1, run_dir=tmp_path, load_s=60.0, report=report, compute=compute, ready=nothing,
+        init_process_group=str, section=lambda *_: contextlib.nullcontext(), span=lambda *_: contextlib.nullcontext(),
+    )  # fmt: skip
+    await sft_role.SftRole(context).run()
+    assert told == ["no_room", "checkpoint"] and (tmp_path / "checkpoints" / "step_000003").is_dir()
