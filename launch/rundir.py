@@ -124,32 +124,12 @@ class RunDir:
         return self.path / "config.resolved.json"
 
     @property
-    def summary_json(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
     @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    @property
-    def dumps(self) -> Path:
-        return self.path / "dumps"
 
     def logs(self, attempt: int) -> Path:
         """The folder for an attempt's logs, made when it is missing."""
