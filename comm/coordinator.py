@@ -27,6 +27,7 @@ import orjson
 
 from rondo.comm import wakes
 from rondo.comm.answers import lease_of, round_of
+from rondo.comm.audit import Ledger
 from rondo.comm.group import RESPONSE
 from rondo.comm.index import Index, Rules
 from rondo.comm.journal import Event, Journal
@@ -99,6 +100,7 @@ class Coordinator(PartitionEndpoints, Actor):
         config: CoordinatorConfig,
         journal: Journal,
         index: Index,
+        ledger: Ledger,
         segments: SegmentClient,
         supervisor: ActorRef,
         *,
@@ -106,6 +108,7 @@ class Coordinator(PartitionEndpoints, Actor):
     ) -> None:
         self.config = config
         self.index = index
+        self.ledger = ledger
         self._journal = journal
         self._rings = Rings(segments, self._seen, lambda: self._wakes.wake_all())
         self.partitions = PartitionService(
@@ -782,7 +785,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if version != self.index.version:
             raise Refused(f"checkpoint must be of the committed version {self.index.version}, got {version}.")
-        state = orjson.dumps(self.index.dump())
+        state = orjson.dumps(self._state())
         with contextlib.suppress(OSError):  # else this file goes on
             self._journal.rotate({"event": "snapshot", "state": orjson.Fragment(state)})
         return {"state": state}
@@ -829,6 +832,7 @@ class Coordinator(PartitionEndpoints, Actor):
         topics: set[str] = set()
         for event in events:
             self.index.apply(event)
+            self.ledger.apply(event)
             if event["event"] == "put":
                 self._has_room(self.index.space.owner(event["ring"]), topics)
                 if "info" in event:
@@ -867,7 +871,11 @@ class Coordinator(PartitionEndpoints, Actor):
             self._wait_for_room("the disk is full")
         elif self._journal.due:
             with contextlib.suppress(OSError):  # no room for a snapshot: later, while this file goes on
-                self._journal.rotate({"event": "snapshot", "state": self.index.dump()})
+                self._journal.rotate({"event": "snapshot", "state": self._state()})
+
+    def _state(self) -> dict[str, Any]:
+        """What a new file of the journal, or a checkpoint, begins with."""
+        return {**self.index.dump(), "audit": self.ledger.dump()}
 
     def _wait_for_room(self, why: str) -> None:
         """The journal has no room. Nobody gets anything before there is: callers are told to ask again (`_check_alive`), and

@@ -3,7 +3,7 @@
 Owns files and framing, not meaning. One line an event: eight hex digits of CRC-32, a space, JSON, newline, appended with one
 `write(2)` (no fsync: the page cache survives any process; checkpoints survive the node). A file that has grown by
 `ROTATE_BYTES` is followed by the next one (`00000002.journal`), which begins with a snapshot, is on the disk before it takes its
-place, and is all that replay reads.
+place, and is all that anybody reads: the old one goes. A run's journal has the size of one file, however long the run.
 
 Room for the next `RESERVE_BYTES` is taken from the disk ahead, so that a full disk is noticed (`short`) before a line finds none.
 
@@ -47,7 +47,7 @@ def encode(event: Event) -> bytes:
 
 
 def files(folder: Path) -> list[Path]:
-    """All journal files of a run, oldest first."""
+    """The journal files of a run, oldest first: one, unless its writer died between two, or an older release kept them all."""
     return sorted(folder.glob("*.journal"))
 
 
@@ -157,13 +157,12 @@ class Journal:
 
     def rotate(self, snapshot: Event) -> Path:
         """Start the next file with `snapshot` as its first event; whole, and on the disk, before it takes the old one's place.
-        OSError when there is no room for it; the old file goes on then."""
+        That one is removed then, or renamed where it is broken. OSError when there is no room; the old file goes on then."""
         path = self.folder / f"{int(self.path.stem) + 1:08d}.journal"
         aside, line = path.with_suffix(".tmp"), encode(snapshot)
         try:
             aside.write_bytes(line)
             flush(aside)
-            os.fsync(self._fd)  # what an audit reads, and no later file tells
             aside.rename(path)
         except OSError:
             aside.unlink(missing_ok=True)
@@ -171,8 +170,13 @@ class Journal:
             raise
         flush(self.folder)
         self.close()
+        if self.broken is not None:
+            self.path.rename(self.path.with_suffix(".broken"))
         self.broken = None
         self._open(path, snapshot_bytes=len(line))
+        for old in files(self.folder):
+            if old < path:
+                old.unlink()
         return path
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import orjson
 import uvloop
 
+from rondo.comm.audit import Ledger, take_older
 from rondo.comm.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.index import Index
 from rondo.comm.journal import Journal
@@ -30,33 +31,36 @@ CONFIG = "coordinator.json"
 TICK_S = 0.5
 
 
-def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attempt: int) -> Index:
+def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attempt: int) -> tuple[Index, Ledger]:
     """The state this process begins with; in a new attempt the journal goes on in a file that begins with it.
 
-    A journal that cannot be read, after a power failure, say, does not stand before a whole checkpoint: it is told of, and left
-    where it is. CorruptData where there is none.
+    A journal that cannot be read, after a power failure, say, does not stand before a whole checkpoint: it is told of, and kept
+    under another name. CorruptData where there is none.
     """
-    index = Index(config.rules)
+    rules = config.rules
+    index = Index(rules)
+    ledger = Ledger(rules.samples_per_group, rules.groups_per_step, rules.max_data_failures, rules.max_infra_failures)
     checkpoint = newest_complete(run_dir / "checkpoints")
     if journal.broken is not None:
         if checkpoint is None:
             raise journal.broken
         print(f"{journal.broken} It goes on from {checkpoint}.", flush=True)
     else:
+        take_older(journal.path, ledger)
         for event in journal.replay():
             index.apply(event)
+            ledger.apply(event)
         index.freed()  # effects of a past life: tails are set anew from the state
         index.news()
         if not journal.empty and index.attempt == attempt:
-            return index
+            return index, ledger
     for name in index.partitions.files():
         unlink(name)  # of a past attempt: its segments went with its supervisor, files do not
-    if checkpoint is not None:
-        state = orjson.loads((checkpoint / "index.json").read_bytes())["index"]
-    else:
-        state = Index(config.rules).dump()
-    index = Index.load(config.rules, state, checkpoint)
-    state = index.dump()  # in today's form, as everything behind it
+    kept = orjson.loads((checkpoint / "index.json").read_bytes()) if checkpoint is not None else {}
+    state = kept["index"] if kept else Index(rules).dump()
+    index = Index.load(rules, state, checkpoint)
+    ledger.roll_back(state)
+    state = {**index.dump(), "audit": ledger.dump()}  # in today's form, as everything behind it
     if journal.empty:
         journal.append([{"event": "snapshot", "state": state}])
     else:
@@ -64,7 +68,8 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
     begin = {"event": "attempt", "attempt": attempt}
     journal.append([begin])
     index.apply(begin)
-    return index
+    ledger.apply(begin)
+    return index, ledger
 
 
 async def run() -> None:
@@ -77,9 +82,9 @@ async def run() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     supervisor = ActorRef(f"unix:{rt_dir}/supervisor.sock", token=token, peer="supervisor")
     with Journal(run_dir / "journal") as journal:
-        index = open_index(config, journal, run_dir, attempt)
+        index, ledger = open_index(config, journal, run_dir, attempt)
         segments = SegmentClient(f"{rt_dir}/handover.sock", token)
-        coordinator = Coordinator(config, journal, index, segments, supervisor)
+        coordinator = Coordinator(config, journal, index, ledger, segments, supervisor)
         await coordinator.start()
         server = await serve(coordinator, f"unix:{rt_dir}/coordinator.sock", token=token, name="coordinator")
         group, incarnation = os.environ["RONDO_GROUP"], int(os.environ["RONDO_INCARNATION"])

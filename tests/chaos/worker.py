@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+import rondo.comm.journal
 from rondo.comm.bus import Bus, Member
 from rondo.comm.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.journal import Journal
@@ -50,11 +51,12 @@ def config() -> CoordinatorConfig:
 
 
 async def coordinator(folder: Path) -> None:
+    rondo.comm.journal.ROTATE_BYTES = 1 << 40  # the checker reads every event
     with Journal(folder / "journal") as journal:
-        index = open_index(config(), journal, folder, 0)
+        index, ledger = open_index(config(), journal, folder, 0)
         segments = SegmentClient(folder / "handover.sock", TOKEN)
         supervisor = ActorRef(f"unix:{folder}/supervisor.sock", token=TOKEN, peer="supervisor")
-        actor = Coordinator(config(), journal, index, segments, supervisor)
+        actor = Coordinator(config(), journal, index, ledger, segments, supervisor)
         await actor.start()
         server = await serve(actor, f"unix:{folder}/coordinator.sock", token=TOKEN, name="coordinator")
         async with asyncio.TaskGroup() as tasks:

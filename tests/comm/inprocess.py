@@ -98,10 +98,12 @@ class InProcess:
 
     async def start(self) -> None:
         self.journal = Journal(self.folder / "journal")
-        index = open_index(self.config, self.journal, self.folder, self.attempt)
+        index, ledger = open_index(self.config, self.journal, self.folder, self.attempt)
         segments: Any = self.store
         roster: Any = self.roster
-        self.coordinator = Coordinator(self.config, self.journal, index, segments, roster, clock=lambda: self.clock)
+        self.coordinator = Coordinator(
+            self.config, self.journal, index, ledger, segments, roster, clock=lambda: self.clock
+        )
         await self.coordinator.start()
 
     async def stop(self) -> None:

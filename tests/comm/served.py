@@ -74,9 +74,9 @@ class Served:
 
     async def start(self, attempt: int = 0) -> None:
         self._journal = Journal(self.folder / "journal")
-        index = open_index(self.config, self._journal, self.folder, attempt)
+        index, ledger = open_index(self.config, self._journal, self.folder, attempt)
         self.coordinator = Coordinator(
-            self.config, self._journal, index, self.client(), self.ref("supervisor"), clock=lambda: self.clock
+            self.config, self._journal, index, ledger, self.client(), self.ref("supervisor"), clock=lambda: self.clock
         )
         await self.coordinator.start()
         self._server = await serve(

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from rondo.comm import formats
+from rondo.comm.audit import audit
 from rondo.comm.index import Index
 from rondo.comm.journal import Journal, encode, files, read
 from rondo.runtime.errors import ConfigError
@@ -48,6 +49,18 @@ def test_a_journal_of_format_0_is_replayed() -> None:
             index.apply(event)
         assert set(live) <= index.groups.keys() and index.imbalance() == "" and index.version == 1
     assert (index.groups[8].state, index.groups[8].numbers()) == ("running", [0])
+
+
+def test_an_audit_of_format_0_reads_all_files() -> None:
+    found = audit(VERSION_0 / "journal", 2, 3, max_data_failures=0)
+    assert (found.num_admitted, found.num_put, found.num_trained, found.num_lost, found.num_leases_lost) == (
+        22,
+        10,
+        6,
+        0,
+        1,
+    )
+    assert found.outcomes == {"trained": 6, "filtered": 2, "surplus": 0, "failed": 0, "quarantined": 2}
 
 
 async def test_a_run_goes_on_from_a_checkpoint_of_format_0(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from rondo.comm.audit import _Ledger, count
+from rondo.comm.audit import Ledger, count
 from rondo.comm.index import Index
 from rondo.comm.spans import num_rows, rows_of
 from tests.comm.cost import lines
@@ -15,7 +15,7 @@ from tests.comm.driver import BASE, STREAMS, Driver, by_field
 
 
 def totals(driver: Driver):
-    return count(driver.events, _Ledger(driver.index.rules.samples_per_group, driver.index.rules.groups_per_step, 2, 5))
+    return count(driver.events, Ledger(driver.index.rules.samples_per_group, driver.index.rules.groups_per_step, 2, 5))
 
 
 def test_a_step_is_admitted_leased_put_scored_trained_and_forgotten():
@@ -321,7 +321,7 @@ def test_the_audit_passes_over_a_settlement_that_came_after_its_lease_was_lost()
     bus.score()
     bus.train_rounds(0)
     bus.commit(1)
-    found = count(bus.events, _Ledger(2, 3, 2, 5))
+    found = count(bus.events, Ledger(2, 3, 2, 5))
     assert found.num_lost == 0 and found.num_trained == 6
     assert (found.outcomes["filtered"], found.outcomes["surplus"]) == (0, 2)
 
@@ -339,7 +339,7 @@ def test_the_audit_counts_leases_that_samples_put_twice_cost_and_the_quarantine_
     bus.score()
     bus.train_rounds(0)
     bus.commit(1)
-    found = count(bus.events, _Ledger(2, 3, 1, 5))
+    found = count(bus.events, Ledger(2, 3, 1, 5))
     assert (found.num_lost, found.num_leases_lost, found.num_trained) == (0, 2, 6)
     assert found.outcomes["quarantined"] == 2
 
@@ -353,6 +353,22 @@ def test_the_audit_turns_red_on_a_planted_loss_and_a_planted_duplicate():
     group, _, first, _ = commits[0]["spans"][0]
     commits[1]["spans"] = [[group, 0, first, 1], *commits[1]["spans"]]
     assert totals(bus).num_trained_twice == 1
+
+
+@pytest.mark.parametrize("every", [1, 7, 100])
+def test_an_audit_that_begins_anywhere_with_what_a_snapshot_carries_says_the_same(every: int):
+    for seed in range(4):
+        bus = random_run(seed)
+        carried = Ledger(3, 3)
+        for number, event in enumerate(bus.events):
+            if number % every == 0:
+                state = orjson.loads(orjson.dumps({"audit": carried.dump()}))
+                carried = Ledger(3, 3)
+                carried.apply({"event": "snapshot", "state": state})
+            carried.apply(event)
+        whole = Ledger(3, 3)
+        assert carried.totals() == count(bus.events, whole) and carried.dump() == whole.dump()
+        assert not whole.open and len(orjson.dumps(whole.dump())) < 300
 
 
 def random_run(seed: int) -> Driver:
@@ -620,7 +636,7 @@ def test_a_group_is_complete_with_the_columns_of_all_rows_and_committed_with_all
     assert bus.index.staleness == {0: 1} and bus.index.groups == {}  # the sample of an environment alone has no age
     for cut, lost, twice in ((spans, 0, 0), (spans[:-1], 1, 0), (spans + spans[-1:], 0, 1)):
         bus.events[-1]["spans"] = cut
-        found_ = count(bus.events, _Ledger(2, 1, 2, 5))
+        found_ = count(bus.events, Ledger(2, 1, 2, 5))
         assert (found_.num_put, found_.num_trained, found_.num_lost, found_.num_trained_twice) == (2, 2, lost, twice)
         assert found_.staleness == {0: 1} and found_.num_unexpected == 0
 
@@ -656,13 +672,13 @@ def test_a_version_exists_once_every_trainable_role_is_prepared_and_a_death_with
     report("commit", "actor", spans, 9)
     assert bus.index.version == 1 and bus.index.checksums == {"actor": 9, "critic": 8} and bus.index.prepared == {}
     assert bus.index.counts["trained"] == 1 and bus.index.groups == {}
-    found = count(bus.events, _Ledger(2, 1, 2, 5))
+    found = count(bus.events, Ledger(2, 1, 2, 5))
     assert (found.num_trained, found.num_lost, found.num_trained_twice) == (
         2,
         0,
         0,
     )  # what was withdrawn trained nothing
     bus.events[-2]["spans"] = [[group, 0, 0, 1]]
-    assert count(bus.events, _Ledger(2, 1, 2, 5)).num_lost == 1  # of the critic alone
+    assert count(bus.events, Ledger(2, 1, 2, 5)).num_lost == 1  # of the critic alone
     bus.events[-2]["spans"] = [*spans, [group, 0, 1, 1]]
-    assert count(bus.events, _Ledger(2, 1, 2, 5)).num_trained_twice == 1
+    assert count(bus.events, Ledger(2, 1, 2, 5)).num_trained_twice == 1
