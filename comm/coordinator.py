@@ -41,7 +41,7 @@ from rondo.comm.spans import Span, by_part, num_rows
 from rondo.comm.versions import engine_reader
 from rondo.comm.wakes import Wakes
 from rondo.runtime.actor import Actor, answering, endpoint
-from rondo.runtime.errors import NotYet, Refused
+from rondo.runtime.errors import NotYet, Refused, Stopping
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import SegmentClient
 from rondo.runtime.telling import telling
@@ -630,11 +630,16 @@ class Coordinator(PartitionEndpoints, Actor):
         }
 
     @endpoint
-    async def await_version(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
-        """Waits until `version` or a newer one is committed."""
+    async def await_version(
+        self, member: str, incarnation: int, version: int, *, commits: bool = False
+    ) -> dict[str, Any]:
+        """Waits until `version` or a newer one is committed. Stopping when the run is being stopped, and nothing is yet; not for
+        who takes part in this commit."""
 
         def reached() -> dict[str, Any] | None:
             newest = self.index.version
+            if newest is None and not commits:
+                self._check_goes_on(f"version {version}")
             return {"version": newest} if newest is not None and newest >= version else None
 
         return await self._until(member, incarnation, reached)
@@ -743,11 +748,14 @@ class Coordinator(PartitionEndpoints, Actor):
 
     @endpoint
     async def weights(self, member: str, incarnation: int, reader: str, newer_than: int) -> dict[str, Any]:
-        """The newest published version above `newer_than`, held for this reader ("role.rank") until it proves it; waits."""
+        """The newest published version above `newer_than`, held for this reader ("role.rank") until it proves it; waits.
+        Stopping for one that has none yet, when the run is being stopped."""
 
         def newest() -> dict[str, Any] | None:
             slot = self.index.versions.newest
             if slot is None or self.index.versions.slots[slot].version <= newer_than:
+                if newer_than < 0:
+                    self._check_goes_on("weights")
                 return {"end": True} if self._closed() else None
             ready = self.index.versions.slots[slot]
             self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{reader}"})
@@ -948,6 +956,10 @@ class Coordinator(PartitionEndpoints, Actor):
         self._write()
         self._check_written()
         return result
+
+    def _check_goes_on(self, what: str) -> None:
+        if self._draining:
+            raise Stopping(f"{what} must be there for this role to begin, got none: the run is being stopped.")
 
     def _check_written(self) -> None:
         if self._unwritten:

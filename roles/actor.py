@@ -402,7 +402,7 @@ class ActorRole:
         checksum = await self._copying(self._trainer.join_checksums, part)
         if self._ctx.rank == 0:
             await self._job.bus.call("commit", self._ctx.attempt, version, checksum, spans, self.role)
-        await self._job.bus.call("await_version", version)
+        await self._job.bus.call("await_version", version, commits=True)
 
     def _taken(self) -> Taken:
         state = None if self._snapshot is None else self._trainer.state()

@@ -79,6 +79,10 @@ class Refused(RondoError, RuntimeError):
     """The other side understood and said no: a late epoch, another attempt, a wrong token."""
 
 
+class Stopping(RondoError, RuntimeError):
+    """The run is being stopped: what was waited for comes no more. A role that raises it has left as it should."""
+
+
 class NotYet(RondoError, RuntimeError):
     """The other side lives and has no answer yet: it is to be asked again, in `after_s` seconds."""
 
@@ -120,8 +124,8 @@ class SamplerFailed(RondoError, RuntimeError):
 TRAVELLERS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        RondoError, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Closed, Refused, NotYet, RemoteError, CorruptData,
-        OutOfSpace, WorkerDied, SamplerFailed, ValueError, KeyError, TypeError, TimeoutError,
+        RondoError, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Closed, Refused, Stopping, NotYet, RemoteError,
+        CorruptData, OutOfSpace, WorkerDied, SamplerFailed, ValueError, KeyError, TypeError, TimeoutError,
     )
 }  # fmt: skip
 

@@ -3,7 +3,8 @@
 Owns the life of the process: it dies with its root, registers, beats, loads the role classes on the compute thread,
 runs all roles in one task group, and leaves. Does not own what a role does (`context.py` is what it is given).
 
-    exit 0    every role has returned, by itself or because it was asked to by the supervisor (`ctx.stopping`)
+    exit 0    every role has returned, by itself or because it was asked to by the supervisor (`ctx.stopping`), or what it waited
+              for comes no more since the run is being stopped (`Stopping`)
     exit 1    a role raised: its traceback is in the log; the supervisor replaces the whole role group
 """
 
@@ -25,6 +26,7 @@ import uvloop
 from rondo.runtime import telling, timeline
 from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.context import REPORTS, Process, WorkerContext
+from rondo.runtime.errors import Stopping
 from rondo.runtime.guard import PARENT_PID, die_with_parent
 from rondo.runtime.membership import Membership
 from rondo.runtime.record import log_to_stderr
@@ -82,12 +84,20 @@ async def run(me: Membership, references: Sequence[str]) -> None:
             telling.PROCESS.listener = _to_supervisor(contexts[0])
             async with asyncio.TaskGroup() as group:
                 for role, reference in zip(roles, references, strict=True):
-                    group.create_task(role.run(), name=reference)
+                    group.create_task(_run_to_end(role), name=reference)
             # Nothing that fails from here on is a reason to run the roles again.
             me.heartbeat.leave()
     finally:
         telling.PROCESS.listener = None  # the loop ends
         process.close()
+
+
+async def _run_to_end(role: Role) -> None:
+    """At a stop a role ends alone: another one of this process may save."""
+    try:
+        await role.run()
+    except* Stopping as group:
+        log.info("left: %s", group.exceptions[0])
 
 
 def _to_supervisor(context: WorkerContext) -> Callable[[str, dict[str, Any]], None]:

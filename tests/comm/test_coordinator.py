@@ -18,7 +18,7 @@ from rondo.comm.index import Index
 from rondo.comm.meeting import fields_of
 from rondo.comm.rounds import Stream
 from rondo.comm.spans import rows_of, spans_of
-from rondo.runtime.errors import NotYet, OutOfSpace, Refused
+from rondo.runtime.errors import NotYet, OutOfSpace, Refused, Stopping
 from rondo.runtime.segments import QUICK_BYTES
 from rondo.runtime.transport import MAX_HEADER_BYTES
 from tests.comm.served import ROW_BYTES, Served, prove, put_group, score, served
@@ -363,6 +363,26 @@ async def test_a_drained_bus_ends_streams_at_the_same_round_for_every_rank() -> 
         assert not asking.done()
         await run.ref("coordinator").call("drain")
         assert await asking == {"end": True}
+
+
+async def test_who_waits_for_the_first_version_is_told_that_the_run_is_being_stopped_unless_it_makes_it() -> None:
+    async with served(max_staleness=0) as run:
+        rollout, fwd, actor = [await run.bus(name) for name in ("rollout-0", "actor_fwd-0", "actor-0")]
+        waits = [
+            asyncio.create_task(rollout.call("weights", "rollout.0", -1)),
+            asyncio.create_task(fwd.call("await_version", 0)),
+            asyncio.create_task(actor.call("await_version", 0, commits=True)),
+        ]
+        await actor.call("committed")
+        assert not any(wait.done() for wait in waits)
+        await run.ref("coordinator").call("drain")
+        for wait, what in zip(waits[:2], ("weights", "version 0"), strict=True):
+            with pytest.raises(Stopping, match=f"^{what} must be there .* the run is being stopped"):
+                await wait
+        with pytest.raises(Stopping):  # who comes later, too
+            await fwd.call("await_version", 0)
+        await actor.call("commit", 0, 0, 7, [])
+        assert await waits[2] == await fwd.call("await_version", 0) == {"version": 0}
 
 
 async def test_grants_whose_answer_was_lost_are_granted_again_the_same() -> None:

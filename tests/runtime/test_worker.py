@@ -23,6 +23,7 @@ PATIENCE_S = 120.0
 
 ROLES = """
 import asyncio, os, time
+from rondo.runtime.errors import Stopping
 
 class Base:
     def __init__(self, ctx): self.ctx = ctx
@@ -32,6 +33,10 @@ class Polite(Base):
         await self.ctx.ready()
         await self.ctx.stopping.wait()
         print("saved", flush=True)
+
+class Waiting(Base):
+    async def run(self):
+        raise ExceptionGroup("follower", [Stopping("weights must be there, got none")])
 
 class HangingCollective(Base):
     async def run(self):
@@ -145,6 +150,11 @@ async def test_a_sigterm_that_does_not_come_from_the_supervisor_saves_nothing(st
         assert (await actor.call("info", deadline_s=PATIENCE_S))["stopping"] is False
     worker.kill()
     assert await ended(worker) == (-signal.SIGKILL, "")
+
+
+async def test_a_role_whose_wait_a_stop_has_ended_has_left_as_it_should(stand: Stand) -> None:
+    assert (await ended(await stand.worker("Waiting")))[0] == 0
+    assert stand.beat().left
 
 
 async def test_a_role_that_raises_ends_the_process_though_the_compute_thread_hangs(stand: Stand) -> None:
