@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -115,6 +116,8 @@ class SGLangEngine:
         """It has given the server's memory back. What is asked meanwhile waits there for the next weights."""
         self._asked: dict[str, _Asked] = {}
         self._num_calls = 0
+        self._name = secrets.token_hex(4)
+        """Part of its calls' names: two seconds after a streamed answer a server ends what has its name by then."""
         self._closed: Exception | None = None
         names = ("completed", "cancelled", "interrupted", "tokens", "prefill", "shared", "progress")
         self._counts = dict.fromkeys(names, 0)
@@ -198,7 +201,8 @@ class SGLangEngine:
         self._raise_if_closed()
         self._num_calls += 1
         sent_under = self._version
-        asked.rid, asked.at, asked.num_tokens = f"{request.id}#{self._num_calls}", PROCESS.clock(), 0
+        asked.rid = f"{request.id}#{self._name}.{self._num_calls}"
+        asked.at, asked.num_tokens = PROCESS.clock(), 0
         try:
             body = self._body(request, asked.rid)
             if request.progress is not None or self.capabilities.tells_new_tokens:

@@ -82,6 +82,16 @@ async def test_a_sample_is_told_as_it_grows_and_is_whole_at_the_end_wherever_its
     assert all(so_far.log_probs.tolist() == [-float(token) for token in so_far.tokens] for so_far in told)
 
 
+async def test_engines_of_one_server_never_give_a_call_the_name_of_another() -> None:
+    """A server ends a streamed call by its name once more, a while after its answer."""
+    async with over(NEW, NEW) as (server, made):
+        other = engine(made.client)
+        for each in (made, other):
+            await each.generate(request(progress=lambda _: None))
+        names = [json.loads(asked.partition(b"\r\n\r\n")[2])["rid"] for asked in server.asked]
+    assert len(names) == len({*names}) == 2
+
+
 class Streams:
     """A server that tells a request what it is told to, and nothing else."""
 
