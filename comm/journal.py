@@ -3,7 +3,8 @@
 Owns files and framing, not meaning. One line an event: eight hex digits of CRC-32, a space, JSON, newline, appended with one
 `write(2)` (no fsync: the page cache survives any process; checkpoints survive the node). A file that has grown by
 `ROTATE_BYTES` is followed by the next one (`00000002.journal`), which begins with a snapshot, is on the disk before it takes its
-place, and is all that anybody reads: the old one goes. A run's journal has the size of one file, however long the run.
+place, and is all that a run reads. The one before it stays for people who ask what happened last; older ones go. So a run's
+journal has the size of two files, however long the run.
 
 Room for the next `RESERVE_BYTES` is taken from the disk ahead, so that a full disk is noticed (`short`) before a line finds none.
 
@@ -157,7 +158,7 @@ class Journal:
 
     def rotate(self, snapshot: Event) -> Path:
         """Start the next file with `snapshot` as its first event; whole, and on the disk, before it takes the old one's place.
-        That one is removed then, or renamed where it is broken. OSError when there is no room; the old file goes on then."""
+        The one before that is removed then; a broken one is renamed. OSError when there is no room; the old file goes on then."""
         path = self.folder / f"{int(self.path.stem) + 1:08d}.journal"
         aside, line = path.with_suffix(".tmp"), encode(snapshot)
         try:
@@ -174,9 +175,8 @@ class Journal:
             self.path.rename(self.path.with_suffix(".broken"))
         self.broken = None
         self._open(path, snapshot_bytes=len(line))
-        for old in files(self.folder):
-            if old < path:
-                old.unlink()
+        for old in files(self.folder)[:-2]:
+            old.unlink()
         return path
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ async def test_a_loss_and_a_duplicate_show_on_both_sides_of_a_rotation(
     found = audit(tmp_path / "journal", 2, 2)
     assert (found.num_lost, found.num_trained_twice) == ((2, 0) if fault == "lost" else (0, 1))
     await actor.call("checkpoint", 2)
-    assert len(files(tmp_path / "journal")) == 1
+    assert len(files(tmp_path / "journal")) == 2
     await step(rollout, actor, 2, 2)
     await run.stop()
     await run.start()
