@@ -275,9 +275,8 @@ class Supervisor(Actor):
         with telling("dumps"):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(orjson.dumps(dict(answers), option=orjson.OPT_INDENT_2))
-        for life in self._lives.values():
-            if life.workers and life.ending is None:
-                life.signal(signal.SIGUSR2)
+        # Who stands is killed next: the stacks are in the logs before.
+        await asyncio.gather(*[life.dump() for life in self._lives.values() if life.workers and life.ending is None])
         self._ledger.record("supervisor", "dumped", {"path": str(path)})
         self._do(self._machine.dumped(time.monotonic(), self._beats()))
 
