@@ -84,3 +84,27 @@ def test_tests_of_sglang_whose_environment_is_not_there_are_skipped_and_fail_in_
     monkeypatch.delenv(name)  # `make test`, which asks for none of them
     pytest_collection_modifyitems([item])
     assert marks[1].kwargs["reason"] == f"{name} names no environment: `make test-sglang` makes and names it"
+
+
+def test_ci_names_the_environments_of_sglang_to_the_target_that_makes_them_alone(tmp_path: Path) -> None:
+    """Named earlier they are not there yet, which ends the tests that find one named."""
+    repository, told = tmp_path / "a repository", tmp_path / "told"
+    (repository / ".ci").mkdir(parents=True)
+    (repository / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "make"
+    program.write_text(f'#!/bin/sh\necho "$* [$CI $SGLANG_VENV $SGLANG_ROUTER_VENV]" >> {told}\n')
+    program.chmod(0o755)
+    variables = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}", "SGLANG_VENV": "/servers"}
+    for command in (
+        "git init --quiet",
+        "git add .",
+        "git -c user.name=rondo -c user.email=rondo@localhost commit --quiet -m first",
+        "bash .ci/run",
+    ):
+        subprocess.run(command.split(), cwd=repository, env=variables, check=True, capture_output=True, timeout=60)
+    targets = told.read_text().splitlines()
+    assert targets[3] == "test [true  ]"
+    assert (
+        targets[-1] == f"test-sglang SGLANG_VENV=/servers SGLANG_ROUTER_VENV={repository}/.venv-sglang-router [true  ]"
+    )
