@@ -12,6 +12,7 @@ which rows exist and who may read them is the coordinator's word alone.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from rondo.comm.spans import Span, num_rows, spans_in
 from rondo.runtime.errors import CorruptData, NotYet
 from rondo.runtime.ref import ActorRef
 from rondo.runtime.segments import Segment, SegmentClient
-from rondo.runtime.waits import waiting
+from rondo.runtime.waits import PROCESS, waiting
 
 POLL_S = 3600.0
 """Longest time that one call waits at the coordinator: one that lives says sooner that there is nothing yet (`NotYet`), and is
@@ -184,6 +185,8 @@ class Bus:
         self.member = member
         self._coordinator = coordinator
         self._segments = segments
+        self.held_up_at = -math.inf
+        """When the coordinator last said that it must wait itself, on the clock of waits: what waits for it may go on waiting."""
         self._open = ExitStack()
         self._views = Views(segments)
         # stream -> the rings that the rounds of its newest two answers view: those worked on, and those asked for ahead
@@ -219,6 +222,7 @@ class Bus:
                 return await self._coordinator.call(method, *who, *args, deadline_s=deadline_s, retry=True, **kwargs)
             except NotYet as answer:
                 if answer.after_s:
+                    self.held_up_at = PROCESS.clock()
                     async with waiting(f"call {method}", peer=f"coordinator: {answer}", deadline_s=None):
                         await asyncio.sleep(answer.after_s)
 

@@ -53,7 +53,7 @@ from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rota
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import RondoError
 from rondo.runtime.heartbeat import SAVE
-from rondo.runtime.waits import totals, wait_for
+from rondo.runtime.waits import totals, wait_for, waiting
 
 PUBLISH_LIMIT_S = 600.0
 SETTLE_LIMIT_S = 1800.0
@@ -279,7 +279,9 @@ class ActorRole:
                 self._job.turns.waiting(),
                 self._ctx.span("commit", part="wait"),
             ):  # what of it the trainer stands still for
-                await wait_for(self._settling, name="settle", peer="actor", deadline_s=SETTLE_LIMIT_S)
+                bus = self._job.bus
+                async with waiting("settle", peer="actor", deadline_s=SETTLE_LIMIT_S, moved=lambda: bus.held_up_at):
+                    await self._settling
             self._settling = None
 
     async def _copying(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -307,8 +307,8 @@ def load(modules: Sequence[str]) -> None:
     for name in ("rondo.runtime.worker", *modules):
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            print(f"{name} is not loaded for all: {error}", flush=True)
+        except Exception as error:  # noqa: BLE001  # whoever needs it loads it for itself, and says what it lacks
+            print(f"{name} is not loaded for all: {type(error).__name__}: {error}", flush=True)
     gc.freeze()
     gc.enable()
 

@@ -182,16 +182,20 @@ class Supervision:
         life = self._living(name, incarnation)
         if life is None or life.state not in _RUNS:
             return []
-        life.state = State.ENDING
+        leaving, life.state = life.state is State.LEAVING, State.ENDING
         cause = Cause(name, incarnation, what, rank, pid, tuple(last_lines))
         self._causes[name, incarnation] = cause
         data = {"group": name, "incarnation": incarnation, "rank": rank, "pid": pid, "cause": what}
         actions: list[Action] = [Note("died", data), Kill(name, incarnation, dump)]
         stopping = self.phase is Phase.STOPPING
+        # Who dies while it leaves has another try to save, unless it told that it cannot, or is over its time.
+        saves = stopping and leaving and life.child.saves and self._committed and not (life.comes_up or self._unsaved)
         if stopping and not life.child.service:
             self._unsaved = self._unsaved or cause
+        if saves and now < life.leave_by:
+            life.comes_up, life.leave_by = True, now + self._limits.grace_s
         # Who saves asks the coordinator: it is there until the last role group has left.
-        if self.phase is not Phase.RUNNING and not (stopping and life.serves_alone):
+        elif self.phase is not Phase.RUNNING and not (stopping and life.serves_alone):
             return actions
         self._open.setdefault(name, cause)
         life.failed = True

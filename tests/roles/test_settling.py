@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rondo.launch.config import load
 from rondo.roles.actor import ActorRole, Taken
 from rondo.roles.turns import Turns
+from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.timeline import span
+from rondo.runtime.waits import PROCESS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = load(ROOT / "examples" / "quickstart.py")
@@ -42,7 +46,18 @@ class OneRound:
 
     def __init__(self, log: list[str]) -> None:
         self.may_commit = asyncio.Event()
+        self.held_up = 0
+        """How often it is still to say that it must wait for room itself; the commit is answered then."""
         self._log = log
+
+    @property
+    def held_up_at(self) -> float:
+        if self.held_up:
+            self.held_up -= 1
+            if not self.held_up:
+                self.may_commit.set()
+            return PROCESS.clock()
+        return -math.inf
 
     async def stream(self, *_: Any, step: int, **__: Any) -> AsyncIterator[Any]:
         yield SimpleNamespace(rows=(), spans=[], last=True, closes=True, update=0, step=step, key=f"{step}")
@@ -128,3 +143,19 @@ async def test_an_engine_that_takes_turns_with_the_trainer_makes_room_before_a_r
             await actor._train(0)
         assert log.count("make room") == takes_turns
         assert not takes_turns or log.index("make room") < log.index("accumulate")
+
+
+@pytest.mark.parametrize(("held_up", "ends"), [(3, False), (0, True)])
+async def test_a_full_disk_of_the_coordinator_does_not_count_in_the_deadline_of_a_commit(
+    monkeypatch: pytest.MonkeyPatch, held_up: int, ends: bool
+) -> None:
+    monkeypatch.setattr("rondo.roles.actor.SETTLE_LIMIT_S", 0.01)
+    actor = Actor([])
+    actor.bus.held_up = held_up
+    async with asyncio.TaskGroup() as actor._tasks:
+        await actor._train(0)
+        if not ends:
+            await actor._settled()
+            return
+        with pytest.raises(DeadlineExceeded, match="settle"):
+            await actor._settled()

@@ -194,3 +194,17 @@ async def test_a_job_that_is_killed_before_it_begins_fails_alone(tmp_path: Path)
 if __name__ == "__main__":
     process.set_child_subreaper()
     asyncio.run(drive(Path(sys.argv[1])))
+
+
+def test_a_module_that_cannot_be_loaded_for_all_is_told_and_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_broken_module.py").write_text("raise RuntimeError('of another CUDA')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module.load(["a_broken_module", "there_is_no_such_module"])
+    told = capfd.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in told] == [
+        "a_broken_module is not loaded for all",
+        "there_is_no_such_module is not loaded for all",
+    ]
+    assert told[0].endswith("RuntimeError: of another CUDA")

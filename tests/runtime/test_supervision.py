@@ -588,11 +588,31 @@ def test_a_stop_without_a_checkpoint_to_go_on_from_has_failed_with_the_reason() 
     assert cause("told", "late") == "actor-0 of incarnation 1: nothing yet"
 
 
-def test_a_group_that_dies_while_it_leaves_takes_its_other_ranks_along_and_is_not_restarted() -> None:
+@pytest.mark.parametrize("happens", ["", "told", "over", "nothing"])
+def test_who_dies_while_it_leaves_takes_its_other_ranks_along_and_has_one_more_try_to_save(happens: str) -> None:
+    """Unless it has told why it saves nothing, is over its time, or there is nothing to save."""
     run = Run().up()
+    if happens != "nothing":
+        run.machine.committed(run.now)
     run.do(run.machine.stop("SIGTERM", run.now))
-    assert run.fail("actor-0") == [Kill("actor-0", 1)]
-    assert run.gone("actor-0") == []
+    if happens == "told":
+        run.machine.fatal("actor-0", "no room", run.now)
+    if happens == "over":
+        run.tick(21)
+        assert run.state("actor-0") is State.ENDING
+    else:
+        assert run.fail("actor-0") == [Kill("actor-0", 1)]
+    if happens:
+        assert run.gone("actor-0") == []  # the rollout is still there
+        assert run.state("actor-0") is State.ENDED
+        return
+    assert run.gone("actor-0")[-1:] == [Start("actor-0", 2, 0)]
+    run.gone("rollout-0")
+    for rank in range(2):
+        assert run.machine.registered("actor-0", 2, rank, run.now)
+    assert run.tick(1) == [Terminate("actor-0", 2)]
+    assert run.fail("actor-0") == [Kill("actor-0", 2)]
+    assert run.gone("actor-0") == [Terminate("store", 1), Terminate("coordinator", 1)]
 
 
 def test_a_group_that_is_still_starting_has_nothing_to_save() -> None:
