@@ -8,12 +8,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rondo.models.media.refs import Kind
+from rondo.roles.rollout import ranges
 from rondo.runtime.section import FunctionRef, Section
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
+NewTokens = Annotated[int, AfterValidator(ranges.NEW_TOKENS.check)]
+Temperature = Annotated[float, AfterValidator(ranges.TEMPERATURE.check)]
+TopP = Annotated[float, AfterValidator(ranges.TOP_P.check)]
+TopK = Annotated[int, AfterValidator(ranges.TOP_K.check)]
 
 
 class DataConfig(Section):
@@ -80,11 +84,11 @@ class EvalSet(Section):
     data: DataConfig | None = None
     """Prompts of their own; without it the rows that `data.held_out` keeps back."""
     samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(1.0, ge=0)
+    temperature: Temperature = 1.0
     """0 takes the most probable token."""
-    top_p: Fraction | None = None
-    top_k: int | None = None
-    max_new_tokens: int | None = Field(None, ge=1)
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    max_new_tokens: NewTokens | None = None
     solved_from: float = 1.0
     """A sample with at least this reward solves its prompt; pass@k counts these."""
     pass_at: tuple[int, ...] | None = None
@@ -97,8 +101,6 @@ class EvalSet(Section):
                 "evaluation.samples_per_prompt must be 1 with evaluation.temperature 0, where all samples are equal, "
                 f"got {self.samples_per_prompt}. Raise the temperature or take one sample"
             )
-        if self.top_k is not None and (self.top_k == 0 or self.top_k < -1):
-            raise ValueError(f"evaluation.top_k must be at least 1, or -1 for all tokens, got {self.top_k}. Change it")
         beyond = [k for k in self.pass_at or () if not 1 <= k <= self.samples_per_prompt]
         if beyond:
             raise ValueError(

@@ -6,12 +6,14 @@ Owns what an engine, or a server of SGLang, is asked for. Does not own what samp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from rondo.roles.config.data import Fraction
+from rondo.roles.config.data import NewTokens, TopK, TopP
+from rondo.roles.rollout import ranges
 from rondo.runtime.config import is_loopback
 from rondo.runtime.section import Section
 
@@ -123,10 +125,10 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(ge=1)
     samples_per_prompt: int = Field(ge=1)
     max_prompt_tokens: int = Field(ge=1)
-    max_new_tokens: int = Field(ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: Fraction = 1.0
-    top_k: int = -1
+    max_new_tokens: NewTokens
+    temperature: Annotated[float, AfterValidator(replace(ranges.TEMPERATURE, off=None).check)] = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
     """-1 samples from all tokens."""
     stop: tuple[str, ...] = ()
     """Tokens (their text) that end a response, besides the tokenizer's end of sequence."""
@@ -158,8 +160,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> RolloutConfig:
-        if self.top_k == 0 or self.top_k < -1:
-            raise ValueError(f"rollout.top_k must be at least 1, or -1 for all tokens, got {self.top_k}. Change it")
         if self.max_interruptions is not None and self.on_new_weights == "continue":
             raise ValueError(
                 "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue', which interrupts nothing, "

@@ -12,7 +12,6 @@ completion carries the log-prob and the policy version it was sampled under.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from rondo.models.media.inputs import MediaInputs
+from rondo.roles.rollout import ranges
 from rondo.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ it ends as "interrupted", to be asked for again with what it has as its prefix."
 STALL_S = 3600.0
 """An engine that is asked for something and does not get on for so long is given up: waits for it end."""
 
-MAX_TOP = 32
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -43,7 +41,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` (-1: off) keeps the k likeliest tokens, then `top_p` the smallest set of the rest that
     holds this share of their probability; both act after the temperature. `num_top`: for each token the log-probs of so many
-    likeliest tokens are told too, by engines that can. Raises ConfigError on values out of range.
+    likeliest tokens are told too, by engines that can. Raises ConfigError on values outside `ranges`.
     """
 
     max_new_tokens: int
@@ -54,18 +52,14 @@ class SamplingParams:
     num_top: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(
-                f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Ask for one token or more."
-            )
-        if not (self.temperature >= 0.0 and math.isfinite(self.temperature)):
-            raise ConfigError(f"temperature must be 0 (greedy) or positive, got {self.temperature}. Use 1.0 for RL.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}. Use 1.0 to turn it off.")
-        if self.top_k != -1 and self.top_k < 1:
-            raise ConfigError(f"top_k must be -1 (off) or at least 1, got {self.top_k}. Use -1 to turn it off.")
-        if not 0 <= self.num_top <= MAX_TOP:
-            raise ConfigError(f"num_top must be 0 to {MAX_TOP}, got {self.num_top}. Ask for fewer.")
+        ranges.NEW_TOKENS.check(self.max_new_tokens, "max_new_tokens")
+        ranges.TEMPERATURE.check(self.temperature, "temperature")
+        ranges.TOP_P.check(self.top_p, "top_p")
+        ranges.TOP_K.check(self.top_k, "top_k")
+        ranges.NUM_STOPS.check(len(self.stop_token_ids), "the number of stop_token_ids")
+        for token in self.stop_token_ids:
+            ranges.TOKEN.check(token, "stop_token_ids")
+        ranges.NUM_TOP.check(self.num_top, "num_top")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +126,8 @@ class Request:
                 f"the prompt of request {self.id!r} must be a non-empty vector of token ids, "
                 f"got {self.prompt.dtype} {list(self.prompt.shape)}. Render and tokenize it first."
             )
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(
-                f"the seed of request {self.id!r} must be in [0, 2**63), got {self.seed}. Mask it to 63 bits."
-            )
+        ranges.SEED.check(self.seed, f"the seed of request {self.id!r}")
+        ranges.PRIORITY.check(self.priority, f"the priority of request {self.id!r}")
         prefix = self.prefix
         if prefix is None:
             return

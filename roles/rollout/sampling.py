@@ -44,7 +44,7 @@ def keep_top(probs_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tenso
 
     `top_k_N` int64 (values < 1: off), `top_p_N` float32 (1: off). Top-p looks at what top-k left, renormalised, and keeps
     every token before which the likelier ones hold less than `top_p` (Holtzman et al., ICLR 2020, 3.1); the likeliest
-    always stays. Equal probabilities are ranked by token id.
+    always stays, however small the share. Equal probabilities are ranked by token id.
     """
     ranked, order = probs_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(ranked.shape[-1], device=ranked.device)
@@ -52,6 +52,7 @@ def keep_top(probs_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tenso
     upto = ranked.cumsum(-1)
     before = torch.nn.functional.pad(upto[:, :-1], (1, 0))
     dropped = (before >= top_p_N[:, None] * upto[:, -1:]) & (top_p_N[:, None] < 1.0)
+    dropped[:, 0] = False
     return torch.zeros_like(probs_NV).scatter_(-1, order, ranked.masked_fill(dropped, 0.0))
 
 

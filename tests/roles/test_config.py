@@ -107,7 +107,9 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
             [("train.epochs", 2), ("train.hot_snapshot", False)],
             "train.hot_snapshot must be True with several optimizer steps",
         ),
-        ([("rollout.top_k", 0)], "rollout.top_k must be at least 1, or -1"),
+        ([("rollout.top_k", 0)], r"rollout.top_k must be -1 \(all tokens\) or from 1 to 2147483647, got 0"),
+        ([("rollout.temperature", 1e-50)], r"rollout.temperature must be from 1e-06 to 1e\+06, got 1e-50"),
+        ([("evaluation.top_p", 1e-46)], "evaluation.top_p must be from 1e-06 to 1, got 1e-46"),
         (
             [("rollout.straggler_deadline_s", 60)],
             "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s",

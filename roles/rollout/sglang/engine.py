@@ -279,7 +279,8 @@ class SGLangEngine:
             "max_new_tokens": params.max_new_tokens - num_before,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "top_k": params.top_k,
+            # More than there are tokens is no limit, in the server's word for that.
+            "top_k": -1 if found.vocabulary is not None and params.top_k >= found.vocabulary else params.top_k,
         }
         if params.stop_token_ids:
             sampling["stop_token_ids"] = list(params.stop_token_ids)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rondo.roles.rollout import ranges
 from rondo.roles.rollout.engine import Request, SamplingParams
 from rondo.roles.rollout.sampling import Sampler, keep_top, uniforms
 from rondo.runtime.errors import ConfigError
@@ -122,6 +123,32 @@ def test_filters_keep_what_the_definition_keeps() -> None:
     np.testing.assert_array_equal(kept.numpy(), expected)
 
 
+def test_the_likeliest_token_stays_however_small_its_share_is_to_be() -> None:
+    kept = keep_top(torch.tensor([[0.2, 0.5, 0.3]]), torch.tensor([-1]), torch.tensor([0.0]))
+    assert kept[0].tolist() == [0.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [ranges.TEMPERATURE.least, ranges.TEMPERATURE.most])
+@pytest.mark.parametrize("top_p", [ranges.TOP_P.least, ranges.TOP_P.most])
+@pytest.mark.parametrize("top_k", [ranges.TOP_K.least, ranges.TOP_K.most])
+def test_the_ends_of_the_ranges_draw_a_token_with_a_finite_log_prob(
+    temperature: float, top_p: float, top_k: int
+) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)) * 200
+    params = plain(temperature=temperature, top_p=top_p, top_k=int(top_k))
+    tokens, log_probs = draw(logits, [0.0, 0.5, float(ALMOST_ONE)], [params] * 3)
+    assert np.isfinite(log_probs).all()
+    if top_k == 1 or temperature < 1:
+        assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_top_k_beyond_the_vocabulary_is_no_limit() -> None:
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(3)).expand(40, -1)
+    us = uniforms(1, 0, 40).tolist()
+    one, other = (draw(logits, us, [plain(top_k=top_k)] * 40) for top_k in (-1, 2**31 - 1))
+    np.testing.assert_array_equal(one[0], other[0])
+
+
 def test_equal_probabilities_are_kept_by_token_id() -> None:
     kept = keep_top(torch.full((1, 6), 1 / 6), torch.tensor([2]), torch.tensor([1.0]))
     assert kept[0].nonzero()[:, 0].tolist() == [0, 1]
@@ -162,12 +189,21 @@ def test_a_row_with_a_nan_shows_it_in_its_log_prob_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"temperature": -0.1}, "temperature must be 0 (greedy) or positive, got -0.1"),
-        ({"temperature": math.nan}, "temperature must be 0 (greedy) or positive, got nan"),
-        ({"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
-        ({"top_p": 1.1}, "top_p must be in (0, 1], got 1.1"),
-        ({"top_k": 0}, "top_k must be -1 (off) or at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be from 1 to 2147483647, got 0"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens must be from 1 to 2147483647, got 2147483648"),
+        ({"temperature": -0.1}, "temperature must be 0 (greedy) or from 1e-06 to 1e+06, got -0.1"),
+        ({"temperature": 1e-50}, "temperature must be 0 (greedy) or from 1e-06 to 1e+06, got 1e-50"),
+        ({"temperature": math.inf}, "temperature must be 0 (greedy) or from 1e-06 to 1e+06, got inf"),
+        ({"temperature": math.nan}, "temperature must be 0 (greedy) or from 1e-06 to 1e+06, got nan"),
+        ({"top_p": 0.0}, "top_p must be from 1e-06 to 1, got 0.0"),
+        ({"top_p": 1e-46}, "top_p must be from 1e-06 to 1, got 1e-46"),
+        ({"top_p": 1.1}, "top_p must be from 1e-06 to 1, got 1.1"),
+        ({"top_k": 0}, "top_k must be -1 (all tokens) or from 1 to 2147483647, got 0"),
+        ({"top_k": 2**63}, "top_k must be -1 (all tokens) or from 1 to 2147483647, got 9223372036854775808"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids must be from 0 to 2147483647, got -1"),
+        ({"stop_token_ids": (3, 2**63)}, "stop_token_ids must be from 0 to 2147483647, got 9223372036854775808"),
+        ({"stop_token_ids": (3,) * 1025}, "the number of stop_token_ids must be from 0 to 1024, got 1025"),
+        ({"num_top": 33}, "num_top must be from 0 to 32, got 33"),
     ],
 )
 def test_parameters_out_of_range_are_refused(changes: dict[str, Any], text: str) -> None:
@@ -186,7 +222,7 @@ def test_parameters_out_of_range_are_refused(changes: dict[str, Any], text: str)
             "the prompt of request 'a' must be a non-empty vector of token ids, got int32 [1, 3]",
         ),
         (np.zeros(3), 0, "the prompt of request 'a' must be a non-empty vector of token ids, got float64 [3]"),
-        (np.zeros(3, np.int32), 2**63, "the seed of request 'a' must be in [0, 2**63), got 9223372036854775808"),
+        (np.zeros(3, np.int32), 2**63, "the seed of request 'a' must be from 0 to 9223372036854775807, got 92233720"),
     ],
 )
 def test_malformed_requests_are_refused(prompt: np.ndarray, seed: int, text: str) -> None:

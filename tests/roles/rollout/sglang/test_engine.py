@@ -102,13 +102,14 @@ async def test_only_what_a_server_can_do_is_asked_of_it() -> None:
     asked = request(priority=3, session="s", stop_token_ids=(9,))
     await engine(client).generate(asked)
     able = engine(client, seeds=True, priority=-1, experts=Experts(2, 2, 8))
-    await able.generate(asked)
+    await able.generate(replace(asked, params=replace(asked.params, top_k=2**31 - 1)))  # of 100 tokens
     plain, rich = client.asked
     assert plain["sampling_params"] == {
         "max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop_token_ids": [9]
     }  # fmt: skip
     assert plain["input_ids"] == [5, 6] and plain["return_logprob"] and plain["session_id"] == "s"
     assert not {"priority", "return_routed_experts"} & plain.keys()
+    assert rich["sampling_params"]["top_k"] == -1
     assert rich["sampling_params"]["sampling_seed"] == 7 and rich["return_routed_experts"]
     assert rich["priority"] == -3 and plain["rid"] != ""
 
