@@ -30,7 +30,7 @@ from rondo.roles.rollout.lent import Lent, LentForward
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
 from rondo.roles.rollout.recorder import Recorder
 from rondo.roles.rollout.sleeper import Sleeper
-from rondo.roles.rollout.slots import Forward, SlotEngine
+from rondo.roles.rollout.slots import Failed, Forward, SlotEngine
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded
 from rondo.runtime.waits import PROCESS, waiting
 
@@ -121,7 +121,8 @@ class EmbeddedEngine:
 
     A turn holds the compute thread for about `turn_s` seconds, at least one step, so that other work on it gets its share.
     While its weights are `held`, nothing is sampled: the next ones that are given end that.
-    When a step fails, every request here fails with that error and the cache is emptied; the engine goes on. When writing
+    A request whose own numbers go wrong fails alone. When a step fails, every request here fails with that error and the cache is
+    emptied; the engine goes on. When writing
     weights fails half-way, it fails what is here too and refuses requests until other weights are in.
     """
 
@@ -296,11 +297,13 @@ class EmbeddedEngine:
             if not self._slots.has_work or self._stands:
                 break
             try:
-                completions = self._slots.step()
+                ended = self._slots.step()
             except Exception as error:  # noqa: BLE001 - whatever it is, those who wait for it get it
                 self._fail_running(error, outcomes)
                 break
-            outcomes += [(self._running.pop(done.request_id).done, done, None) for done in completions]
+            for each in ended:
+                done = self._running.pop(each.request_id).done
+                outcomes.append((done, None, each.error) if isinstance(each, Failed) else (done, each, None))
             if self._clock() >= until:
                 break
         return outcomes, self._progress() if self._watched else []

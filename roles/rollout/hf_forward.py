@@ -86,6 +86,10 @@ class _RaggedLayer(CacheLayerMixin):
             self.keys[target, :, :length] = self.keys[source, :, :length]
             self.values[target, :, :length] = self.values[source, :, :length]
 
+    def wipe(self, slots: slice | int) -> None:
+        if self.is_initialized:
+            self.keys[slots], self.values[slots] = 0, 0
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (self._upto or query_length), 0
 
@@ -149,10 +153,10 @@ class _StateLayer(LinearAttentionLayer):
             if states is not None:
                 states[target] = states[source]
 
-    def reset(self) -> None:
+    def wipe(self, slots: slice | int) -> None:
         for states in (self._conv, self._memory):
             if states is not None:
-                states.zero_()
+                states[slots] = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -224,9 +228,9 @@ class HFForward:
         if self._recorder is not None:
             self._recorder.copy(source, target, length)
 
-    def clear(self) -> None:
+    def clear(self, slot: int | None = None) -> None:
         for layer in self._layers:
-            layer.reset()
+            layer.wipe(slice(None) if slot is None else slot)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         load_disk_tensors(self._model, tensors)

@@ -97,8 +97,8 @@ class LentForward:
     def copy(self, source: int, target: int, length: int) -> None:
         self._forward.copy(source, target, length)
 
-    def clear(self) -> None:
-        self._forward.clear()
+    def clear(self, slot: int | None = None) -> None:
+        self._forward.clear(slot)
 
     def refresh(self) -> None:
         """Takes the lent tensors over as they are."""

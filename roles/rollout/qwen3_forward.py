@@ -160,8 +160,8 @@ class Qwen3Forward:
         self._cache[:, target, :, :length].copy_(self._cache[:, source, :, :length])
         self._show(target, length)
 
-    def clear(self) -> None:
-        self._cache.zero_()
+    def clear(self, slot: int | None = None) -> None:
+        (self._cache if slot is None else self._cache[:, slot]).zero_()
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         load_disk_tensors(self._model, tensors)

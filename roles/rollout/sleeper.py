@@ -51,9 +51,9 @@ class Sleeper:
     def copy(self, source: int, target: int, length: int) -> None:
         self._awake.copy(source, target, length)
 
-    def clear(self) -> None:
+    def clear(self, slot: int | None = None) -> None:
         if self._forward is not None:
-            self._forward.clear()
+            self._forward.clear(slot)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self._forward is not None:

@@ -77,8 +77,8 @@ class Forward(Protocol):
         """Copies the first `length` positions of a slot's cache into another slot, which then holds exactly these. Without
         `keeps_prefixes` they must be all that the slot holds."""
 
-    def clear(self) -> None:
-        """Zeroes the cache: a NaN in it would reach later sequences even through a mask."""
+    def clear(self, slot: int | None = None) -> None:
+        """Zeroes the cache, or a slot's alone: a NaN in it would reach later sequences even through a mask."""
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces the weights in place (Hugging Face disk names), or raises ConfigError and changes nothing."""
@@ -104,6 +104,14 @@ class _Running:
     prompt: _Prompt
     top: list[tuple[np.ndarray, np.ndarray]] | None = None
     """For each token that was sampled here the likeliest ones, of requests that want them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request whose own numbers went wrong; it is no longer here, and what runs beside it goes on."""
+
+    request_id: str
+    error: CorruptData
 
 
 class SlotEngine:
@@ -301,7 +309,7 @@ class SlotEngine:
         )
 
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Completion | Failed]:
         """Samples one token for every sequence in flight, new ones included, and returns those that ended."""
         num_decode = len(self._running)
         rows = list(range(num_decode))
@@ -371,17 +379,12 @@ class SlotEngine:
         parts += [self._forward(Batch(nothing, nothing, (prompt,))) for prompt in prompts]
         return torch.cat(parts)
 
-    def _record(self, logits_NV: torch.Tensor) -> list[Completion]:
+    def _record(self, logits_NV: torch.Tensor) -> list[Completion | Failed]:
         """Draws the next token of slots 0 .. N - 1 and ends those that are done."""
         num_running = len(self._running)
         slots, at = self._all_slots[:num_running], self._length[:num_running]
         tokens, log_probs = self._sampler.draw(logits_NV, slots, self._uniforms[slots, at])
-        if not np.isfinite(log_probs).all():
-            request = self._running[int(np.flatnonzero(~np.isfinite(log_probs))[0])].request
-            raise CorruptData(
-                f"the log-probs under policy version {self.version} must be finite, got a NaN for request {request.id!r}. "
-                "Check the published weights."
-            )
+        broken = ~np.isfinite(log_probs)
         self._tokens[slots, at] = tokens
         self._log_probs[slots, at] = log_probs
         self._versions[slots, at] = self.version
@@ -390,9 +393,12 @@ class SlotEngine:
         at += 1  # a view of the lengths
         self._tokens_generated += num_running
         stopped = (self._stop_ids[:num_running] == tokens[:, None]).any(1)
-        ended = np.flatnonzero(stopped | (at >= self._limit[:num_running]))
+        ended = np.flatnonzero(broken | stopped | (at >= self._limit[:num_running]))
         # From the last to the first, so that the slot which moves into a freed one is never itself about to end.
-        return [self._finish(int(slot), "stop" if stopped[slot] else "length") for slot in ended[::-1]]
+        return [
+            self._failed(slot) if broken[slot] else self._finish(slot, "stop" if stopped[slot] else "length")
+            for slot in map(int, ended[::-1])
+        ]
 
     def _record_top(self, logits_NV: torch.Tensor) -> None:
         for slot, running in enumerate(self._running):
@@ -426,7 +432,7 @@ class SlotEngine:
         return self._tokens[slot, span].copy(), self._log_probs[slot, span].copy(), self._versions[slot, span].copy()
 
     def _finish(self, slot: int, reason: FinishReason) -> Completion:
-        """Takes a sequence out and closes the gap with the last slot."""
+        """Takes a sequence out with what it has."""
         request = self._running[slot].request
         span = slice(request.prompt.size, int(self._length[slot]))
         tokens, log_probs, versions = self._sampled(slot, span)
@@ -434,7 +440,28 @@ class SlotEngine:
         told = None if self._experts is None else self._experts(slot, span.stop - 1)  # the newest is not in the cache
         experts = experts_of_whole(request.prefix, told)
         completion = Completion(request.id, tokens, log_probs, versions, reason, experts, top)
-        self._num_wanting_top -= request.params.num_top > 0
+        self._free(slot)
+        self._num_cancelled += reason == "cancelled"
+        self._num_interrupted += reason == "interrupted"
+        self._num_completed += reason in ("stop", "length")
+        return completion
+
+    def _failed(self, slot: int) -> Failed:
+        """Takes a sequence out whose numbers are no numbers, with all that it left in the cache."""
+        request = self._running[slot].request
+        self._forward.clear(slot)
+        self._free(slot)
+        return Failed(
+            request.id,
+            CorruptData(
+                f"the log-probs of request {request.id!r} under policy version {self.version} must be finite, got a NaN. "
+                "Where every request fails so, check the published weights; else look at its prompt and media"
+            ),
+        )
+
+    def _free(self, slot: int) -> None:
+        """Closes the gap that a sequence leaves with the last slot."""
+        self._num_wanting_top -= self._running[slot].request.params.num_top > 0
         moved = self._running.pop()
         last = len(self._running)
         if slot != last:
@@ -444,10 +471,6 @@ class SlotEngine:
             for row in (self._tokens, self._log_probs, self._versions, self._uniforms, self._stop_ids):
                 row[slot] = row[last]
             self._length[slot], self._limit[slot] = self._length[last], self._limit[last]
-        self._num_cancelled += reason == "cancelled"
-        self._num_interrupted += reason == "interrupted"
-        self._num_completed += reason in ("stop", "length")
-        return completion
 
 
 def _top(running: _Running, num_tokens: int) -> Top | None:

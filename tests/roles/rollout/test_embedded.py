@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from rondo.roles.rollout.engine import Completion, Engine, Request
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward
 from rondo.roles.rollout.slots import Batch, SlotEngine
 from rondo.runtime import waits
-from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, WorkerDied
+from rondo.runtime.errors import Closed, ConfigError, CorruptData, DeadlineExceeded, WorkerDied
 from tests.roles.rollout.engines import gap, qwen3, ragged, request, run
 
 
@@ -58,8 +59,8 @@ class Controlled:
     def copy(self, source: int, target: int, length: int) -> None:
         self._forward.copy(source, target, length)
 
-    def clear(self) -> None:
-        self._forward.clear()
+    def clear(self, slot: int | None = None) -> None:
+        self._forward.clear(slot)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.load_error is not None:
@@ -247,6 +248,17 @@ async def test_a_failing_step_fails_everyone_who_waits_and_the_engine_goes_on() 
         made.forward.step_error = None
         done = {each.id: await made.engine.generate(each) for each in requests[:3]}
         assert gap(qwen3(), requests[:3], done) < 2e-5
+
+
+async def test_a_request_whose_numbers_go_wrong_fails_alone() -> None:
+    async with rig() as made:
+        embedded = made.forward._forward._model.model.embed_tokens.weight
+        with torch.no_grad():
+            embedded[13] = torch.nan
+        asked = [request("good", np.array([1, 2, 3], np.int32), 8), request("bad", np.array([1, 13, 3], np.int32), 8)]
+        good, bad = await asyncio.gather(*map(made.engine.generate, asked), return_exceptions=True)
+        assert isinstance(bad, CorruptData) and isinstance(good, Completion) and good.tokens.size == 8
+        assert 13 not in good.tokens
 
 
 async def test_half_written_weights_stop_the_engine_until_whole_ones_come() -> None:

@@ -11,7 +11,7 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import slot_engine
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
-from rondo.roles.rollout.slots import SlotEngine
+from rondo.roles.rollout.slots import Failed, SlotEngine
 from rondo.runtime.errors import ConfigError, CorruptData
 from tests.roles.rollout.engines import gap, prompt_of, qwen3, ragged, request, run
 
@@ -206,25 +206,42 @@ def test_tensors_of_another_model_are_refused_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("forward", ["fused", "hf"])
-def test_weights_with_a_nan_are_an_error_and_leave_no_trace_after_clear(forward: Any) -> None:
+def test_weights_with_a_nan_fail_every_request_and_leave_no_trace(forward: Any) -> None:
     model = qwen3()
     engine = engine_for(model, forward=forward)
     good = {name: tensor.clone() for name, tensor in full_tensors(model)}
-    engine.load_weights(1, good | {"model.norm.weight": torch.full((32,), torch.nan)})
-    engine.add(request("a", 30, 30))
-    with pytest.raises(CorruptData) as caught:
-        engine.step()
-    assert str(caught.value) == (
-        "the log-probs under policy version 1 must be finite, got a NaN for request 'a'. Check the published weights."
-    )
-    engine.load_weights(2, good | {"model.layers.0.input_layernorm.weight": torch.full((32,), torch.nan)})
-    with pytest.raises(CorruptData):
-        engine.step()
-    engine.clear()
-    assert not engine.has_work
+    for version, name in enumerate(("model.norm.weight", "model.layers.0.input_layernorm.weight"), 1):
+        engine.load_weights(version, good | {name: torch.full((32,), torch.nan)})
+        for each in "abc":
+            engine.add(request(each, 30, 30))
+        ended = {each.request_id: each for each in engine.step()}
+        assert sorted(ended) == ["a", "b", "c"] and not engine.has_work
+        failed = ended["a"]
+        assert isinstance(failed, Failed) and isinstance(failed.error, CorruptData)
+        assert str(failed.error).startswith(
+            f"the log-probs of request 'a' under policy version {version} must be finite, got a NaN."
+        )
     engine.load_weights(3, good)
     requests = ragged(6)
     assert gap(model, requests, run(engine, requests)) < 2e-5
+
+
+@pytest.mark.parametrize("forward", ["fused", "hf"])
+def test_a_sequence_whose_numbers_go_wrong_ends_alone_and_leaves_no_trace(forward: Any) -> None:
+    poison = 13
+    sound, model = qwen3(), qwen3()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[poison] = torch.nan
+    engine = engine_for(model, num_slots=3, forward=forward)
+    others = [
+        request(name, np.arange(20, 20 + size, dtype=np.int32), 12) for name, size in (("a", 4), ("b", 9), ("c", 40))
+    ]
+    bad = [request(name, np.array([7, poison, 8] * 10, np.int32), 5) for name in ("x", "y")]
+    done = run(engine, [others[0], bad[0], bad[1], *others[1:]])
+    assert {name for name, each in done.items() if isinstance(each, Failed)} == {"x", "y"}
+    assert not any(poison in done[each.id].tokens for each in others)
+    assert gap(sound, others, done) < 2e-5
+    assert engine.stats().num_completed == 3
 
 
 def refused(engine: SlotEngine, asked: Request) -> str:

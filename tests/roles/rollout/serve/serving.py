@@ -122,7 +122,7 @@ class Speaker:
         begin, row = self._rows[source]
         self._rows[target] = begin, row[:length]
 
-    def clear(self) -> None:
+    def clear(self, slot: int | None = None) -> None:
         self._rows.clear()
 
     def load(self, tensors: Any) -> None:
