@@ -2,8 +2,8 @@
 
 Owns the form of a line, that it begins on a line of its own, and reading lines back. Does not own what is worth a line.
 Invariants: one record is one `write(2)` with O_APPEND, so records of several processes never mix and a killed writer leaves
-whole lines; a line that a power loss or a full disk tore is ended before the next one, and left out by every reader; a file
-that cannot be written is counted and told (`telling.py`), never raised.
+whole lines; a line that a power loss or a full disk tore is ended before the next one, and left out by every reader, as are empty
+lines; a file that cannot be written is counted and told (`telling.py`), never raised.
 
     with JsonLines(run / "events.jsonl") as events:
         events.write({"kind": "died", "group": "actor-0"})      # {"time":1760000000.5,"kind":"died","group":"actor-0"}
