@@ -21,7 +21,7 @@ from rondo.roles.rollout.serve.calls import CallReader
 from rondo.roles.rollout.serve.desk import Answer, Ask
 from rondo.roles.rollout.serve.errors import TurnedDown
 from rondo.roles.rollout.serve.output import OutputReader, Part
-from rondo.roles.rollout.serve.sampling import decode
+from rondo.roles.rollout.serve.pieces import REPLACEMENT, Pieces, pieces_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,28 +165,29 @@ def _log_probs(form: Form, tokenizer: Any, answer: Answer, start: int) -> dict[s
     if form.num_top and answer.top is None and len(answer.tokens):
         raise TurnedDown(501, "top_logprobs must be 0 with this engine, which does not tell them. Remove it")
     tokens, values = answer.tokens[start:].tolist(), answer.log_probs[start:].tolist()
-    top = _top(tokenizer, answer, start) if form.num_top else [[] for _ in tokens]
+    pieces = pieces_of(tokenizer)
+    top = _top(answer, start) if form.num_top else [[] for _ in tokens]
     if form.chat:
         content = [
-            _token(tokenizer, token, value) | {"top_logprobs": [_token(tokenizer, *each) for each in likeliest]}
+            _token(pieces, token, value) | {"top_logprobs": [_token(pieces, *each) for each in likeliest]}
             for token, value, likeliest in zip(tokens, values, top, strict=True)
         ]
         return {"content": content, "refusal": None}
-    texts = [decode(tokenizer, [token]) for token in tokens]
+    texts = list(map(pieces.alone, tokens))
     offsets = [0]
     for text in texts:
         offsets.append(offsets[-1] + len(text))
     return {
         "tokens": texts,
         "token_logprobs": values,
-        "top_logprobs": [{decode(tokenizer, [token]): value for token, value in each} for each in top]
+        "top_logprobs": [{pieces.alone(token): value for token, value in each} for each in top]
         if form.num_top
         else None,
         "text_offset": offsets[:-1],
     }
 
 
-def _top(tokenizer: Any, answer: Answer, start: int) -> list[list[tuple[int, float]]]:
+def _top(answer: Answer, start: int) -> list[list[tuple[int, float]]]:
     assert answer.top is not None
     return [
         [(token, value) for token, value in zip(ids, values, strict=True) if not math.isnan(value)]
@@ -194,7 +195,8 @@ def _top(tokenizer: Any, answer: Answer, start: int) -> list[list[tuple[int, flo
     ]
 
 
-def _token(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
-    text = decode(tokenizer, [token])
-    # A part of a character has no text of its own, and its bytes are not told.
-    return {"token": text, "logprob": value, "bytes": None if "\ufffd" in text else list(text.encode())}
+def _token(pieces: Pieces, token: int, value: float) -> dict[str, Any]:
+    text, raw = pieces.alone(token), pieces.raw(token)
+    # A part of a character has no text of its own, but its bytes, where they are known.
+    known = raw if raw is not None else None if REPLACEMENT in text else text.encode()
+    return {"token": text, "logprob": value, "bytes": None if known is None else list(known)}

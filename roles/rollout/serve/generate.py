@@ -25,8 +25,10 @@ from aiohttp import web
 from rondo.roles.rollout.serve.desk import Answer, Ask
 from rondo.roles.rollout.serve.errors import TurnedDown
 from rondo.roles.rollout.serve.fields import Fields, read_body
-from rondo.roles.rollout.serve.sampling import asks_of, decode, encode, read_sglang, token_ids
+from rondo.roles.rollout.serve.pieces import pieces_of
+from rondo.roles.rollout.serve.sampling import asks_of, encode, read_sglang, token_ids
 from rondo.roles.rollout.serve.service import SESSION, Service, json_answer, session_of, stream_events
+from rondo.roles.rollout.serve.text import text_of
 from rondo.roles.rollout.serve.trajectory import Call
 from rondo.runtime.errors import ConfigError
 
@@ -162,7 +164,7 @@ def _answer(service: Service, ask: Ask, answer: Answer, wanted: _Wanted) -> dict
         "weight_version": str(answer.policy_versions[-1] if len(tokens) else service.engine.version),
     }
     if wanted.log_probs:
-        texts = [decode(service.tokenizer, [token]) for token in tokens] if wanted.texts else [None] * len(tokens)
+        texts = list(map(pieces_of(service.tokenizer).alone, tokens)) if wanted.texts else [None] * len(tokens)
         meta["output_token_logprobs"] = list(zip(answer.log_probs.tolist(), tokens, texts, strict=True))
         meta["output_token_logprobs_length"] = len(tokens)
         meta["input_token_logprobs"] = []
@@ -204,9 +206,10 @@ def _top(service: Service, answer: Answer, texts: bool) -> list[list[tuple[float
     top = answer.top
     if top is None:
         raise TurnedDown(501, "top_logprobs_num must be 0 with this engine, which does not tell them. Remove it")
+    alone = pieces_of(service.tokenizer).alone
     return [
         [
-            (value, token, decode(service.tokenizer, [token]) if texts else None)
+            (value, token, alone(token) if texts else None)
             for value, token in zip(values, ids, strict=True)
             if not math.isnan(value)
         ]
@@ -225,7 +228,6 @@ def _experts(answer: Answer, start: int) -> str:
 
 def _record(service: Service, session: str | None, ask: Ask, answer: Answer) -> None:
     if session is not None:
-        prompt_text = decode(service.tokenizer, ask.prompt)
-        service.trajectories.record(
-            session, Call.of(ask, answer, prompt_text, decode(service.tokenizer, answer.tokens))
-        )
+        prompt_text = text_of(service.tokenizer, ask.prompt)
+        text = text_of(service.tokenizer, answer.tokens, after=int(ask.prompt[-1]))
+        service.trajectories.record(session, Call.of(ask, answer, prompt_text, text))

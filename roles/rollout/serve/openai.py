@@ -25,8 +25,9 @@ from rondo.roles.rollout.serve.answers import ChunkWriter, Form, message_of, usa
 from rondo.roles.rollout.serve.calls import call_reader
 from rondo.roles.rollout.serve.desk import Answer, Ask
 from rondo.roles.rollout.serve.fields import Fields, read_body
-from rondo.roles.rollout.serve.sampling import asks_of, decode, encode, read_openai, token_ids
+from rondo.roles.rollout.serve.sampling import asks_of, encode, read_openai, token_ids
 from rondo.roles.rollout.serve.service import SESSION, Service, json_answer, session_of, stream_events
+from rondo.roles.rollout.serve.text import text_of
 from rondo.roles.rollout.serve.trajectory import Call, Prompt
 from rondo.runtime.errors import ConfigError
 
@@ -121,7 +122,7 @@ async def completions(service: Service, request: web.Request) -> web.StreamRespo
             prompt = _prompt(service, session, each, special=True)
         else:
             tokens = token_ids(each, "prompt")
-            prompt = Prompt(tokens, decode(service.tokenizer, tokens))
+            prompt = Prompt(tokens, text_of(service.tokenizer, tokens))
         name = f"{rid}-{number}"
         prompts[name] = prompt
         asks += _asks(service, sampling, prompt, name, session, num_top or 0, priority)
@@ -164,7 +165,7 @@ async def _events(service: Service, asked: _Asked) -> AsyncGenerator[dict[str, A
 
 def _record(service: Service, asked: _Asked, ask: Ask, answer: Answer, message: dict[str, Any] | None) -> None:
     if asked.session is not None:
-        text = decode(service.tokenizer, answer.tokens)
+        text = text_of(service.tokenizer, answer.tokens, after=int(ask.prompt[-1]))
         call = Call.of(ask, answer, asked.prompts[ask.rid], text, messages=asked.messages, reply=message)
         service.trajectories.record(asked.session, call)
 

@@ -129,16 +129,9 @@ def encode(tokenizer: Any, text: str, *, special: bool) -> np.ndarray:
 
 def token_ids(value: Any, name: str) -> np.ndarray:
     """A list of token ids as int32 [T]."""
-    if not isinstance(value, list) or not all(type(token) is int and -(2**31) <= token < 2**31 for token in value):
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
         raise ConfigError(f"{name} must be a list of token ids, got {type(value).__name__}. Tokenize the prompt")
     return np.asarray(value, np.int32)
-
-
-def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
-    text: str = tokenizer.decode(
-        [int(token) for token in tokens], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
-    return text
 
 
 def _seed(seed: int | None) -> int:
