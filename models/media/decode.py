@@ -61,7 +61,8 @@ class Video:
 def image(data: bytes, config: MediaConfig, name: str, *, fit: Fit | None = None) -> Image:
     """The picture as RGB, scaled by `fit`: turned as its EXIF orientation says, transparent parts white, the first of several.
 
-    Raises MediaError for what is no image, is broken or cut short, or has more than `max_source_pixels`.
+    Raises MediaError for what is no image, is broken or cut short, has more than `max_source_pixels`, or more than 16 bits a
+    channel, of which nobody says where black and white are.
     """
     try:
         from PIL import Image as pillow
@@ -75,6 +76,10 @@ def image(data: bytes, config: MediaConfig, name: str, *, fit: Fit | None = None
             pillow.open(io.BytesIO(data), formats=[kind for kind in _IMAGE_FORMATS if kind in pillow.OPEN]) as picture,
         ):
             _check_pixels(name, *picture.size, config)
+            if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
+                raise MediaError(
+                    f"{name} must have 8 or 16 bits a channel, got 32. Convert the row's picture, or remove the row"
+                )
             picture.load()
             ImageOps.exif_transpose(picture, in_place=True)  # a copy would be as large as the decoded picture
             return _scaled(_as_rgb(picture), 1, fit)
@@ -87,7 +92,7 @@ def image(data: bytes, config: MediaConfig, name: str, *, fit: Fit | None = None
 
 
 def audio(data: bytes, config: MediaConfig, name: str) -> np.ndarray:
-    """The sound as float32 [N], mono, resampled to `audio_sample_rate`; several channels are averaged.
+    """The sound as float32 [N], mono, resampled to `audio_sample_rate`; its channels are averaged.
 
     Raises MediaError for a file without sound, of length 0, broken, longer than `max_source_s` or of an impossible rate.
     """
@@ -102,9 +107,10 @@ def video(
 ) -> Video:
     """Frames at `fps`, between `min_frames` and `max_frames` of them as far as the video has so many, and its sound.
 
-    The number of frames is even; a shorter video of an odd number gets its last frame twice. A list of images is a video
-    of those frames, `fps` of them a second, sampled evenly where it has more than `max_frames`. `fit` scales each
-    frame as soon as it is decoded. A video without a sound track has no sound, whatever `use_audio` says.
+    Frames are turned as the file says that they are to be shown. Their number is even; a shorter video of an odd number
+    gets its last frame twice. A list of images is a video of those frames, `fps` of them a second, sampled evenly where it
+    has more than `max_frames`. `fit` scales each frame as soon as it is decoded. A video without a sound track has no sound,
+    whatever `use_audio` says.
 
     Raises MediaError for a video of length 0, that breaks off, is longer than `max_source_s`, changes its size, or has
     more than `max_source_pixels` in a frame.
@@ -191,12 +197,13 @@ def _sound(container: Any, config: MediaConfig, name: str) -> np.ndarray:
         )
     if stream.duration is not None and stream.time_base is not None:
         _check_length(name, float(stream.duration * stream.time_base), config)
-    resampler = AudioResampler(format="flt", layout="mono", rate=config.audio_sample_rate)
+    # Not to mono, which FFmpeg mixes by weights of its own that can be louder than each channel.
+    resampler = AudioResampler(format="fltp", rate=config.audio_sample_rate)
     pieces: list[np.ndarray] = []
     num_samples = 0
     for frame in _and_none(container.decode(stream)):
         for resampled in resampler.resample(frame):
-            pieces.append(resampled.to_ndarray().reshape(-1))
+            pieces.append(resampled.to_ndarray().mean(0))
             num_samples += len(pieces[-1])
         _check_length(name, num_samples / config.audio_sample_rate, config)
     if not num_samples:
@@ -224,10 +231,20 @@ def _and_none(frames: Iterator[Any]) -> Iterator[Any]:
 class _Track:
     """What the packets of a video track say, without decoding them."""
 
-    start_s: float
-    end_s: float
-    """When the last frame begins."""
-    num_frames: int
+    times_s: np.ndarray
+    """When each frame begins, ascending, float64 [F]."""
+
+    @property
+    def start_s(self) -> float:
+        return float(self.times_s[0])
+
+    @property
+    def end_s(self) -> float:
+        return float(self.times_s[-1])
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.times_s)
 
     @property
     def frame_s(self) -> float:
@@ -246,7 +263,7 @@ def _times(container: Any, config: MediaConfig, name: str) -> _Track:
     if not times:
         raise MediaError(f"{name} must last longer than 0 s, got no frames. Correct or remove the row")
     _check_pixels(name, stream.codec_context.width, stream.codec_context.height, config)
-    track = _Track(min(times), max(times), len(times))
+    track = _Track(np.sort(times))
     if stream.frames > track.num_frames:
         raise MediaError(
             f"{name} must hold the {stream.frames} frames of its header, got {track.num_frames}. Correct or remove the row"
@@ -256,18 +273,17 @@ def _times(container: Any, config: MediaConfig, name: str) -> _Track:
 
 
 def _sample(track: _Track, config: MediaConfig) -> np.ndarray:
-    """Times to take frames at, float64 [F]: evenly from the first to the last, as Qwen's own sampling does."""
+    """Times to take frames at, float64 [F]: evenly from the first to the last, as Qwen's own sampling does, or those of all."""
     duration_s = track.end_s - track.start_s + track.frame_s
     wanted = min(max(int(duration_s * config.fps), config.min_frames), config.max_frames)
-    return _evenly(track.start_s, track.end_s, wanted, track.num_frames)
+    return _evenly(track.times_s, wanted)
 
 
-def _evenly(first: float, last: float, wanted: int, available: int) -> np.ndarray:
-    """An even number of points from first to last: `wanted` of them, or all that are available, the last one twice if need be."""
-    if wanted < available:
-        return np.linspace(first, last, wanted - wanted % _TEMPORAL_PATCH)
-    points = np.linspace(first, last, available)
-    return np.append(points, [last] * (available % _TEMPORAL_PATCH))
+def _evenly(available: np.ndarray, wanted: int) -> np.ndarray:
+    """An even number of points: `wanted` of them, evenly from the first to the last, or all, the last one twice if need be."""
+    if wanted < len(available):
+        return np.linspace(available[0], available[-1], wanted - wanted % _TEMPORAL_PATCH)
+    return np.append(available, available[len(available) - len(available) % _TEMPORAL_PATCH :])
 
 
 def _spacing(times_s: np.ndarray, config: MediaConfig) -> float:
@@ -297,7 +313,7 @@ def _nearest(
             )
         time = frame.time if frame.time is not None else track.start_s + count * track.frame_s
         while before is not None and len(taken) < len(times) and times[len(taken)] <= (before[0] + time) / 2:
-            taken.append(np.asarray(_scaled(before[1].to_image(), len(times), fit)))
+            taken.append(np.asarray(_scaled(_upright(before[1]), len(times), fit)))
         before = (time, frame)
         if len(taken) == len(times):
             break
@@ -308,16 +324,26 @@ def _nearest(
             f"{end_s:g} s. Correct or remove the row"
         )
     if len(taken) < len(times):
-        last = np.asarray(_scaled(before[1].to_image(), len(times), fit))
+        last = np.asarray(_scaled(_upright(before[1]), len(times), fit))
         taken += [last] * (len(times) - len(taken))
     return np.stack(taken)
+
+
+def _upright(frame: Any) -> Any:
+    """The frame as it is to be shown: a camera that is held upright writes its turn beside the frames."""
+    picture, quarters = frame.to_image(), round(frame.rotation / 90) % 4  # counterclockwise
+    if not quarters:
+        return picture
+    from PIL.Image import Transpose
+
+    return picture.transpose((Transpose.ROTATE_90, Transpose.ROTATE_180, Transpose.ROTATE_270)[quarters - 1])
 
 
 def _from_frames(source: list[bytes], config: MediaConfig, name: str, fit: Fit | None) -> Video:
     if not source:
         raise MediaError(f"{name} must have at least one frame, got none. Correct or remove the row")
     _check_length(name, len(source) / config.fps, config)
-    chosen = _evenly(0, len(source) - 1, config.max_frames, len(source)).round().astype(int)
+    chosen = _evenly(np.arange(len(source), dtype=float), config.max_frames).round().astype(int)
     frames: list[np.ndarray] = []
     size = None
     for index in chosen:

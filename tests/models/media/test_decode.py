@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import struct
 import sys
+import wave
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -52,6 +55,13 @@ def test_transparent_parts_are_white_and_dark_16_bit_pictures_stay_dark() -> Non
     assert np.asarray(decode.image(_saved(grey), CONFIG, "image a"))[..., 0].tolist() == [[0, 7], [100, 255]]
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_a_picture_whose_black_and_white_nobody_knows_is_refused(kind: type) -> None:
+    data = _saved(Image.fromarray(np.array([[0, 1], [1, 0]], kind)), "TIFF")
+    with pytest.raises(MediaError, match="image a must have 8 or 16 bits a channel, got 32"):
+        decode.image(data, CONFIG, "image a")
+
+
 def test_of_an_animation_the_first_frame_is_the_picture() -> None:
     frames = [Image.fromarray(np.full((8, 8, 3), value, np.uint8)) for value in (40, 200)]
     data = _saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
@@ -94,6 +104,19 @@ def test_sound_becomes_mono_at_the_rate_of_the_model(rate: int, channels: int) -
     assert np.corrcoef(found[middle], tone(1.0)[middle])[0, 1] > 0.99
     spectrum = np.abs(np.fft.rfft(found[:SOUND_RATE]))
     assert abs(int(spectrum.argmax()) * SOUND_RATE / len(found) - 440) < 2
+
+
+@pytest.mark.parametrize(
+    ("channels", "share"), [([1, 1], 1.0), ([1, 0], 0.5), ([1, -1], 0.0), ([1, 1, 1, 1, 1, 1], 1.0)]
+)
+def test_channels_are_averaged(channels: list[float], share: float) -> None:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(len(channels))
+        writer.setsampwidth(2)
+        writer.setframerate(SOUND_RATE)
+        writer.writeframes((tone(0.1)[:, None] * channels * 32767).astype("<i2").tobytes())
+    np.testing.assert_allclose(decode.audio(file.getvalue(), CONFIG, "audio a"), tone(0.1) * share, atol=1e-3)
 
 
 def test_another_rate_can_be_asked_for() -> None:
@@ -154,6 +177,36 @@ def test_frames_are_taken_evenly_at_the_rate_that_is_asked_for(tmp_path: Path) -
     np.testing.assert_allclose(np.round(shown), np.linspace(0, 20, 10).round(), atol=0)
     np.testing.assert_allclose(found.times_s, np.linspace(0, 2, 10), atol=1e-6)
     assert abs(found.frame_s - 2 / 9) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("matrix", "quarters"), [((1, 0, 0, 1), 0), ((0, 1, -1, 0), -1), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)]
+)
+def test_frames_are_turned_as_the_file_says(tmp_path: Path, matrix: tuple[int, int, int, int], quarters: int) -> None:
+    data = bytearray(video_bytes(tmp_path, 2, noise=True))
+    plain = decode.video(bytes(data), CONFIG, "video a").frames
+    a, b, c, d = (value << 16 for value in matrix)
+    place = data.index(b"tkhd") + 44
+    data[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    np.testing.assert_array_equal(
+        decode.video(bytes(data), CONFIG, "video a").frames, np.rot90(plain, quarters, axes=(1, 2))
+    )
+
+
+def test_all_frames_are_there_where_all_are_taken_whatever_their_times(tmp_path: Path) -> None:
+    path, times = tmp_path / "a.mp4", [0, 1, 2, 3, 4, 5, 6, 7, 8, 40]
+    with av.open(str(path), "w") as container:
+        pictures = container.add_stream("mpeg4", rate=10)
+        pictures.width, pictures.height, pictures.pix_fmt = 96, 64, "yuv420p"
+        pictures.codec_context.time_base = Fraction(1, 10)
+        for index, at in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 96, 3), 20 * index, np.uint8), "rgb24")
+            frame.pts, frame.time_base = at, Fraction(1, 10)
+            container.mux(pictures.encode(frame))
+        container.mux(pictures.encode())
+    found = decode.video(path.read_bytes(), MediaConfig(min_frames=10), "video a")
+    assert np.round(found.frames.mean(axis=(1, 2, 3)) / 20).tolist() == list(range(10))
+    np.testing.assert_allclose(found.times_s, np.array(times) / 10, atol=1e-6)
 
 
 @pytest.mark.parametrize(
