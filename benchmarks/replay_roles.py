@@ -38,6 +38,8 @@ from rondo.roles.datasets import Row
 from rondo.roles.forward import ActorForwardRole, ReferenceRole
 from rondo.roles.job import Job
 from rondo.roles.rollout.engine import Completion, EngineStats, Request
+from rondo.roles.rollout.groups import PromptGroups
+from rondo.roles.rollout.replica import Replica
 from rondo.roles.rollout.role import RolloutRole
 from rondo.roles.trainer import Trainer, TrainRow
 from rondo.runtime.context import WorkerContext
@@ -214,17 +216,21 @@ def _finish(done: asyncio.Future[None]) -> None:
         done.set_result(None)
 
 
-class ReplayRollout(RolloutRole):
-    """The rollout role with the replay's engine, prompts of its length, its media, and a column with routed experts."""
-
+class ReplayReplica(Replica):
     async def _open_engine(self, ends: AsyncExitStack) -> ReplayEngine:
-        self._replay = Replay.read(self._ctx.run_dir)
+        return ReplayEngine(Replay.read(self._ctx.run_dir), self._job.config.seed, self._ctx)
+
+
+class ReplayGroups(PromptGroups):
+    """Prompts of the replay's length, its media, and a column with routed experts."""
+
+    def __post_init__(self) -> None:
+        self._replay = Replay.read(self.ctx.run_dir)
         self._arrays = self._replay.media_arrays()
         self._experts = np.ones((self._replay.max_tokens, self._replay.routed_bytes), np.uint8)
-        return ReplayEngine(self._replay, self._job.config.seed, self._ctx)
 
-    async def _prompt(self, row: Row, data: DataConfig) -> tuple[np.ndarray, MediaInputs | None]:
-        prompt, _ = await super()._prompt(row, data)
+    async def prepare(self, row: Row, data: DataConfig) -> tuple[np.ndarray, MediaInputs | None]:
+        prompt, _ = await super().prepare(row, data)
         return prompt, MediaInputs(row.name, self._arrays) if self._arrays else None
 
     def _columns(self, prompt: np.ndarray, done: Sequence[Completion]) -> list[Column]:
@@ -232,6 +238,13 @@ class ReplayRollout(RolloutRole):
         if self._replay.routed_bytes:
             columns.append(Column("routed_experts", "uint8", [self._experts[: len(c.tokens)] for c in done]))
         return columns
+
+
+class ReplayRollout(RolloutRole):
+    """The rollout role with the replay's engine and its prompt groups."""
+
+    open_replica = ReplayReplica
+    open_groups = ReplayGroups
 
 
 class ReplayScorer:

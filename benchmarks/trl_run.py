@@ -27,15 +27,16 @@ from rondo.models.config import ModelConfig
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.rollout.engine import Request, SamplingParams
-from rondo.roles.rollout.role import Lease, RolloutRole
+from rondo.roles.rollout.groups import Lease, PromptGroups
+from rondo.roles.rollout.role import RolloutRole
 from rondo.runtime.spec import GroupSpec
 
 LOAD, STEPS = "RONDO_BENCH_LOAD", "RONDO_BENCH_STEPS"
 """Of the environment: which length list, and for how many steps there are prompts."""
 
 
-class ListedRollout(RolloutRole):
-    """A rollout whose answers have the lengths of the list."""
+class ListedGroups(PromptGroups):
+    """Prompt groups whose answers have the lengths of the list."""
 
     def _request(
         self, lease: Lease, number: int, prompt: Any, media: MediaInputs | None, params: SamplingParams
@@ -43,6 +44,10 @@ class ListedRollout(RolloutRole):
         length = task.answer_lengths(os.environ[LOAD], lease.position)[number]
         forced = dataclasses.replace(params, max_new_tokens=length, stop_token_ids=())
         return super()._request(lease, number, prompt, media, forced)
+
+
+class ListedRollout(RolloutRole):
+    open_groups = ListedGroups
 
 
 def rows() -> list[dict[str, str]]:

@@ -1,8 +1,8 @@
 """What a process does so that equal work gives equal bits: one thread, torch's deterministic algorithms, seeded generators.
 
 Owns these process-wide switches. Does not own what makes the work itself equal: which rows share a micro-batch (`fixed` streams
-of `comm/rounds.py`), the engine's shapes (`fixed_shapes` of `rollout/slots.py`), seeds of samples (`rollout/role.py`). Which
-settings contradict determinism is said where they are (`config.py`, `launch/config.py`).
+of `comm/rounds.py`), the engine's shapes (`fixed_shapes` of `rollout/slots.py`), seeds of samples (`rollout/evaluation.py`).
+Which settings contradict determinism is said where they are (`config.py`, `launch/config.py`).
 
     settle(config)       # on the compute thread, before the model is loaded
     seed(7, rank=0)      # in the process that trains

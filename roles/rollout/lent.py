@@ -2,7 +2,7 @@
 
 Owns which policy version the lent tensors are, as the trainer says it, and the check before every forward that they are still
 what the engine calls them. Does not own the tensors (`trainer.py`), the moment of a flip (`embedded.py`) or its proof to the
-coordinator (`role.py`).
+coordinator (`replica.py`).
 
     trainer, compute thread   | round | round | optimizer                |        | round ...
     lent.version              3 ............... None .................... 4 .......

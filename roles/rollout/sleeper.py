@@ -1,7 +1,7 @@
 """An engine's forward that gives its memory to the trainer while nothing is generated, and takes it again.
 
-Owns what is released and when it is made again. Does not own when to sleep (`role.py`, where generation and training take turns
-in one process) or where the weights come from.
+Owns what is released and when it is made again. Does not own when to sleep (`replica.py`, where generation and training take
+turns in one process) or where the weights come from.
 
     awake --sleep (nothing in flight)--> asleep: no key-value cache, no fused weights, no weights of its own --load--> awake
 

@@ -13,7 +13,7 @@ from benchmarks import trl, trl_run
 from benchmarks import trl_task as task
 from rondo.launch.plan import group_specs
 from rondo.roles.rollout.engine import SamplingParams
-from rondo.roles.rollout.role import Lease
+from rondo.roles.rollout.groups import Lease
 
 
 def test_both_lists_have_the_same_mean_and_the_ragged_one_a_long_tail() -> None:
@@ -32,12 +32,14 @@ def test_the_reward_is_the_part_of_signs_that_are_plus() -> None:
 
 def test_the_rollout_asks_for_the_listed_length_and_stops_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(trl_run.LOAD, "ragged")
-    role = trl_run.ListedRollout(SimpleNamespace())  # type: ignore[arg-type]
+    groups = trl_run.ListedGroups.__new__(trl_run.ListedGroups)
     rollout = SimpleNamespace(on_new_weights="continue", max_interruptions=None)
-    role._job = SimpleNamespace(config=SimpleNamespace(seed=3, rollout=rollout))  # type: ignore[assignment]
+    groups.job = SimpleNamespace(config=SimpleNamespace(seed=3, rollout=rollout))  # type: ignore[assignment]
     lease = Lease(group=5, epoch=0, step=0, position=9, ring="r", have={})
     params = SamplingParams(max_new_tokens=256, stop_token_ids=(1,))
-    asked = [role._request(lease, number, np.arange(1, 4, dtype=np.int32), None, params).params for number in range(8)]
+    asked = [
+        groups._request(lease, number, np.arange(1, 4, dtype=np.int32), None, params).params for number in range(8)
+    ]
     assert [each.max_new_tokens for each in asked] == task.answer_lengths("ragged", 9)
     assert {each.stop_token_ids for each in asked} == {()}
 

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from rondo.comm.bus import Bus
 from rondo.roles.datasets import RowError
+from rondo.roles.rollout.groups import Lease
 from rondo.roles.rollout.leases import Progress
-from rondo.roles.rollout.role import Lease, RolloutRole
+from rondo.roles.rollout.role import RolloutRole
 from rondo.runtime.timeline import span
 from tests.comm.served import Served, prove, put_group, served
 
@@ -28,7 +29,7 @@ class Scripted(RolloutRole):
         rollout = SimpleNamespace(num_slots=4, samples_per_prompt=2)
         self._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(rollout=rollout)))
         self._progress = Progress(reward_s=10)
-        self._fill = script  # type: ignore[method-assign]
+        self._groups = cast(Any, SimpleNamespace(fill=script))
 
 
 async def work(run: Served, script: Callable[[Bus, Lease], Awaitable[None]]) -> None:

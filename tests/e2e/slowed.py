@@ -21,7 +21,8 @@ from rondo.roles.actor import ActorRole
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.forward import ActorForwardRole, ReferenceRole
 from rondo.roles.rollout.engine import Completion, Request
-from rondo.roles.rollout.role import Lease, RolloutRole
+from rondo.roles.rollout.groups import Lease, PromptGroups
+from rondo.roles.rollout.role import RolloutRole
 from rondo.roles.trainer import Trainer
 from rondo.runtime.spec import GroupSpec
 
@@ -44,10 +45,10 @@ def steps_of(role: str) -> str:
     return f"{first + 2}:{first + PER}"
 
 
-class SlowRollout(RolloutRole):
-    async def _fill(self, lease: Lease) -> None:
+class SlowGroups(PromptGroups):
+    async def fill(self, lease: Lease) -> None:
         _step.set(lease.step)
-        await super()._fill(lease)
+        await super().fill(lease)
 
     def _is(self, what: str) -> bool:
         return slow_at(_step.get()) == what
@@ -61,6 +62,10 @@ class SlowRollout(RolloutRole):
         if self._is("reward"):
             await asyncio.sleep(SLOW_S)
         return await super()._score(row, finished)
+
+
+class SlowRollout(RolloutRole):
+    open_groups = SlowGroups
 
 
 class _SlowForward:

@@ -22,8 +22,8 @@ from rondo.roles.config import RolloutConfig
 from rondo.roles.datasets import Row
 from rondo.roles.kept import FILE, KeptRow, KeptSamples, copy_samples, write_samples
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
+from rondo.roles.rollout.groups import Lease, PromptGroups, Sample
 from rondo.roles.rollout.leases import Progress
-from rondo.roles.rollout.role import Lease, RolloutRole, Sample
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, row_bytes
 from rondo.runtime.timeline import span
 from tests.comm.inprocess import InProcess, Store
@@ -155,26 +155,30 @@ def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave
     equal(KeptSamples([sample]).take(4, 9, PROMPT), [(4, 1)])
 
 
-class Replica(RolloutRole):
-    """A replica whose engine answers at once; it notes what it was asked for."""
+class Groups(PromptGroups):
+    """Those of a replica whose engine answers at once; it notes what it was asked for."""
 
     def __init__(self, bus: Bus, kept: KeptSamples, *, replay: bool = False) -> None:
-        super().__init__(cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))))
         rollout = SimpleNamespace(
             samples_per_prompt=2, temperature=1.0, filter=None, on_new_weights="continue", max_interruptions=None,
             mask_old_tokens=False,
         )  # fmt: skip
         config = SimpleNamespace(rollout=rollout, data=None, seed=0, train=SimpleNamespace(router_replay=replay))
-        self._job = cast(Any, SimpleNamespace(bus=bus, config=config))
-        self._progress = Progress(10.0)
-        self._kept, self.asked = kept, list[str]()
-        self._data = cast(Any, SimpleNamespace(row=lambda _: None))
-        self._order = cast(Any, SimpleNamespace(locate=lambda position: SimpleNamespace(row=position)))
+        super().__init__(
+            ctx=cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))),
+            job=cast(Any, SimpleNamespace(bus=bus, config=config)),
+            engine=cast(Any, None), tokenizer=None, rewards=cast(Any, None), media=None,
+            rows=cast(Any, SimpleNamespace(row=lambda _: None)),
+            order=cast(Any, SimpleNamespace(locate=lambda position: SimpleNamespace(row=position))),
+            kept=kept,
+            progress=Progress(10.0),
+        )  # fmt: skip
+        self.asked = list[str]()
 
-    async def _prompt(self, row: Row, data: Any) -> tuple[np.ndarray, None]:
+    async def prepare(self, row: Row, data: Any) -> tuple[np.ndarray, None]:
         return PROMPT, None
 
-    def _params(self, temperature: float) -> SamplingParams:
+    def params(self, temperature: float) -> SamplingParams:
         return SamplingParams(max_new_tokens=4)
 
     async def _generate(self, request: Request) -> Completion:
@@ -196,10 +200,10 @@ async def test_routed_experts_lie_on_the_bus_and_come_back_from_a_checkpoint_als
 ) -> None:
     async with served(max_staleness=0, base_columns=ROLLOUT_COLUMNS, row_bytes=4096) as run:
         bus, grants = await leased(run)
-        replica = Replica(bus, KeptSamples(), replay=True)
+        groups = Groups(bus, KeptSamples(), replay=True)
         async with asyncio.timeout(60):
             for grant in grants[:2]:
-                await replica._fill(Lease(**{**grant, "have": {}}))
+                await groups.fill(Lease(**{**grant, "have": {}}))
         await saved(run, bus, tmp_path)
         assert run.coordinator.index.counts["ready"] == 2
     kept = KeptSamples.read(tmp_path, ROLLOUT_COLUMNS)
@@ -234,12 +238,12 @@ async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_t
         run.coordinator._emit({"event": "snapshot", "state": state}, {"event": "attempt", "attempt": 0})
         bus, grants = await leased(run)
         assert [(grant["group"], grant["have"]) for grant in grants] == [(0, []), (1, []), (2, [])]
-        replica = Replica(bus, KeptSamples.read(tmp_path))
+        groups = Groups(bus, KeptSamples.read(tmp_path))
         async with asyncio.timeout(60):
             for grant in grants:
-                await replica._fill(Lease(**{**grant, "have": {}}))
+                await groups.fill(Lease(**{**grant, "have": {}}))
         await bus.call("renew", [])
-        assert replica.asked == ["1.1/0", "2.1/0", "2.1/1"]
+        assert groups.asked == ["1.1/0", "2.1/0", "2.1/1"]
         index = run.coordinator.index
         assert index.counts["ready"] == 3
         equal(copy_samples(bus, orjson.dumps(index.dump()))[:3], [(0, 0), (0, 0, 1), (0, 1)])
@@ -261,11 +265,11 @@ async def test_a_run_directory_of_format_0_goes_on_with_what_its_checkpoint_kept
         await bus.call("proved", "rollout.0", 1)
         grants = (await bus.call("lease", 3, []))["grants"]
         assert [grant["group"] for grant in grants] == [4, 5, 7]
-        replica = Replica(bus, KeptSamples.read(checkpoint))
+        groups = Groups(bus, KeptSamples.read(checkpoint))
         for grant in grants:
-            await replica._fill(Lease(**{**grant, "have": {}}))
+            await groups.fill(Lease(**{**grant, "have": {}}))
         await bus.call("renew", [])
-        assert replica.asked == ["4.1/0", "7.1/0", "7.1/1"]
+        assert groups.asked == ["4.1/0", "7.1/0", "7.1/1"]
         index = run.coordinator.index
         assert (index.version, index.checksums, index.counts["ready"]) == (1, {"actor": 9}, 3)
         assert [group.parts() for group in index.groups.values() if group.state == "ready"] == [[1, 1]] * 3

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 from rondo.roles.kept import KeptSamples
 from rondo.roles.rollout.engine import Completion, Request
+from rondo.roles.rollout.groups import Lease
 from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.rewards import RewardStats
-from rondo.roles.rollout.role import Lease
+from rondo.roles.rollout.role import RolloutRole
 from tests.comm.served import served
-from tests.roles.test_kept import BASE_COLUMNS, Replica, leased
+from tests.roles.test_kept import BASE_COLUMNS, Groups, leased
 
 A, B = (1, 0), (2, 0)
 
@@ -97,10 +98,12 @@ class Streams:
 async def test_the_lease_of_a_hung_request_is_lost_while_others_stream_and_its_group_is_granted_again() -> None:
     async with asyncio.timeout(60), served(max_staleness=0, base_columns=BASE_COLUMNS, row_bytes=4096) as run:
         bus, grants = await leased(run)
-        replica, engine = Replica(bus, KeptSamples()), Streams()
-        replica._generate = engine.generate  # type: ignore[method-assign]
-        replica._ctx.progress = lambda: None
-        replica._engine = cast(Any, engine)
+        groups, engine = Groups(bus, KeptSamples()), Streams()
+        groups._generate = engine.generate  # type: ignore[method-assign]
+        context = SimpleNamespace(progress=lambda: None, span=groups.ctx.span)
+        replica = RolloutRole(cast(Any, context))
+        replica._job, replica._groups, replica._progress = groups.job, groups, groups.progress
+        replica._replica = cast(Any, SimpleNamespace(engine=engine))
         replica._rewards = cast(Any, SimpleNamespace(stats=lambda: RewardStats(0, 0, 0, 0, 0, ())))
         async with asyncio.TaskGroup() as tasks:
             for grant in grants:

@@ -13,9 +13,11 @@ import pytest
 
 from rondo.comm.group import NO_VERSION
 from rondo.models.parallel import full_tensors
+from rondo.roles.rollout.columns import info_of, loss_mask
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request, experts_of_whole
-from rondo.roles.rollout.role import RolloutRole, _versions, loss_mask
+from rondo.roles.rollout.groups import PromptGroups
+from rondo.roles.rollout.replica import Replica
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.runtime.errors import ConfigError
 from tests.comm.served import served
@@ -196,9 +198,9 @@ class _Interrupting:
 
 
 async def test_a_sample_that_is_interrupted_twice_keeps_the_experts_its_tokens_were_sampled_with() -> None:
-    role, engine = RolloutRole(cast(Any, None)), _Interrupting()
-    role._engine = cast(Any, engine)
-    done = await role._generate(request("a", 4, 8))
+    groups, engine = PromptGroups.__new__(PromptGroups), _Interrupting()
+    groups.engine = cast(Any, engine)
+    done = await groups._generate(request("a", 4, 8))
     assert done.policy_versions.tolist() == [0] * 3 + [1] * 3 + [2] * 2
     # A token's experts are known once it is followed by another: those of 4 + 3 - 1 places under version 0, and so on.
     assert done.routed_experts is not None and done.routed_experts.shape == (4 + 8 - 1, 2, 1)
@@ -223,8 +225,9 @@ def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
     assert loss_mask(done, True).dtype == np.uint8
     acted = replace(done, policy_versions=np.array([NO_VERSION, 3, NO_VERSION, 4, NO_VERSION], np.int32))
     assert loss_mask(acted, False).tolist() == [0, 1, 0, 1, 0] and loss_mask(acted, True).tolist() == [0, 0, 0, 1, 0]
-    assert _versions(acted) == (3, 4)
-    assert _versions(replace(done, policy_versions=np.full(5, NO_VERSION, np.int32))) == (NO_VERSION, NO_VERSION)
+    assert info_of(versions[:2], acted, 0.5) == (7, 5, 0.5, 3, 4)
+    none = replace(done, policy_versions=np.full(5, NO_VERSION, np.int32))
+    assert info_of(versions[:2], none, 0.5) == (7, 5, 0.5, NO_VERSION, NO_VERSION)
 
 
 def test_a_prefix_that_does_not_fit_its_request_is_refused() -> None:
@@ -246,10 +249,9 @@ async def test_weights_that_a_server_could_not_be_given_again_do_not_keep_their_
             slot = (await actor.call("begin_publish", version))["slot"]
             await actor.call("end_publish", slot, version, 40 + version)
         ctx = SimpleNamespace(rank=0, segments=run.client())
-        role = RolloutRole(cast(Any, ctx))
-        role._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(num_weight_slots=2)))
+        job = SimpleNamespace(bus=bus, config=SimpleNamespace(num_weight_slots=2))
         with pytest.raises(KeyError):  # the slab is not there
-            async with role._newest_weights():
+            async with Replica(cast(Any, ctx), cast(Any, job)).newest_weights():
                 pass
         await actor.call("end_publish", (await actor.call("begin_publish", 2))["slot"], 2, 42)
         assert await actor.call("begin_publish", 3) == {"slot": slot}

@@ -17,7 +17,7 @@ import torch
 from rondo.models.parallel import full_tensors
 from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.rollout.lent import Flip, Lent
-from rondo.roles.rollout.role import RolloutRole
+from rondo.roles.rollout.replica import Replica
 from rondo.roles.rollout.slots import SlotEngine
 from rondo.roles.turns import Turns
 from tests.roles.rollout.engines import llama, qwen3, qwen3_tied, request
@@ -88,12 +88,12 @@ async def test_a_replica_in_turn_with_the_trainer_gives_its_memory_once_it_has_n
         spans.append(name)
         return contextlib.nullcontext()
 
-    role = RolloutRole(cast(Any, SimpleNamespace(compute=compute, span=noted)))
     job = SimpleNamespace(
         config=job_of(model), model_path=model, device="cpu", takes_turns=True, lent=None, turns=Turns()
     )
-    role._job = cast(Any, job)
-    role._engine = engine = cast(EmbeddedEngine, await role._open_engine(contextlib.AsyncExitStack()))
+    replica = Replica(cast(Any, SimpleNamespace(compute=compute, span=noted)), cast(Any, job))
+    await replica.open(contextlib.AsyncExitStack())
+    engine = cast(EmbeddedEngine, replica.engine)
     engine._slots.add(request("a", 7, 3))
     await job.turns.make_room()
     assert not engine.asleep and spans == []  # it has something to generate

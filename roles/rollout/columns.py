@@ -1,0 +1,49 @@
+"""What rollout writes of samples: their base columns, and what the bus is told of each row.
+
+Pure: completions in, arrays out. Owns which tokens the loss counts. Does not own when something is put (`groups.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rondo.comm.group import NO_VERSION
+from rondo.comm.records import Column
+from rondo.roles.config import JobConfig
+from rondo.roles.rollout.engine import Completion
+from rondo.roles.streams import ROUTED
+
+
+def columns_of(config: JobConfig, prompt: np.ndarray, done: Sequence[Completion]) -> list[Column]:
+    """The base columns of some samples of a prompt, int32 [T]."""
+    mask_old = config.rollout.mask_old_tokens
+    columns = [
+        Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
+        Column("loss_mask", "uint8", [loss_mask(c, mask_old) for c in done]),
+        Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
+        Column("policy_versions", "int32", [c.policy_versions for c in done]),
+    ]
+    if config.train.router_replay:
+        told = [c.routed_experts for c in done]
+        nothing = np.zeros(0, next((each.dtype for each in told if each is not None), np.dtype(np.uint8)))
+        arrays = [nothing if each is None else each for each in told]
+        columns.append(Column(ROUTED, arrays[0].dtype.name, arrays))
+    return columns
+
+
+def loss_mask(completion: Completion, mask_old: bool) -> np.ndarray:
+    """The tokens that the loss counts, uint8 [R]: all that a policy sampled, or with `mask_old` those of the newest weights that
+    the sample saw."""
+    versions = completion.policy_versions
+    chosen = (versions == versions.max()) & (versions != NO_VERSION) if mask_old else versions != NO_VERSION
+    return chosen.astype(np.uint8)
+
+
+def info_of(prompt: np.ndarray, completion: Completion, reward: float) -> tuple[float, ...]:
+    """As `Bus.put_samples` takes it: tokens, tokens of the response, reward, and the oldest and newest policy version among the
+    tokens that a policy sampled."""
+    versions = completion.policy_versions[completion.policy_versions != NO_VERSION]
+    span = (int(versions.min()), int(versions.max())) if len(versions) else (NO_VERSION, NO_VERSION)
+    return (len(prompt) + len(completion.tokens), len(completion.tokens), reward, *span)
