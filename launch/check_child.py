@@ -133,6 +133,22 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
     report.facts["shape"] = asdict(shape_of(model))
     needs_template = config.data.apply_chat_template
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
+    report.look(lambda: look_at_stops(config, path, report, tokenizers[0]), "rollout.stop")
+
+
+def look_at_stops(config: RunConfig, path: str, report: Report, tokenizer: Any) -> None:
+    """Each can be in a sample, and what ends one is told."""
+    from rondo.roles.rollout.stops import stops_of
+
+    stops = stops_of(path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stops.ids))]
+    texts = f", and where it has {' or '.join(map(repr, stops.texts))}" if stops.texts else ""
+    if tokens or texts:
+        report.add("ok", f"a sample ends at {' or '.join(tokens) or 'no token'}{texts}")
+    else:
+        report.add(
+            "note", "no token ends a sample: each has rollout.max_new_tokens tokens. Set rollout.stop, or eos_token"
+        )
 
 
 def look_at_routers(report: Report, model: Any) -> None:

@@ -98,7 +98,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
     """(slot engine, tokenizer, stop token ids, longest sequence)."""
     import torch
 
-    from rondo.models.load import load_config, load_model, load_tokenizer
+    from rondo.models.load import end_ids, load_config, load_model, load_tokenizer
     from rondo.roles.rollout.embedded import slot_engine
 
     config = load_config(path)
@@ -111,14 +111,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     model = load_model(path, dtype=dtype, device=device)
     slots = slot_engine(model, num_slots=options.num_slots, max_length=length)
-    return slots, tokenizer, _stop_ids(model, tokenizer), length
-
-
-def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """What ends an answer: the tokenizer's end of sequence, and those of the model's generation config."""
-    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = set(given) if isinstance(given, list | tuple) else {given}
-    return tuple(sorted(token for token in ids | {tokenizer.eos_token_id} if token is not None))
+    return slots, tokenizer, end_ids(path, tokenizer), length
 
 
 async def _serve(

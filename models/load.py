@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rondo.models.config import ModelConfig
 from rondo.models.families import FAMILIES, family_of
@@ -93,6 +93,20 @@ def load_tokenizer(path: str, *, needs_chat_template: bool = False) -> Any:
             "Put a chat_template.jinja beside it, or set data.apply_chat_template to False"
         )
     return tokenizer
+
+
+def end_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text, in order: all that the model's generation config, its config and the tokenizer name."""
+    config = load_config(path)
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # a folder without one
+        generation = GenerationConfig()
+    found: set[int] = set()
+    for each in (generation, config, config.get_text_config(), tokenizer):
+        ids = getattr(each, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
+    return tuple(sorted(found))
 
 
 def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: str = "sdpa") -> Any:

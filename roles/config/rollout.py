@@ -131,7 +131,8 @@ class RolloutConfig(Section):
     top_k: TopK = -1
     """-1 samples from all tokens."""
     stop: tuple[str, ...] = ()
-    """Tokens (their text) that end a response, besides the tokenizer's end of sequence."""
+    """Texts that end a response where they are complete, besides every end of sequence of the model's generation config and its
+    tokenizer. They stay part of the response: their tokens are trained, and the reward sees them."""
     num_slots: int = Field(64, ge=1)
     """Sequences that one engine decodes at once."""
     sglang: SGLangConfig | None = None
@@ -160,6 +161,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> RolloutConfig:
+        if "" in self.stop:
+            raise ValueError("rollout.stop must hold texts of one character or more, got an empty one. Remove it")
         if self.max_interruptions is not None and self.on_new_weights == "continue":
             raise ValueError(
                 "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue', which interrupts nothing, "

@@ -26,6 +26,7 @@ from rondo.roles.config import DataConfig, EvalSet, JobConfig
 from rondo.roles.datasets import Row, RowError, Rows
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.rewards import RewardItem, RewardPool
+from rondo.roles.rollout.stops import Stops, whole_sample
 from rondo.runtime.errors import RondoError
 
 Prepare = Callable[[Row, DataConfig], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
@@ -71,6 +72,7 @@ class Evaluator:
     config: JobConfig
     sets: Mapping[str, Rows]
     tokenizer: Any
+    stops: Stops
     rewards: RewardPool
     prepare: Prepare
     params: SamplingParams
@@ -124,7 +126,7 @@ class Evaluator:
             )
             for number in range(config.samples_per_prompt)
         ]  # fmt: skip
-        done = await asyncio.gather(*map(engine.generate, requests))
+        done = await asyncio.gather(*(whole_sample(engine, request, self.stops) for request in requests))
         others = {int(v) for completion in done for v in np.unique(completion.policy_versions)} - {version}
         if others:
             raise RondoError(

@@ -35,6 +35,7 @@ from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingPara
 from rondo.roles.rollout.evaluation import item_of, sample_seed
 from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.rewards import RewardPool, RewardResult
+from rondo.roles.rollout.stops import Stops, whole_sample
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.record import JsonLines
 
@@ -71,6 +72,7 @@ class PromptGroups:
     job: Job
     engine: Engine
     tokenizer: Any
+    stops: Stops
     rows: Rows
     order: Order
     kept: KeptSamples
@@ -142,22 +144,16 @@ class PromptGroups:
             return await self._generate(request)
 
     async def _generate(self, request: Request) -> Completion:
-        """One whole sample: where new weights interrupt it, it is asked for again with what it has, prompt and media the same."""
-        done = await self.engine.generate(request)
-        while done.finish_reason == "interrupted":
-            request = request.resumed(done)
-            done = await self.engine.generate(request)
-        return done
+        return await whole_sample(self.engine, request, self.stops)
 
     def params(self, temperature: float) -> SamplingParams:
         rollout = self.job.config.rollout
-        stops = {self.tokenizer.eos_token_id, *self.tokenizer.convert_tokens_to_ids(list(rollout.stop))}
         return SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            stop_token_ids=tuple(sorted(stop for stop in stops if stop is not None)),
+            stop_token_ids=self.stops.ids,
         )
 
     async def _score(self, row: Row, finished: Sequence[tuple[int, Completion]]) -> list[Sample] | str:

@@ -33,6 +33,7 @@ from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.replica import ROLE, Replica
 from rondo.roles.rollout.rewards import RewardPool
 from rondo.roles.rollout.serve.endpoint import endpoint
+from rondo.roles.rollout.stops import stops_of
 from rondo.roles.streams import base_columns
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.context import WorkerContext
@@ -68,16 +69,19 @@ class RolloutRole:
                 starting_s = 0.0 if config.rollout.sglang is None else config.rollout.sglang.start_deadline_s
                 with ctx.section("load", ctx.load_s + starting_s):
                     tokenizer = await ctx.compute(load_tokenizer, job.model_path)
+                    stops = stops_of(job.model_path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
                     rows, held_out = await ctx.compute(open_splits, config, Fingerprints.of_run(ctx.run_dir))
                     newest = newest_complete(ctx.run_dir / "checkpoints")
                     kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))
                     await replica.open(pools)
                     self._groups = groups = self.open_groups(
-                        ctx, job, replica.engine, tokenizer, rows, train_order(config, len(rows)), kept, self._rewards,
+                        ctx, job, replica.engine, tokenizer, stops, rows, train_order(config, len(rows)), kept, self._rewards,
                         media, self._progress,
                     )  # fmt: skip
                     params = groups.params(config.rollout.temperature)
-                    self._evaluator = Evaluator(config, held_out, tokenizer, self._rewards, groups.prepare, params)
+                    self._evaluator = Evaluator(
+                        config, held_out, tokenizer, stops, self._rewards, groups.prepare, params
+                    )
             async with replica.follow() as first:
                 await first.wait()
                 await pools.enter_async_context(self._endpoint())
@@ -98,7 +102,7 @@ class RolloutRole:
         return endpoint(
             self._ctx, rollout.endpoint, self._replica.engine, groups.tokenizer, model_name=config.name,
             model_path=self._job.model_path, max_length=rollout.max_prompt_tokens + rollout.max_new_tokens,
-            stop_token_ids=groups.params(rollout.temperature).stop_token_ids,
+            stop_token_ids=groups.stops.ids,
             seeds=isinstance(self._replica.engine, EmbeddedEngine), tells_experts=config.train.router_replay,
         )  # fmt: skip
 

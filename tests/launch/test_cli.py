@@ -89,6 +89,7 @@ def test_check_shows_what_it_found_and_ends_with_0_where_all_is_well(tmp_path: P
     assert (done.returncode, done.stderr) == (0, "")
     assert {line.split()[0] for line in done.stdout.splitlines()} <= {"ok", "note"}
     assert "32 rows to train on, 8 held out" in done.stdout
+    assert "a sample ends at <|im_end|>" in done.stdout
     assert "the model has " in done.stdout
     assert "shared memory takes " in done.stdout
     assert not (tmp_path / "runs").exists()

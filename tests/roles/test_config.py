@@ -69,6 +69,7 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
             [("data.chat_template_args", {"a": 1})],
             "data.chat_template_args must be empty without data.apply_chat_template",
         ),
+        ([("rollout.stop", ("a", ""))], "rollout.stop must hold texts of one character or more, got an empty one"),
         ([("data.limit", 300)], "data.held_out must leave rows to train on, got 300 of data.limit 300"),
         ([("data.held_out", 255)], "data.held_out must be at least evaluation.num_prompts .*got 255 and 256"),
         (

@@ -24,6 +24,7 @@ from rondo.roles.kept import FILE, KeptRow, KeptSamples, copy_samples, write_sam
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
 from rondo.roles.rollout.groups import Lease, PromptGroups, Sample
 from rondo.roles.rollout.leases import Progress
+from rondo.roles.rollout.stops import Stops
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, row_bytes
 from rondo.runtime.timeline import span
 from tests.comm.inprocess import InProcess, Store
@@ -167,7 +168,7 @@ class Groups(PromptGroups):
         super().__init__(
             ctx=cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))),
             job=cast(Any, SimpleNamespace(bus=bus, config=config)),
-            engine=cast(Any, None), tokenizer=None, rewards=cast(Any, None), media=None,
+            engine=cast(Any, None), tokenizer=None, stops=Stops(()), rewards=cast(Any, None), media=None,
             rows=cast(Any, SimpleNamespace(row=lambda _: None)),
             order=cast(Any, SimpleNamespace(locate=lambda position: SimpleNamespace(row=position))),
             kept=kept,

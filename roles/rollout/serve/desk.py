@@ -1,7 +1,7 @@
 """The desk: every request of the server on its way through the engine, and back as text with its exact tokens.
 
-Owns what an `Engine` does not do: stop strings, parts of an answer while it grows, aborts by name, and pauses. Does not own HTTP,
-nor what is asked for (`generate.py`, `openai.py`).
+Owns what an `Engine` does not do: parts of an answer while it grows, aborts by name, and pauses. Does not own HTTP, what is asked
+for (`generate.py`, `openai.py`), or where stop strings end an answer (`stops.py`).
 
     pause        in flight                                 new ones
     abort        end as "abort" with what they have        wait
@@ -25,7 +25,7 @@ import numpy as np
 
 from rondo.roles.rollout.engine import Completion, Engine, Kind, OnNewWeights, Prefix, Request, SamplingParams, Top
 from rondo.roles.rollout.serve.errors import TurnedDown
-from rondo.roles.rollout.serve.text import TextReader
+from rondo.roles.rollout.stops import Reading
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -89,14 +89,11 @@ class _Asked:
     """One ask on its way. `inside`: its request is in the engine, under the name `request_id`."""
 
     ask: Ask
-    reader: TextReader
+    reading: Reading
     request_id: str
     inside: bool = False
     aborted: bool = False
     retracted: bool = False
-    stopped_at: int | None = None
-    torn: bool = False
-    told: np.ndarray | None = None
     num_retractions: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -187,7 +184,7 @@ class Desk:
         if ask.key in self._asked:
             raise ConfigError(f"rid must be unique among the requests in flight, got {ask.rid!r} twice. Rename one")
         self._num_answered += 1
-        asked = self._asked[ask.key] = _Asked(ask, self._reader(ask), f"{self._name}/{self._num_answered}/{ask.key}")
+        asked = self._asked[ask.key] = _Asked(ask, self._reading(ask), f"{self._name}/{self._num_answered}/{ask.key}")
         began = self._clock()
         try:
             done = await self._sample(asked, on_part)
@@ -196,10 +193,8 @@ class Desk:
             del self._asked[ask.key]
             self._changed.set()
 
-    def _reader(self, ask: Ask) -> TextReader:
-        return TextReader(
-            self.tokenizer, stops=ask.stops, keep_stop=ask.keep_stop, skip_special_tokens=ask.skip_special_tokens
-        )
+    def _reading(self, ask: Ask) -> Reading:
+        return Reading(self.tokenizer, ask.stops, keep_stop=ask.keep_stop, skip_special_tokens=ask.skip_special_tokens)
 
     async def _sample(self, asked: _Asked, on_part: OnPart | None) -> Completion:
         """The engine's completion, over retractions and interruptions."""
@@ -224,10 +219,11 @@ class Desk:
             finally:
                 asked.inside = False
                 self._changed.set()
-            if self._tears(asked, done.tokens, shown=on_part is not None or asked.stopped_at is not None, whole=True):
+            asked.reading.check(done.tokens, shown=on_part is not None, whole=True)
+            if asked.reading.torn:
                 raise CorruptData(f"the answer to {ask.rid!r} must grow, got another beginning for it. Ask again")
             again = done.finish_reason == "interrupted" or (done.finish_reason == "cancelled" and asked.retracted)
-            if not again or asked.aborted or asked.stopped_at is not None:
+            if not again or asked.aborted or asked.reading.over:
                 return done
             asked.num_retractions += 1
             if len(done.tokens):
@@ -235,19 +231,14 @@ class Desk:
 
     def _grown(self, asked: _Asked, so_far: Prefix, on_part: OnPart | None) -> None:
         """Told by the engine. Ends the request when a stop string is complete."""
-        if asked.stopped_at is not None or asked.torn or not asked.inside:
+        reading = asked.reading
+        if not asked.inside:
             return
-        if self._tears(asked, so_far.tokens, shown=on_part is not None):
+        more = reading.take(so_far.tokens, shown=on_part is not None)
+        if reading.over:
             self.engine.cancel(asked.request_id)
-            return
-        if asked.told is not None and len(so_far.tokens) <= len(asked.told):
-            return  # what was told already, once more
-        asked.told = so_far.tokens
-        asked.stopped_at = asked.reader.feed(so_far.tokens)
-        if asked.stopped_at is not None:
-            self.engine.cancel(asked.request_id)
-        elif on_part is not None:
-            text = asked.reader.shown
+        elif more and on_part is not None:
+            text = reading.reader.shown
             on_part(
                 Answer(
                     so_far.tokens, so_far.log_probs, so_far.policy_versions, text, None, asked.num_retractions,
@@ -255,41 +246,17 @@ class Desk:
                 )
             )  # fmt: skip
 
-    def _tears(self, asked: _Asked, tokens: np.ndarray, *, shown: bool, whole: bool = False) -> bool:
-        """Whether these are not what was told before, nor go on with it: an engine of several servers may begin again on another
-        one. What was shown cannot be taken back; where nothing was, the text is read anew. Less than was told is no other
-        beginning, but at the end (`whole`)."""
-        if asked.told is not None:
-            told = asked.told if whole else asked.told[: len(tokens)]
-            if not np.array_equal(tokens[: len(told)], told):
-                if shown:
-                    asked.torn = True
-                else:
-                    asked.told, asked.reader = None, self._reader(asked.ask)
-        return asked.torn
-
     def _whole(self, asked: _Asked, done: Completion, seconds: float) -> Answer:
-        ask, reader, tokens = asked.ask, asked.reader, done.tokens
-        stopped_by_token = done.finish_reason == "stop"
-        if asked.stopped_at is None:
-            # A stop token ends the answer and is no part of its text.
-            cut = stopped_by_token and not ask.keep_stop
-            asked.stopped_at = reader.finish(tokens[:-1] if cut else tokens)
-        if asked.stopped_at is not None:
-            size = asked.stopped_at
-            finish = Finish("stop", reader.matched)
+        reading, cut = asked.reading, asked.reading.cut(done)
+        if reading.num_kept is not None:
+            finish = Finish("stop", reading.reader.matched)
+        elif cut.finish_reason == "stop":
+            finish = Finish("stop", int(cut.tokens[-1]))
         else:
-            size = len(tokens)
-            if stopped_by_token:
-                finish = Finish("stop", int(tokens[-1]))
-            else:
-                finish = Finish("length" if done.finish_reason == "length" else "abort")
-        experts, top = done.routed_experts, done.top
-        if experts is not None and size < len(tokens):
-            experts = experts[: len(experts) - (len(tokens) - size)]
+            finish = Finish("length" if cut.finish_reason == "length" else "abort")
         return Answer(
-            tokens[:size], done.log_probs[:size], done.policy_versions[:size], reader.text, finish,
-            asked.num_retractions, seconds, experts, None if top is None else Top(top.tokens[:size], top.log_probs[:size]),
+            cut.tokens, cut.log_probs, cut.policy_versions, reading.reader.text, finish, asked.num_retractions, seconds,
+            cut.routed_experts, cut.top,
         )  # fmt: skip
 
     # ---- aborts and pauses ------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Sampling: one set of parameters out of the words of both dialects, and prompts out of text.
 
-Owns which parameters there are and how stop strings that are one token become that token. What an engine cannot do is refused,
-since leaving it out would change the answer.
+Owns which parameters there are. What an engine cannot do is refused, since leaving it out would change the answer.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import numpy as np
 from rondo.roles.rollout.engine import SamplingParams
 from rondo.roles.rollout.serve.desk import Ask, one_seed
 from rondo.roles.rollout.serve.fields import Fields
+from rondo.roles.rollout.stops import token_stops
 from rondo.runtime.errors import ConfigError
 
 MAX_SAMPLES = 256
@@ -104,8 +104,7 @@ def asks_of(
         )
     ends = set(sampling.stop_token_ids) | set(() if sampling.ignore_eos else stop_token_ids)
     if sampling.stops:
-        special = {str(text): token for token, text in tokenizer.added_tokens_decoder.items()}
-        ends |= {special[text] for text in sampling.stops if text in special}
+        ends |= set(token_stops(tokenizer, sampling.stops).values())
     params = SamplingParams(
         max_new_tokens=sampling.max_new_tokens or room,
         temperature=sampling.temperature,

@@ -19,6 +19,7 @@ from rondo.roles.rollout.engine import SamplingParams
 from rondo.roles.rollout.evaluation import Evaluator, figures, ks_of, pass_at_k
 from rondo.roles.rollout.rewards import RewardItem, RewardResult
 from rondo.roles.rollout.share import Share
+from rondo.roles.rollout.stops import Stops
 from rondo.runtime.errors import RondoError
 from tests.roles.rollout.engines import prompt_of, qwen3
 from tests.roles.test_config import changed
@@ -79,7 +80,7 @@ async def inline(function: Any) -> Any:
 def evaluator(evaluation: EvalConfig, **sets: Numbers) -> Evaluator:
     job = JobConfig.model_validate(changed(("evaluation", evaluation.model_dump())))
     rewards: Any = Scores()
-    return Evaluator(job, sets, Letters(), rewards, prepare, SamplingParams(6, top_p=0.9))
+    return Evaluator(job, sets, Letters(), Stops(()), rewards, prepare, SamplingParams(6, top_p=0.9))
 
 
 def engine(seed: int = 0, num_slots: int = 8, version: int = 0) -> EmbeddedEngine:

@@ -19,6 +19,7 @@ from rondo.roles.rollout.engine import Completion, OnNewWeights, Prefix, Request
 from rondo.roles.rollout.groups import PromptGroups
 from rondo.roles.rollout.replica import Replica
 from rondo.roles.rollout.slots import SlotEngine
+from rondo.roles.rollout.stops import Stops
 from rondo.runtime.errors import ConfigError
 from tests.comm.served import served
 from tests.roles.rollout.engines import (
@@ -199,7 +200,7 @@ class _Interrupting:
 
 async def test_a_sample_that_is_interrupted_twice_keeps_the_experts_its_tokens_were_sampled_with() -> None:
     groups, engine = PromptGroups.__new__(PromptGroups), _Interrupting()
-    groups.engine = cast(Any, engine)
+    groups.engine, groups.stops = cast(Any, engine), Stops(())
     done = await groups._generate(request("a", 4, 8))
     assert done.policy_versions.tolist() == [0] * 3 + [1] * 3 + [2] * 2
     # A token's experts are known once it is followed by another: those of 4 + 3 - 1 places under version 0, and so on.
