@@ -12,8 +12,8 @@ from typing import Any
 from rondo.launch.check_estimate import Blocks, Shape
 from rondo.models.families import family_of
 from rondo.models.media.inputs import Modality
-from rondo.models.parallel import decoder_layers
 from rondo.models.routing import Routing
+from rondo.models.units import decoder_layers
 
 
 def shape_of(model: Any) -> Shape:

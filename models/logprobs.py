@@ -68,7 +68,7 @@ def response_log_probs(
     scoring = _scoring(head, packed, temperature, chunk_tokens, with_entropy)
     sharing: AbstractContextManager[dict[str, Any]] = nullcontext({})
     if packed.shared is not None:
-        sharing = packed.shared.arguments()
+        sharing = packed.shared.arguments(packed.input_ids)
     routed = replaying(model, packed.routes)
     with scoring as found, encoded_once(model, batch), embedding(model, packed.embedded_ids), routed, sharing as more:
         output = model(**arguments, **more)

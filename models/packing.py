@@ -23,6 +23,7 @@ Invariant: every response token of every sequence is scored once, from the posit
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
@@ -36,10 +37,12 @@ from rondo.models.families import family_of
 from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.routing import Routes
-from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out, share_prompts
+from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out, share_prompts, why_apart
+from rondo.models.trials import Failed, differs, logits_of, trial
 from rondo.runtime.errors import ConfigError
 
-_shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_alone: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,17 @@ class Packing:
 
     @classmethod
     def of(cls, model: Any) -> Packing:
-        """Prompts are shared where the model can; its attention is switched to that of `shared_prompts.py` then."""
+        """Prompts are shared where the model can; its attention is switched to that of `shared_prompts.py` then. The log says what
+        it cannot, and why."""
         ways = share_prompts(model), can_share_rows(model)
+        if not ways[0]:
+            log.warning(
+                "prompts are computed for each sample again: model=%s reason=%r", type(model).__name__, why_apart(model)
+            )
+        if not any(ways):
+            log.warning(
+                "every sample is padded to the longest: model=%s reason=%r", type(model).__name__, why_alone(model)
+            )
         family = family_of(model)
         if family is None:
             return cls(*ways, None)
@@ -127,33 +139,36 @@ class Packing:
 
 
 def can_share_rows(model: Any) -> bool:
-    """Whether `model` keeps the sequences of a row apart. Tried out once, before it is sharded, on a few tokens.
+    """Whether `model` keeps the sequences of a row apart. Tried out once, before it is sharded."""
+    return not why_alone(model)
 
-    Not so where layers carry a state from token to token, where positions are no input, and in a few families whose masks
-    ignore positions; no declaration of theirs tells them all apart.
+
+def why_alone(model: Any) -> str:
+    """Why each sequence needs a row of its own in `model`, "" where it needs none.
+
+    It does where layers carry a state from token to token, where positions are no input, and in a few families whose masks ignore
+    positions; no declaration of theirs tells them all apart.
     """
-    if model not in _shares:
+    if model not in _alone:
         named = inspect.signature(type(model).forward).parameters
-        _shares[model] = "position_ids" in named and _keeps_apart(model)
-    return _shares[model]
+        _alone[model] = _mixed(model) if "position_ids" in named else "it takes no positions"
+    return _alone[model]
 
 
-def _keeps_apart(model: Any) -> bool:
-    """Whether a sequence's logits are the same behind another one in its row as alone."""
-    device, dtype = next((p.device, p.dtype) for p in model.parameters())
+def _mixed(model: Any) -> str:
+    """Whether a sequence has other logits behind another one in its row than alone."""
+    device = next(model.parameters()).device
     first, second = [1, 2, 3, 1, 2], [3, 2, 1, 0]
     positions = torch.tensor([[*range(len(first)), *range(len(second))]], device=device)
     if family_of(model) is not None:
         positions = positions.expand(4, 1, -1)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        shared = model(input_ids=torch.tensor([first + second], device=device), position_ids=positions, use_cache=False)
-        alone = model(input_ids=torch.tensor([second], device=device), use_cache=False)
-    model.train(was_training)
-    behind, expected = shared.logits[0, len(first) :].float(), alone.logits[0].float()
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
-    return bool((behind - expected).norm() <= tolerance * expected.norm())
+    try:
+        with trial(model):
+            shared = logits_of(model, input_ids=torch.tensor([first + second], device=device), position_ids=positions)
+            alone = logits_of(model, input_ids=torch.tensor([second], device=device))
+    except Failed as error:
+        return str(error)
+    return differs(shared[0, len(first) :], alone[0])
 
 
 def pack(

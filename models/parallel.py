@@ -20,8 +20,7 @@ micro-batches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,19 +30,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rondo.models.families import family_of
 from rondo.models.names import disk_groups, memory_tensors, to_disk
 from rondo.models.packing import can_share_rows
 from rondo.models.routing import the_same_way
 from rondo.models.shared_prompts import share_prompts
+from rondo.models.units import decoder_layers, on_copies, owned, towers_of
 from rondo.runtime.errors import ConfigError
 
 _BUCKET_TENSORS = 64
 _replicated: WeakKeyDictionary[Any, set[nn.Parameter]] = WeakKeyDictionary()
 """Model -> the parameters that every rank holds whole."""
-_Owned = list[tuple[nn.Module, str, nn.Parameter]]
 
 
 def shard(
@@ -62,7 +59,7 @@ def shard(
 
     With one process in float32 and without checkpointing the model stays untouched. Checkpointing applies in training mode.
     """
-    layers, towers = decoder_layers(model), _towers(model)
+    layers, towers = decoder_layers(model), towers_of(model)
     # Both are found out once, on the whole model: before FSDP2 renames the classes by which transformers knows families.
     disk_groups(model)
     can_share_rows(model)
@@ -80,12 +77,12 @@ def shard(
     for layer in layers:
         # Lent inside of what runs again: copies are there for the second run too.
         if layer in lent:
-            layer.forward = _lent(layer, _owned([layer]), compute)
+            layer.forward = on_copies(layer, owned([layer]), compute)
         if activation_checkpointing:
             layer.forward = _recomputed(layer, layer.forward)
     if world_size == 1:
         if compute != torch.float32:
-            model.forward = _lent(model, _owned([model], but=layers), compute)
+            model.forward = on_copies(model, owned([model], but=layers), compute)
         return model
     mesh = dist.init_device_mesh(next(model.parameters()).device.type, (world_size,), mesh_dim_names=("fsdp",))
     # Units get what the one before computed, in its dtype. Positions stay float32, for bfloat16 cannot tell 256 from 257.
@@ -96,7 +93,7 @@ def shard(
         _replicated[model] = ignored
         if compute != torch.float32:
             for tower in towers:
-                tower.forward = _lent(tower, _owned([tower], but=layers), compute)
+                tower.forward = on_copies(tower, owned([tower], but=layers), compute)
     for layer in layers:
         if layer not in whole:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -105,26 +102,6 @@ def shard(
             fully_shard(tower, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored or None)
     return model
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """The repeated blocks of `model` (its encoders' too), outermost first; each is sharded and recomputed as a whole."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    towers = _towers(model)  # some families name them among the modules not to split, but their blocks repeat too
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(outer + ".") for outer in found)
-        repeated = type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer)
-        if repeated and not inside and module not in towers:
-            found[name] = module
-    return list(found.values())
-
-
-def _towers(model: Any) -> list[nn.Module]:
-    """The encoders of a multimodal model."""
-    family = family_of(model)
-    paths = dict.fromkeys(family.towers.values()) if family is not None else {}
-    return [model.get_submodule(path) for path in paths]
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------------
@@ -294,40 +271,3 @@ def _recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., A
         return forward(*args, **kwargs)
 
     return run
-
-
-def _lent(unit: nn.Module, owned: _Owned, dtype: torch.dtype) -> Callable[..., Any]:
-    """The forward of `unit` on copies of its parameters in `dtype`."""
-    forward = unit.forward
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _lending(owned, dtype):
-            return forward(*args, **kwargs)
-
-    return run
-
-
-@contextmanager
-def _lending(owned: _Owned, dtype: torch.dtype) -> Iterator[None]:
-    copies = {parameter: parameter.to(dtype) for _, _, parameter in owned}  # tied parameters share one copy
-    try:
-        for module, name, parameter in owned:
-            module._parameters[name] = copies[parameter]  # not a leaf: gradients flow on to `parameter`
-        yield
-    finally:
-        for module, name, parameter in owned:
-            module._parameters[name] = parameter
-
-
-def _owned(units: Iterable[nn.Module], but: Iterable[nn.Module] = ()) -> _Owned:
-    """Where the float parameters of `units` are attached, without those inside of `but`."""
-    skipped = {module for unit in but for module in unit.modules()}
-    return [
-        (module, name, parameter)
-        for unit in units
-        for module in unit.modules()
-        if module not in skipped
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.is_floating_point()
-    ]

@@ -33,10 +33,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from rondo.models.families import family_of
-from rondo.runtime.errors import ConfigError
+from rondo.models.trials import Failed, differs, logits_of, trial
 
 NAME = "rondo_shared_prompts"
 """Of this attention, among those of transformers."""
@@ -47,10 +47,10 @@ _MOST_SCORES = 1 << 26
 """Most queries times keys of a block with a mask, which has as many bytes where the rows' prompts differ in length."""
 _REFUSED = ("sliding_window", "softcap", "position_bias", "s_aux")
 _applied: ContextVar[bool] = ContextVar("shared_prompts", default=False)
-_supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_apart: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
-class OtherAttention(ConfigError):
+class OtherAttention(Failed):
     """A layer attends in a way that flat batches do not have. Met while a model is tried out, which then gets rows."""
 
 
@@ -84,7 +84,8 @@ class Block:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any
     ) -> torch.Tensor:
-        """query [N, heads, D], key and value [N, key heads, D] of all tokens -> [stop - start, heads, D]."""
+        """query [N, heads, D], key [N, key heads, D] and value [N, key heads, value D] of all tokens -> [stop - start, heads,
+        value D]."""
         q = self._rows_of(query, self.queries)
         k, v = (self._rows_of(x, self.queries if self.keys is None else self.keys) for x in (key, value))
         if self.mask is None:
@@ -101,14 +102,14 @@ class Block:
     def _through_mask(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float | None, dropout: float
     ) -> torch.Tensor:
-        """[B * Q, heads, D]. Heads that share keys are further queries of one head, so that no key is copied for them."""
-        num_rows, num_heads, length, size = q.shape
+        """[B * Q, heads, value D]. Heads that share keys are further queries of one head, so that no key is copied for them."""
+        num_rows, num_heads, length, _ = q.shape
         shared = num_heads // k.shape[1]
         folded = q.unflatten(1, (-1, shared)).transpose(2, 3).flatten(2, 3)
         out = F.scaled_dot_product_attention(
             folded, k, v, attn_mask=self._bias(q.dtype, shared), dropout_p=dropout, scale=scaling
         )
-        return out.unflatten(2, (length, shared)).transpose(1, 2).reshape(num_rows * length, num_heads, size)
+        return out.unflatten(2, (length, shared)).transpose(1, 2).reshape(num_rows * length, num_heads, v.shape[-1])
 
     def _bias(self, dtype: torch.dtype, shared: int) -> torch.Tensor:
         """What to add to the scores: 0, or minus infinity; made once for all layers."""
@@ -131,11 +132,12 @@ class SharedPrompts:
         return SharedPrompts(tuple(block.to(device) for block in self.blocks))
 
     @contextmanager
-    def arguments(self) -> Iterator[dict[str, Any]]:
-        """What to call the model with, while the context lasts: it makes no mask for a batch that has its own."""
+    def arguments(self, input_ids: torch.Tensor) -> Iterator[dict[str, Any]]:
+        """What to call the model with beside `input_ids`, while the context lasts: it makes no mask for a batch that has its own.
+        Told that nothing is padding, it looks for no sequences in the positions, and asks for its layers' masks as they are."""
         token = _applied.set(True)
         try:
-            yield {_ARGUMENT: self}
+            yield {_ARGUMENT: self, "attention_mask": torch.ones_like(input_ids)}
         finally:
             _applied.reset(token)
 
@@ -228,7 +230,8 @@ def attention(
     shared_prompts: SharedPrompts | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query [1, heads, N, D], key and value [1, key heads, N, D] -> [1, N, heads, D].
+    """transformers' attention function: query [1, heads, N, D], key [1, key heads, N, D], value [1, key heads, N, value D] ->
+    [1, N, heads, value D].
 
     Without `shared_prompts` it is "sdpa". Raises OtherAttention for layers that are not full causal attention.
     """
@@ -236,18 +239,23 @@ def attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
         )
-    for name in _REFUSED:
-        if others.get(name) is not None:
-            raise OtherAttention(
-                f"{type(module).__name__} must attend without {name} to share prompts. Use model.attn='eager'"
-            )
+    given = [name for name in _REFUSED if others.get(name) is not None]
+    if attention_mask is not None:  # the layer has made one of its own: the batch's says None
+        given.append("a mask of its own")
+    if given:
+        raise OtherAttention(f"{type(module).__name__} attends with {given[0]}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     parts = [block.attend(module, q, k, v, scaling=scaling, dropout=dropout) for block in shared_prompts.blocks]
     return torch.cat(parts)[None], None
 
 
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    return None if _applied.get() else sdpa_mask(*args, **kwargs)
+def _mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask function: `mask_function` says who sees whom; a window is in it, though in no argument of a layer."""
+    if not _applied.get():
+        return sdpa_mask(*args, mask_function=mask_function, **kwargs)
+    if mask_function is not causal_mask_function:
+        raise OtherAttention("its masks are not plain causal ones")
+    return None
 
 
 AttentionInterface.register(NAME, attention)
@@ -255,37 +263,47 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def share_prompts(model: Any) -> bool:
-    """Make `model` take flat batches, where it can. Tried out once, before it is sharded, on a few tokens.
-
-    It can when its attention is torch's (`model.attn="sdpa"`) and each layer is full causal attention; else it is left as it is.
-    """
-    if model not in _supported:
-        _supported[model] = _full_attention(model) and _switched(model)
-    return _supported[model]
+    """Make `model` take flat batches, where it can; else it is left as it is. Tried out once, before it is sharded."""
+    return not why_apart(model)
 
 
-def _full_attention(model: Any) -> bool:
+def why_apart(model: Any) -> str:
+    """Why `model` takes no flat batches, "" where it does: its attention is torch's (`model.attn="sdpa"`), and is full and causal
+    in each layer."""
+    if model not in _apart:
+        _apart[model] = _other_attention(model) or _tried(model)
+    return _apart[model]
+
+
+def _other_attention(model: Any) -> str:
     if not isinstance(model, PreTrainedModel):
-        return False
+        return f"{type(model).__name__} is no model of transformers"
     text = model.config.get_text_config()
-    return text._attn_implementation == "sdpa" and set(getattr(text, "layer_types", None) or ()) <= {"full_attention"}
+    if text._attn_implementation != "sdpa":
+        return f"its attention is {text._attn_implementation}"
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+    return f"its layers are {', '.join(others)}" if others else ""
 
 
-def _switched(model: Any) -> bool:
+def _tried(model: Any) -> str:
+    """Switches the attention of `model`, and back where two samples of a prompt, beside each other and another prompt, have other
+    logits than alone."""
     inner = next(
         (name for name in model.config.sub_configs if getattr(model.config, name) is model.config.get_text_config()),
         None,
     )
     model.set_attn_implementation(NAME if inner is None else {inner: NAME})
-    works = _works(model)
-    if not works:
+    try:
+        with trial(model):
+            problem = _compared(model)
+    except Failed as error:
+        problem = str(error)
+    if problem:
         model.set_attn_implementation("sdpa" if inner is None else {inner: "sdpa"})
-    return works
+    return problem
 
 
-@torch.no_grad()
-def _works(model: Any) -> bool:
-    """Whether two samples of a prompt have the logits beside each other, and another prompt, that they have alone."""
+def _compared(model: Any) -> str:
     prompts, samples = ([1, 2, 3, 1, 2], [3, 2, 1]), ((0, [2, 2, 1]), (0, [3, 1]), (1, [1, 3]))
     segments = [Segment(len(prompt)) for prompt in prompts] + [Segment(len(own), prompt) for prompt, own in samples]
     starts, shared = lay_out(segments)
@@ -297,28 +315,16 @@ def _works(model: Any) -> bool:
         before = _before(segments, index)
         ids[start : start + segment.length] = tokens
         positions[start : start + segment.length] = before + np.arange(segment.length)
-    device, dtype = next((p.device, p.dtype) for p in model.parameters())
+    device = next(model.parameters()).device
     axes = torch.from_numpy(positions)[None].to(device)
     if family_of(model) is not None:
         axes = axes.expand(4, 1, -1)
-    was_training = model.training
-    model.eval()
-    try:
-        with shared.to(device).arguments() as arguments:
-            flat = (
-                model(input_ids=torch.from_numpy(ids)[None].to(device), position_ids=axes, use_cache=False, **arguments)
-                .logits[0]
-                .float()
-            )
-        for (prompt, own), start in zip(samples, starts[len(prompts) :], strict=True):
-            whole = torch.tensor([[*prompts[prompt], *own]], device=device)
-            alone = model(input_ids=whole, use_cache=False).logits[0, len(prompts[prompt]) :].float()
-            here = flat[start : start + len(own)]
-            tolerance = 1e-4 if dtype == torch.float32 else 1e-2
-            if (here - alone).norm() > tolerance * alone.norm():
-                return False
-    except (OtherAttention, TypeError):
-        return False  # a layer attends otherwise, or somewhere in the model a call takes no such argument: it keeps its rows
-    finally:
-        model.train(was_training)
-    return True
+    input_ids = torch.from_numpy(ids)[None].to(device)
+    with shared.to(device).arguments(input_ids) as arguments:
+        flat = logits_of(model, input_ids=input_ids, position_ids=axes, **arguments)[0]
+    for (prompt, own), start in zip(samples, starts[len(prompts) :], strict=True):
+        whole = torch.tensor([[*prompts[prompt], *own]], device=device)
+        alone = logits_of(model, input_ids=whole)[0, len(prompts[prompt]) :]
+        if problem := differs(flat[start : start + len(own)], alone):
+            return problem
+    return ""

@@ -14,6 +14,7 @@ from rondo.models import parallel
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import PackedBatch, Packing, pack
+from rondo.models.units import decoder_layers
 from rondo.runtime.errors import ConfigError
 from tests.models import multimodal
 from tests.models.builders import RAGGED, folder_of, sequences, tiny
@@ -86,10 +87,7 @@ def test_recomputation_needs_layers() -> None:
 
 
 def test_layers_are_found_in_every_family() -> None:
-    names = {
-        family: [type(layer).__name__ for layer in parallel.decoder_layers(tiny(family))]
-        for family in ("qwen3", "gpt2")
-    }
+    names = {family: [type(layer).__name__ for layer in decoder_layers(tiny(family))] for family in ("qwen3", "gpt2")}
     assert names == {"qwen3": ["Qwen3DecoderLayer"] * 2, "gpt2": ["GPT2Block"] * 2}
 
 
@@ -172,7 +170,7 @@ def test_blocks_of_encoders_are_recomputed_one_by_one(family: str) -> None:
 
 
 def test_layers_of_encoders_are_units_too() -> None:
-    names = Counter(type(layer).__name__ for layer in parallel.decoder_layers(multimodal.tiny("qwen3_omni")))
+    names = Counter(type(layer).__name__ for layer in decoder_layers(multimodal.tiny("qwen3_omni")))
     assert names == {
         "Qwen3OmniMoeAudioEncoderLayer": 1,
         "Qwen3OmniMoeVisionBlock": 2,

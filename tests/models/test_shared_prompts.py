@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from rondo.models import parallel, shared_prompts
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Packing, Sequence
 from rondo.models.shared_prompts import Segment, lay_out, share_prompts
+from rondo.models.trials import TOLERANCE
 from tests.models import multimodal
 from tests.models.builders import SIZES, sequences, tiny, unpacked
 
@@ -227,3 +229,89 @@ def test_a_model_that_shares_prompts_is_as_before_in_every_other_use(family: str
         assert model.model.visual.config._attn_implementation == was_vision
     for now, then in zip(uses(), before, strict=True):
         assert torch.equal(now, then)
+
+
+def deep(num_layers: int = 28) -> Any:
+    """As deep as an 8B model, in the dtype of its scorers: bfloat16 noise is 2 to 4 % of the logits."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES | {"num_hidden_layers": num_layers})).to(torch.bfloat16)
+
+
+def test_the_noise_of_a_deep_model_in_bfloat16_loses_nothing() -> None:
+    model = deep()
+    packing = Packing.of(model)
+    assert (packing.share_prompts, packing.share_rows) == (True, True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("num_layers", [2, 28])
+def test_what_attends_wrongly_is_found_at_any_depth(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgets = lambda segments: lay_out([Segment(one.length) for one in segments])  # noqa: E731 - the prompts
+    monkeypatch.setattr(shared_prompts, "lay_out", forgets)
+    model = deep(num_layers)
+    gap = re.fullmatch(r"logits are ([\d.]+) of their norm off", shared_prompts.why_apart(model))
+    assert gap is not None and float(gap[1]) > 100 * TOLERANCE
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_values_of_another_size_than_keys_share_prompts_too() -> None:
+    import transformers as hf
+
+    ranks = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10}
+    experts = {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    }
+    heads = {"head_dim": 4, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**SIZES | ranks | experts | heads)).eval()
+    batch = groups()
+    packed = Packing.of(model).pack(batch)
+    assert packed.shared is not None and any(block.mask is not None for block in packed.shared.blocks)
+    with torch.no_grad():
+        found, _ = response_log_probs(model, packed)
+        expected = torch.cat([unpacked(model, one)[0] for one in batch])
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
+
+
+def test_windows_that_only_a_models_masks_have_are_kept() -> None:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"num_local_experts": 4, "initializer_range": 0.3, "sliding_window": 6}
+    model = hf.PhimoeForCausalLM(hf.PhimoeConfig(**SIZES | sizes)).eval()
+    batch = groups()
+    assert max(len(one.tokens) for one in batch) > 6
+    assert shared_prompts.why_apart(model) == "its masks are not plain causal ones"
+    with torch.no_grad():
+        found, _ = response_log_probs(model, Packing.of(model).pack(batch))
+        expected = torch.cat([unpacked(model, one)[0] for one in batch])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_whatever_a_model_raises_gives_it_rows_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(type(tiny("qwen3"))):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if "shared_prompts" in kwargs:
+                raise RuntimeError("shape '[4, 2]' is invalid")
+            return super().forward(*args, **kwargs)
+
+    odd = Odd(tiny("qwen3").config)
+    assert Packing.of(odd).share_prompts is False
+    assert "model=Odd reason=\"RuntimeError: shape '[4, 2]' is invalid\"" in caplog.text
+    assert odd.config._attn_implementation == "sdpa"
+
+
+def test_a_mistake_of_ours_is_no_reason_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a block must hold its queries")
+
+    monkeypatch.setattr(shared_prompts.Block, "attend", broken)
+    with pytest.raises(AssertionError, match="must hold its queries"):
+        share_prompts(tiny("qwen3"))

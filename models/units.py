@@ -1,0 +1,110 @@
+"""The repeated blocks of a model, and computing with copies of their parameters in another dtype.
+
+Owns which modules are a unit, where a unit's parameters are attached, and lending it copies while its forward runs, so that one
+unit's copies exist at a time. Does not own what is lent when: to the training forward (`parallel.py`), to trials (`trials.py`).
+
+    layer.forward = on_copies(layer, owned([layer]), torch.bfloat16)
+    with computing_in(model, torch.float32): logits = model(...).logits
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rondo.models.families import family_of
+
+Owned = list[tuple[nn.Module, str, nn.Parameter]]
+"""(module, name in it, parameter)"""
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated blocks of `model` (its encoders' too), outermost first; each is sharded and recomputed as a whole."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    towers = towers_of(model)  # some families name them among the modules not to split, but their blocks repeat too
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(outer + ".") for outer in found)
+        repeated = type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer)
+        if repeated and not inside and module not in towers:
+            found[name] = module
+    return list(found.values())
+
+
+def towers_of(model: Any) -> list[nn.Module]:
+    """The encoders of a multimodal model."""
+    family = family_of(model)
+    paths = dict.fromkeys(family.towers.values()) if family is not None else {}
+    return [model.get_submodule(path) for path in paths]
+
+
+def on_copies(unit: nn.Module, places: Owned, dtype: torch.dtype) -> Callable[..., Any]:
+    """The forward of `unit` on copies of its parameters in `dtype`."""
+    forward = unit.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _lending(places, dtype):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _lending(places: Owned, dtype: torch.dtype) -> Iterator[None]:
+    copies = {parameter: parameter.to(dtype) for _, _, parameter in places}  # tied parameters share one copy
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = copies[parameter]  # not a leaf: gradients flow on to `parameter`
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+def owned(units: Iterable[nn.Module], but: Iterable[nn.Module] = ()) -> Owned:
+    """Where the float parameters of `units` are attached, without those inside of `but`."""
+    skipped = {module for unit in but for module in unit.modules()}
+    return [
+        (module, name, parameter)
+        for unit in units
+        for module in unit.modules()
+        if module not in skipped
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_floating_point()
+    ]
+
+
+@contextmanager
+def computing_in(model: Any, dtype: torch.dtype) -> Iterator[None]:
+    """While the body runs, forwards of the whole, unsharded `model` compute in `dtype`, buffers included."""
+    layers = decoder_layers(model)
+    units = [(model, owned([model], but=layers)), *((layer, owned([layer])) for layer in layers)]
+    others = [(unit, places) for unit, places in units if any(p.dtype != dtype for *_, p in places)]
+    forwards = [(unit, unit.__dict__.get("forward")) for unit, _ in others]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point() and buffer.dtype != dtype
+    ]
+    try:
+        for unit, places in others:
+            unit.forward = on_copies(unit, places, dtype)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.to(dtype)
+        yield
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+        for unit, forward in forwards:
+            if forward is None:
+                del unit.forward
+            else:
+                unit.forward = forward
