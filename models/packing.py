@@ -110,8 +110,8 @@ class Packing:
 
     @classmethod
     def of(cls, model: Any) -> Packing:
-        """Prompts are shared where the model can; its attention is switched to that of `shared_prompts.py` then. The log says what
-        it cannot, and why."""
+        """Prompts are shared where the model can; its attention is switched to that of `shared_prompts.py` then. What it cannot,
+        and why, is in the log."""
         ways = share_prompts(model), can_share_rows(model)
         if not ways[0]:
             log.warning(

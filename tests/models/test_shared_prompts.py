@@ -232,11 +232,18 @@ def test_a_model_that_shares_prompts_is_as_before_in_every_other_use(family: str
 
 
 def deep(num_layers: int = 28) -> Any:
-    """As deep as an 8B model, in the dtype of its scorers: bfloat16 noise is 2 to 4 % of the logits."""
+    """As deep as an 8B model, in bfloat16, with kernels whose last bit depends on how many tokens they are given."""
     import transformers as hf
 
+    def round_otherwise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        up = output.shape[1] % 3 - 1 if output.dtype == torch.bfloat16 else 0
+        return output * (1 + up * torch.finfo(torch.bfloat16).eps)
+
     torch.manual_seed(0)
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES | {"num_hidden_layers": num_layers})).to(torch.bfloat16)
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES | {"num_hidden_layers": num_layers})).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(round_otherwise)
+    return model
 
 
 def test_the_noise_of_a_deep_model_in_bfloat16_loses_nothing() -> None:
@@ -260,7 +267,7 @@ def test_what_attends_wrongly_is_found_at_any_depth(num_layers: int, monkeypatch
 def test_values_of_another_size_than_keys_share_prompts_too() -> None:
     import transformers as hf
 
-    ranks = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10}
+    ranks = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 12}
     experts = {
         "n_routed_experts": 4,
         "moe_intermediate_size": 16,
