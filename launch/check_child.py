@@ -8,8 +8,9 @@ code prints goes to stderr. Owns no rule about numbers: it reports facts, and `c
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from rondo.launch.machine import show_bytes
 from rondo.roles.datasets import Row, RowError
 from rondo.roles.fingerprints import Fingerprint, Fingerprints, sampled
 from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.reference import in_users_words, load_reference, uncollected
+from rondo.runtime.reference import in_one_line, in_users_words, uncollected
 
 if TYPE_CHECKING:
     from rondo.models.families.family import Family
@@ -36,9 +37,13 @@ if TYPE_CHECKING:
 
 _NUM_ROWS = 64
 """Rows whose prompts are rendered, spread over the whole; the rest is checked as the run comes to it."""
-_BESIDE_S = 300.0
 _NUM_MEDIA_ROWS = 4
 """The same of rows with media, which take longer."""
+_NUM_SCORED = 2
+"""Rows of each part that the reward function is tried on."""
+_ANSWERS = ("", "1")
+"""What it is given as answers to them."""
+_BESIDE_S = 300.0
 
 
 class Report:
@@ -60,7 +65,7 @@ class Report:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any failure of user code is a finding
             self.add(
                 "error",
-                f"{what} must load without errors, got {type(error).__name__}: {error}{_place(error)}. Correct it",
+                f"{what} must load without errors, got {in_one_line(error)}. Correct it",
             )
 
 
@@ -71,10 +76,11 @@ def main() -> int:
     config = unresolve(orjson.loads(sys.stdin.buffer.read()))
     report = Report()
     beside = Elsewhere(config) if is_made(config) else None  # while this process loads the model
-    report.look(lambda: look_at_reward(config), "reward.function")
     tokenizers: list[Any] = []
+    rows: list[Row] = []
     report.look(lambda: look_at_model(config, Path(sys.argv[1]) / "model", report, tokenizers), "model")
-    report.look(lambda: look_at_data(config, report, tokenizers), "data")
+    report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
+    report.look(lambda: look_at_reward(config, report, rows), "reward.function")
     if config.sft is not None:
         report.look(lambda: look_at_demonstrations(config, tokenizers), "sft")
     if beside is not None and "fingerprints" in report.facts:
@@ -91,18 +97,42 @@ def main() -> int:
     return 0
 
 
-def look_at_reward(config: RunConfig) -> None:
-    """The function can be imported, and takes what it will be given."""
-    function = load_reference(config.reward.function, "reward.function")
-    try:
-        inspect.signature(function).bind("", "", prompt="", metadata={})
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.function must take (response, label, *, prompt, metadata), got {config.reward.function} ({error}). "
-            "Change its parameters"
-        ) from error
-    except ValueError:
-        return  # a builtin without a signature
+def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
+    """The function scores dummy answers to a few rows, in a worker and under a deadline as in the run."""
+    from rondo.roles.rollout.rewards import RewardItem, RewardPool, RewardResult
+
+    reward = config.reward
+
+    async def scored() -> list[tuple[str, RewardResult]]:
+        load_s = config.supervision.load_s
+        found: list[tuple[str, RewardResult]] = []
+        async with RewardPool(reward.function, deadline_s=reward.deadline_s, load_deadline_s=load_s) as pool:
+            for row, answer in itertools.product(rows, _ANSWERS):
+                [result] = await pool.score([RewardItem(answer, row.label, row.prompt, row.metadata)])
+                found.append((f"the answer {answer!r} to {row.name}", result))
+                if result.timed_out:  # others would last as long
+                    break
+        return found
+
+    found = asyncio.run(scored())
+    failed = [(where, result) for where, result in found if result.score is None]
+    if found and (found[-1][1].timed_out or len(failed) == len(found)):
+        where, result = failed[-1] if found[-1][1].timed_out else failed[0]
+        if result.timed_out:
+            raise ConfigError(f"{result.brief}, at {where}. Raise reward.deadline_s, or see what it waits for")
+        if result.brief == result.error:  # a sentence
+            raise ConfigError(f"{result.brief}. It was given {where}")
+        raise ConfigError(f"reward.function must score {where}, got {result.brief}. Correct it")
+    if failed:
+        where, result = failed[0]
+        report.add(
+            "note",
+            f"reward.function fails for {len(failed)} of {len(found)} dummy answers, and such samples fail in a run; the first, "
+            f"{where}: {result.brief}",
+        )
+    elif found:
+        scores = ", ".join(dict.fromkeys(f"{result.score:g}" for _, result in found))
+        report.add("ok", f"the reward of {len(found)} dummy answers is {scores}")
 
 
 def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: list[Any]) -> None:
@@ -212,11 +242,12 @@ def look_at_media(config: RunConfig, path: str, model_type: str, family: Family 
         )
 
 
-def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> None:
-    """Some rows of each part, from all over it, are rendered. A run leaves out those that cannot be: an error when none can."""
+def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any], usable: list[Row]) -> None:
+    """Some rows of each part, from all over it, are rendered. A run leaves out those that cannot be: an error when none can.
+    `usable` gets a few of each that can."""
     from rondo.roles.datasets import demonstrations, open_splits
     from rondo.roles.prompts import render_prompt
-    from rondo.roles.rollout.rewards import RewardItem, RewardResult, encoded_item
+    from rondo.roles.rollout.rewards import problem_of
 
     fingerprints = Fingerprints()
     train, sets = open_splits(config, fingerprints)
@@ -234,18 +265,19 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
     report.facts["num_held_out"] = sum(map(len, sets.values()))
     most, prepare = config.rollout.max_prompt_tokens, None
     for name, data, settings in parts:
-        with_media, broken = [], []
+        with_media, broken, good = [], [], list[Row]()
         looked_at = sampled(len(data), _NUM_ROWS)
         for index in looked_at:
             try:
                 row = data.row(index)
-                item = encoded_item(RewardItem("", row.label, row.prompt, row.metadata))
-                if isinstance(item, RewardResult):
-                    raise RowError(f"{row.name}: {item.error}")
+                columns = {settings.prompt: row.prompt, settings.label: row.label, settings.metadata: row.metadata}
+                if problem := problem_of({f"column {name!r}": value for name, value in columns.items()}):
+                    raise RowError(f"{row.name}: {problem}")
                 if row.media:
                     with_media.append(row)
                 elif tokenizers:
                     render_prompt(tokenizers[0], row, settings, most)
+                good.append(row)
             except RowError as error:
                 broken.append(str(error))
         if len(broken) == len(looked_at):
@@ -256,6 +288,7 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any]) -> No
                 f"{name}: {len(broken)} of {len(looked_at)} rows that were looked at cannot be used, and a run leaves such rows "
                 f"out; the first: {broken[0]}",
             )
+        usable += good[:_NUM_SCORED]
         if with_media and tokenizers:
             prepare = prepare or _open_processor(config, report, with_media[0])
             _render_media(config, report, prepare, name, with_media[:_NUM_MEDIA_ROWS], settings)
@@ -317,20 +350,6 @@ def look_at_demonstrations(config: RunConfig, tokenizers: list[Any]) -> None:
     data = demonstrations(config)
     for index in range(min(_NUM_ROWS, len(data)) if tokenizers else 0):
         encode_answer(tokenizers[0], data.row(index))
-
-
-def _place(error: BaseException) -> str:
-    """ " (file:line)" of the last step that is the user's, not ours and not a library's."""
-    import traceback
-
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if (
-            "/site-packages/" not in frame.filename
-            and "/rondo/" not in frame.filename
-            and not frame.filename.startswith("<")
-        ):
-            return f" ({frame.filename}:{frame.lineno})"
-    return ""
 
 
 if __name__ == "__main__":

@@ -98,10 +98,11 @@ class MediaPool:
                     "messages": messages_of(row, data),
                     "media": [[ref.kind, ref.source, ref.use_audio] for ref in refs],
                     "template_args": data.chat_template_args,
-                }
+                },
+                "prompt",
             )
         except TypeError as error:
-            raise RowError(f"{row.name}: prompt must hold JSON values, got {error}. Correct the row") from error
+            raise RowError(f"{row.name}: {error}") from error
         [outcome] = await self._pool.run([item])
         if outcome.kind == ConfigError.__name__:
             raise ConfigError(outcome.error)

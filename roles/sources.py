@@ -12,8 +12,11 @@ counted; the hub's library maps its own files.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
+import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from glob import glob, has_magic
@@ -39,6 +42,8 @@ _MOST_SAMPLED, _MOST_MADE = 256, 4096
 """Rows that a digest looks at: of files, and of what is in memory."""
 _MOST_OPEN = 64
 """Files that stay open, so that their rows are there for as long as the process, whoever replaces or removes them."""
+_LONG = re.compile(rb"[0-9]{19}")
+"""In a number, one that may have more than 64 bits."""
 _INSTALL = "Install it: pip install 'rondo-rl[data]'"
 
 
@@ -127,8 +132,8 @@ class JsonLines:
     def read(self, index: int) -> Mapping[str, Any]:
         line = self._line(index)
         try:
-            values = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            values = _parsed(line)
+        except (ValueError, RecursionError) as error:
             raise RowError(
                 f"{self.name_of(index)}: row must be JSON, got {line[:60]!r} ({error}). Correct it"
             ) from error
@@ -399,6 +404,14 @@ def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
         return bounds, None
     numbers = np.delete(np.arange(len(bounds)), blank)
     return bounds[numbers], numbers
+
+
+def _parsed(line: bytes) -> Any:
+    """Exactly what the text says, NaN and integers of any size included, which orjson refuses or makes a float of."""
+    if not _LONG.search(line):
+        with contextlib.suppress(orjson.JSONDecodeError):
+            return orjson.loads(line)
+    return json.loads(line)
 
 
 def _line(file: Any, bounds: np.ndarray) -> bytes:

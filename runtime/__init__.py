@@ -2,7 +2,7 @@
 
 actors and calls    actor, transport, waits, errors
 a run's processes   supervisor, supervision (its pure core), spec, launcher, nursery, worker, context, segments, store
-work that may fail  pool, pool_worker (killable processes for rewards and media)
+work that may fail  pool, pool_worker, keeper (killable processes for rewards and media), values (what they are sent)
 what users see      admin, record, telling (it never decides), section (settings), checkpoints, formats
 """
 

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 
 PARENT_PID = "RONDO_PARENT_PID"
 """The environment variable in which a process finds the pid that its parent must have."""
+PARENT_DIED = signal.SIGPWR
+"""What a process that has to end more than itself is sent when its parent dies: nobody sends it to all processes of a run."""
 
 _PR_SET_PDEATHSIG = 1
 _USAGE = "usage: python -m rondo.runtime.guard --parent PID [--deaf] -- COMMAND [ARGUMENT...]"

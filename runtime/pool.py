@@ -37,13 +37,13 @@ import numpy as np
 import orjson
 
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, ProtocolError, WorkerDied
-from rondo.runtime.pool_worker import NOTE, PREFIX, Buffer, Parts, encoded, entries_of, frame_of
+from rondo.runtime.keeper import END
+from rondo.runtime.pool_worker import NOTE, PREFIX, entries_of, frame_of
 from rondo.runtime.process import exit_text
+from rondo.runtime.values import Buffer, Encoded, encode
 from rondo.runtime.waits import PROCESS, waiting
 
 _MAX_HEADER_BYTES = 1 << 28
-_MAX_VALUE_BYTES = 1 << 20
-"""JSON of a value that holds arrays or bytes."""
 _MAX_BUFFERS = 1 << 16
 _MAX_IDLE_DEATHS = 3
 _SPARE_S = 60.0
@@ -54,36 +54,33 @@ _SPARE_S = 60.0
 class Item:
     """A value in the form in which it travels. It views the value's arrays, which nobody changes until its outcome is there."""
 
-    encoded: orjson.Fragment | Parts
+    encoded: Encoded
 
     @staticmethod
-    def of(value: Any) -> Item:
-        """JSON, bytes and plain arrays at any depth. TypeError for anything else."""
-        return Item(encoded(value))
-
-    @staticmethod
-    def of_json(text: bytes) -> Item:
-        """A value that is JSON text already."""
-        return Item(orjson.Fragment(text))
+    def of(value: Any, what: str = "value") -> Item:
+        """A value of the types that travel (`values.py`). TypeError for anything else; `what` names it there."""
+        return Item(encode(value, what))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What the function returned for an item; or the `error`: its text, a traceback, or what happened to the worker.
 
-    `kind` names the type of an error that the function raised, None when the worker was lost.
+    `kind` names the type of an error that the function raised, None when the worker was lost; `brief` is the error in one line,
+    with its place.
     """
 
     value: Any = None
     error: str | None = None
     kind: str | None = None
     timed_out: bool = False
+    brief: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Items since the start, by their outcome; calls that wait for a worker now, calls that wait to be let in, and the workers
-    that live now."""
+    """Items since the start, by their outcome; calls that wait for a worker now, calls that wait to be let in, and the keepers
+    of the workers that live now."""
 
     num_done: int
     num_errors: int
@@ -305,11 +302,11 @@ class _Group:
         item = self._sent[loss.item]
         self._deaths[item] += 1
         if loss.timed_out or self._deaths[item] == 2:
-            self.outcomes[item] = Outcome(error=loss.cause, timed_out=loss.timed_out)
+            self.outcomes[item] = Outcome(error=loss.cause, timed_out=loss.timed_out, brief=loss.cause)
 
 
 class _Worker:
-    """One process and the socket to it. One frame is under way at a time."""
+    """One process, its keeper (`pid`) and the socket to it. One frame is under way at a time."""
 
     def __init__(self, command: tuple[str, str], work: str, source: str, max_bytes: int) -> None:
         ours, theirs = socket.socketpair()
@@ -324,7 +321,7 @@ class _Worker:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), note),
-                process_group=0,  # killed as a whole, with what the function started; still in the session of this role
+                process_group=0,  # what is sent to this role's group is not meant for it; still in the role's session
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self.pid = self._process.pid
@@ -348,7 +345,7 @@ class _Worker:
         """Waits until the worker has loaded its function. ConfigError when it could not, or not in time."""
         try:
             async with waiting(f"{self._work} load", peer=f"{self._work} worker", deadline_s=deadline_s):
-                _, [(_, error, kind)] = await self._receive(0)
+                _, [(_, error, kind, brief)] = await self._receive(0)
         except DeadlineExceeded as late:
             raise ConfigError(
                 f"{self._source} must load within {deadline_s:g} s, got no end. Look at what it does while it loads"
@@ -362,7 +359,7 @@ class _Worker:
         if kind == "ConfigError":
             raise ConfigError(error)
         if error is not None:
-            raise ConfigError(f"{self._source} must load, got an error. Correct it:\n{error}")
+            raise ConfigError(f"{self._source} must load without errors, got {brief}. Correct it")
 
     async def run(self, group: _Group, todo: list[int], deadline_s: float) -> _Loss | None:
         """Runs the items `todo` of `group` and enters their outcomes; or tells how the worker was lost."""
@@ -379,8 +376,8 @@ class _Worker:
         finally:
             if self._alarm is not None:
                 self._alarm.cancel()
-        for i, (value, error, kind) in zip(todo, entries, strict=True):
-            group.outcomes[i] = Outcome(value, error, kind)
+        for i, (value, error, kind, brief) in zip(todo, entries, strict=True):
+            group.outcomes[i] = Outcome(value, error, kind, brief=brief)
         return None
 
     async def close(self) -> None:
@@ -405,7 +402,7 @@ class _Worker:
         if num_header > _MAX_HEADER_BYTES or num_buffers > _MAX_BUFFERS:
             raise self._lost(f"a frame of {num_header} bytes and {num_buffers} buffers")
         sizes = struct.unpack(f"<{num_buffers}Q", await self._read(8 * num_buffers))
-        if sum(sizes) > num_items * (self._max_bytes + _MAX_VALUE_BYTES):
+        if sum(sizes) > num_items * self._max_bytes:
             raise self._lost(f"buffers of {sum(sizes)} bytes")
         parts = [await self._read(size) for size in (num_header, *sizes)]
         try:
@@ -477,7 +474,8 @@ class _Worker:
     def _kill(self) -> None:
         if self._process.returncode is None:  # once it is collected, its number may belong to somebody else
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.kill(self.pid, END)
+                os.kill(self.pid, signal.SIGCONT)
 
     def _ending(self) -> str:
         return f"its process {exit_text(self._process.wait())}"

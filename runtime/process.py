@@ -27,6 +27,7 @@ from rondo.runtime.guard import die_with_parent as die_with_parent
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 _DEAD = ("Z", "X")
+_PAUSE_S = 0.005
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -121,6 +122,13 @@ def kill_below(pid: int) -> int:
     for process in found:
         kill(process.pid, process.start_time)
     return len(found)
+
+
+def end_below() -> None:
+    """SIGKILLs everything below this process, a subreaper, until all of it is dead, which may take as long as the kernel holds
+    one of them."""
+    while kill_below(os.getpid()):
+        time.sleep(_PAUSE_S)
 
 
 def scan(markers: Set[bytes]) -> list[Stat]:

@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from traceback import walk_tb
+from types import FrameType, ModuleType
 from typing import Any
 
 from rondo.runtime.errors import ConfigError
@@ -110,6 +111,23 @@ def in_users_words(text: str) -> str:
         if isinstance(finder, _Taken):
             text = finder.in_users_words(text)
     return text
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether a frame runs rondo's code, or Python's that imports for it."""
+    name = frame.f_globals.get("__name__", "")
+    return name == "__main__" or name.startswith(("rondo.", "importlib."))
+
+
+def in_one_line(error: BaseException) -> str:
+    """ "KeyError: 'x' (rewards.py:7)": type, text and place of an error; the place is the last step that is the user's, not ours
+    and no library's."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    steps = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__) if not is_ours(frame)]
+    own = [f" ({file}:{line})" for file, line in steps if not file.startswith("<") and not is_installed(Path(file))]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if text else ''}{text}{own[-1] if own else ''}"
 
 
 def load_reference(reference: str, what: str) -> Callable[..., Any]:

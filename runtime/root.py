@@ -20,23 +20,19 @@ import selectors
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from rondo.runtime import process
-from rondo.runtime.guard import PARENT_PID, die_with_parent
+from rondo.runtime.guard import PARENT_DIED, PARENT_PID, die_with_parent
 from rondo.runtime.launcher import TORCHRUN_MAIN
 from rondo.runtime.reference import load_reference
 from rondo.runtime.stand_in import EXEC, end_as
 
 _WORDS_S = 10.0
 """A stand-in has its whole request at hand."""
-_PAUSE_S = 0.005
-_PARENT_DIED = signal.SIGPWR
-"""What the kernel sends when the supervisor has died: a signal that nobody sends to all processes of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +124,8 @@ class Root:
         return None
 
     def _end(self, status: int) -> NoReturn:
-        end_below()
+        process.end_below()
         end_as(status)
-
-
-def end_below() -> None:
-    """SIGKILLs everything below this process until all of it is dead, which may take as long as the kernel holds one of them."""
-    while process.kill_below(os.getpid()):
-        time.sleep(_PAUSE_S)
 
 
 @contextlib.contextmanager
@@ -145,18 +135,18 @@ def _woken() -> Iterator[int]:
 
     def leave(*_: object) -> None:
         if os.getppid() != supervisor:
-            end_below()
+            process.end_below()
             os._exit(1)
 
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(_PARENT_DIED, leave)
+    signal.signal(PARENT_DIED, leave)
     try:
         yield read
     finally:  # in what was forked
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, _PARENT_DIED):
+        for number in (signal.SIGCHLD, PARENT_DIED):
             signal.signal(number, signal.SIG_DFL)
         os.close(read)
         os.close(write)
@@ -172,7 +162,7 @@ def main() -> None:
     listener.bind(path)
     listener.listen()
     with _woken() as wake:
-        die_with_parent(number=_PARENT_DIED)
+        die_with_parent(number=PARENT_DIED)
         torchrun = os.fork()
         rank = None if torchrun == 0 else Root(listener, torchrun, reason, wake).serve()
     listener.close()

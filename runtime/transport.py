@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import math
 import socket
 import stat
 import struct
@@ -31,6 +30,7 @@ import numpy as np
 import orjson
 
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, Refused
+from rondo.runtime.values import array_bytes, array_of
 
 PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 16 << 20
@@ -53,7 +53,6 @@ _DIRECT_BYTES = 16 << 10
 """What is missing of a buffer is received in place from this size on; less comes through the scratch memory."""
 _MARK = "\x00buffer"
 _MARK_JSON = b'{"\\u0000buffer":'
-_ARRAY_KINDS = frozenset("biufcSUMm")
 _MAX_UNIX_PATH_BYTES = 107
 
 P = TypeVar("P", bound="FrameProtocol")
@@ -77,7 +76,7 @@ def pack(value: Any) -> tuple[bytes, list[memoryview]]:
     def default(item: Any) -> Any:
         if isinstance(item, np.ndarray):
             spec = [len(buffers), item.dtype.str, item.shape]
-            buffers.append(_array_bytes(item))
+            buffers.append(array_bytes(item))
             return {_MARK: spec}
         if isinstance(item, (bytes, bytearray, memoryview)):
             view = memoryview(item)
@@ -108,18 +107,6 @@ def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
         raise ProtocolError(f"a frame must hold a header that fits its buffers, got {error}") from error
 
 
-def _array_bytes(array: np.ndarray) -> memoryview:
-    if array.dtype.kind not in _ARRAY_KINDS:
-        raise TypeError(
-            f"an array in a call must have a plain dtype, got {array.dtype}. "
-            "View bfloat16 as uint16, and send the fields of a structured array one by one"
-        )
-    if array.size == 0 or array.dtype.itemsize == 0:
-        return memoryview(b"")
-    flat = np.asarray(array, order="C").reshape(-1)
-    return flat.view(np.uint8).data
-
-
 def _filled(node: Any, buffers: Sequence[memoryview]) -> Any:
     if type(node) is list:
         for i, item in enumerate(node):
@@ -136,16 +123,7 @@ def _filled(node: Any, buffers: Sequence[memoryview]) -> Any:
 
 def _buffer_value(spec: list[Any], buffers: Sequence[memoryview]) -> bytes | np.ndarray:
     buffer = buffers[spec[0]]
-    if len(spec) == 1:
-        return bytes(buffer)
-    _, name, shape = spec
-    dtype = np.dtype(name)
-    fits = math.prod(shape) * dtype.itemsize == buffer.nbytes and min(shape, default=0) >= 0
-    if dtype.kind not in _ARRAY_KINDS or not fits:
-        raise ValueError(f"dtype {name!r} with shape {shape} over {buffer.nbytes} bytes")
-    if not buffer.nbytes:
-        return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, buffer=buffer)
+    return bytes(buffer) if len(spec) == 1 else array_of(spec[1], spec[2], buffer)
 
 
 # ---------------------------------------------------------------------------------------------- frames

@@ -38,6 +38,7 @@ from rondo.roles.rollout.rewards import RewardPool, RewardResult
 from rondo.roles.rollout.stops import Stops, whole_sample
 from rondo.runtime.context import WorkerContext
 from rondo.runtime.record import JsonLines
+from rondo.runtime.values import as_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +199,8 @@ class PromptGroups:
         if first is None:
             return
         line = {
-            "group": lease.group, "prompt": row.prompt, "label": row.label, "reward": first.reward,
-            "response": self.tokenizer.decode(first.completion.tokens.tolist()), "details": dict(first.details),
+            "group": lease.group, "prompt": as_json(row.prompt), "label": as_json(row.label), "reward": first.reward,
+            "response": self.tokenizer.decode(first.completion.tokens.tolist()), "details": as_json(first.details),
             "finish_reason": first.completion.finish_reason, "versions": sorted(set(first.completion.policy_versions.tolist())),
         }  # fmt: skip
         path = self.ctx.run_dir / "samples" / f"step_{lease.step:06d}.jsonl"

@@ -1,7 +1,8 @@
 """What a reward worker runs: the user's reward function on one item, and what its result must look like.
 
-Owns loading the function and checking what it returns. Does not own the process around it (`runtime/pool_worker.py`) or what
-a failed score means (`rewards.py`). Imports the standard library and orjson, and what the user's module imports.
+Owns loading the function, the waiting for one that is `async`, and checking what it returns. Does not own the process around it
+(`runtime/pool_worker.py`) or what a failed score means (`rewards.py`). Imports the standard library and orjson, and what the
+user's module imports.
 
     score = open_function("rewards.py:exact")
     score(["1234", "1234", "s3142>", {}])      # [1.0, {}]: response, label, prompt, metadata -> score, details
@@ -9,38 +10,107 @@ a failed score means (`rewards.py`). Imports the standard library and orjson, an
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
-
+from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import load_reference
+from rondo.runtime.values import Encoded, encode
+
+_SHOWN_CHARACTERS = 80
 
 
-def open_function(function: str) -> Callable[[list[Any]], list[Any]]:
-    """The function that scores one item."""
+class RewardError(RondoError, ValueError):
+    """A reward function returned what is no score."""
+
+
+def open_function(function: str) -> Callable[[list[Any]], Encoded]:
+    """The function that scores one item. ConfigError for one that cannot be called as rewards are."""
     reward = load_reference(function, "reward.function")
+    if inspect.isclass(reward):
+        raise ConfigError(
+            f"reward.function must be a function, got the class {function}. Give it a `def` that makes or uses an object of it"
+        )
+    try:
+        inspect.signature(reward).bind("", "", prompt="", metadata={})
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.function must take (response, label, *, prompt, metadata), got {function} ({error}). "
+            "Change its parameters"
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature
 
-    def score(item: list[Any]) -> list[Any]:
+    def score(item: list[Any]) -> Encoded:
         response, label, prompt, metadata = item
-        return list(checked(reward(response, label, prompt=prompt, metadata=metadata)))
+        value = reward(response, label, prompt=prompt, metadata=metadata)
+        return scored(_loop().run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value)
 
     return score
 
 
-def checked(value: Any) -> tuple[float, dict[str, Any]]:
-    """(score, details) of what a reward function returned. TypeError or ValueError for what is no finite number."""
-    details: dict[str, Any] = {}
+def scored(value: Any) -> Encoded:
+    """[score, details] of what a reward function returned. RewardError for what is no finite number."""
+    details: dict[Any, Any] = {}
     if isinstance(value, dict):
         if "score" not in value:
-            raise ValueError(f"reward must return a dict with 'score', got the keys {', '.join(map(str, value))}")
-        details = {str(name): detail for name, detail in value.items() if name != "score"}
-        details = orjson.loads(orjson.dumps(details, default=repr, option=orjson.OPT_SERIALIZE_NUMPY))
+            raise RewardError(
+                f"reward must return a dict with 'score', got the keys {', '.join(map(str, value)) or 'of none'}. Name it so"
+            )
+        details = {name: detail for name, detail in value.items() if name != "score"}
         value = value["score"]
-    if not hasattr(value, "__float__"):
-        raise TypeError(f"reward must return a number or a dict with 'score', got {value!r}")
-    score = float(value)
+    score = _number(value)
     if not math.isfinite(score):
-        raise ValueError(f"reward must return a finite number, got {score}")
-    return score, details
+        raise RewardError(f"reward must return a finite number, got {score}. Return a number for such a response too")
+    try:
+        return encode([score, details])
+    except TypeError:
+        return encode([score, {_kept(name): _kept(detail, name) for name, detail in details.items()}])
+
+
+def _number(value: Any) -> float:
+    if hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass  # an array of several numbers, or an int without end
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        got, way = "a generator", "Use return in the place of yield"
+    elif value is None:
+        got, way = "None", "Let each of its paths return one"
+    elif isinstance(value, list | tuple):
+        got, way = _shown(value), "It is given one response a call: return its score alone"
+    else:
+        got, way = _shown(value), "Convert it with float()"
+    raise RewardError(f"reward must return a number or a dict with 'score', got {got}. {way}")
+
+
+def _kept(value: Any, name: Any = "") -> Any:
+    """The value, or in its place why it does not travel."""
+    try:
+        encode(value)
+    except TypeError as error:
+        return str(error).replace("value", f"detail {name}".strip(), 1)
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+@functools.cache
+def _loop() -> Any:
+    """The event loop of this process, which keeps what one call leaves open for the next."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value

@@ -13,19 +13,18 @@ one frame: a group of 8 trivial rewards costs 0.2 ms of CPU, both sides together
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import orjson
-
 from rondo.runtime.pool import Item, Outcome, Pool
+from rondo.runtime.values import encode
 
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score. `label` and `metadata` come from the data set and reach the function by way of JSON."""
+    """One response to score. `label` and `metadata` come from the data set and reach the function as they are."""
 
     response: str
     label: Any = None
@@ -35,17 +34,19 @@ class RewardItem:
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A finite `score`, or None with the `error`: a traceback, or what happened to the worker."""
+    """A finite `score`, or None with the `error`: a traceback, or what happened to the worker; in one line, `brief`."""
 
     score: float | None
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[Any, Any] = field(default_factory=dict)
     error: str | None = None
     timed_out: bool = False
+    brief: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Counts since the start; `num_waiting` are groups that wait for a worker now, `pids` the workers that live now."""
+    """Counts since the start; `num_waiting` are groups that wait for a worker now, `pids` the keepers of the workers that live
+    now."""
 
     num_scored: int
     num_errors: int
@@ -114,15 +115,23 @@ class RewardPool:
 
 def _result(outcome: Outcome) -> RewardResult:
     score, details = (None, {}) if outcome.error is not None else outcome.value
-    return RewardResult(score, details, outcome.error, outcome.timed_out)
+    return RewardResult(score, details, outcome.error, outcome.timed_out, outcome.brief)
 
 
 def encoded_item(item: RewardItem) -> Item | RewardResult:
-    """The item as JSON, or the result that says why it cannot be."""
-    values = [item.response, item.label, item.prompt, item.metadata]
+    """The item as it travels, or the result that says why it cannot."""
     try:
-        return Item.of_json(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS))
-    except TypeError as error:
-        return RewardResult(
-            None, {}, f"reward item must have JSON values, got {error}. Change the data set's label or metadata"
-        )
+        return Item.of([item.response, item.label, item.prompt, item.metadata])
+    except TypeError:
+        problem = problem_of({"prompt": item.prompt, "label": item.label, "metadata": item.metadata})
+        return RewardResult(None, {}, problem, brief=problem)
+
+
+def problem_of(values: Mapping[str, Any]) -> str | None:
+    """Which of the values, by its name, cannot travel to a reward function, and why."""
+    for name, value in values.items():
+        try:
+            encode(value, name)
+        except TypeError as error:
+            return str(error)
+    return None

@@ -20,6 +20,7 @@ from rondo.launch.check_target import segment_bytes
 from rondo.launch.config import RunConfig, load
 from rondo.launch.plan import coordinator_config
 from rondo.launch.rundir import RunDir
+from rondo.roles.datasets import Row
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.errors import ConfigError
 from tests.launch import configs
@@ -231,19 +232,64 @@ def test_this_machine_keeps_the_order_of_shared_memory() -> None:
     [
         ("def reward(response): return 1.0", "reward.function must take (response, label, *, prompt, metadata), got "),
         ("def rewards(): ...", "reward.function must name a function of "),
-        ("raise OSError('no disk')", "reward.function must load without errors, got OSError: no disk ("),
+        ("class reward(dict): ...", "reward.function must be a function, got the class "),
+        (
+            "raise OSError('no disk')",
+            "reward.function must load without errors, got OSError: no disk ({file}:1). Correct it",
+        ),
         ("exit(4)", "reward.function must load without errors, got SystemExit: 4"),
+        (
+            "import os; os._exit(9)",
+            "reward.function must load without ending its process, got its process exit code 9. ",
+        ),
+        (
+            "def reward(r, l, *, prompt, metadata): 1 / 0",
+            "reward.function must score the answer '' to row 1, got ZeroDivisionError: division by zero ({file}:1). Correct it",
+        ),
+        (
+            "def reward(r, l, *, prompt, metadata): yield 1.0",
+            "reward must return a number or a dict with 'score', got a generator. Use return in the place of yield. "
+            "It was given the answer '' to row 1",
+        ),
+        (
+            "def reward(r, l, *, prompt, metadata):\n while True: pass",
+            "reward must return within 0.3 s, got no end. Its worker was killed, at the answer '' to row 1. Raise reward.dead",
+        ),
     ],
 )
 def test_a_reward_function_that_cannot_work_is_told(make: Make, tmp_path: Path, code: str, error: str) -> None:
     file = tmp_path / "broken_rewards.py"
     file.write_text(code + "\n")
-    report = check_child.Report()
-    config = make(f"reward.function={file}:reward")
-    report.look(lambda: check_child.look_at_reward(config), "reward.function")
-    (finding,) = report.findings
-    assert finding["level"] == "error"
-    assert finding["text"].startswith(error)
+    ((level, text),) = tried(make(f"reward.function={file}:reward", "reward.deadline_s=0.3"))
+    assert level == "error" and text.startswith(error.format(file=file)) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "start"),
+    [
+        ("async def reward(r, l, *, prompt, metadata): return r == l", "ok", "the reward of 4 dummy answers is 0, 1"),
+        (
+            "def reward(r, l, *, prompt, metadata): return int(r)",
+            "note",
+            "reward.function fails for 2 of 4 dummy answers, and such samples fail in a run; the first, the answer '' to row 1: "
+            "ValueError: invalid literal",
+        ),
+    ],
+)
+def test_a_reward_function_is_tried_with_dummy_answers(
+    make: Make, tmp_path: Path, code: str, level: str, start: str
+) -> None:
+    file = tmp_path / "own_rewards.py"
+    file.write_text(code + "\n")
+    ((found, text),) = tried(make(f"reward.function={file}:reward"))
+    assert found == level and text.startswith(start)
+
+
+def tried(config: RunConfig) -> list[tuple[str, str]]:
+    """(level, text) of what the look at the reward finds."""
+    report, rows = check_child.Report(), [Row(f"row {label}", "p", label, {}) for label in "12"]
+    report.look(lambda: check_child.look_at_reward(config, report, rows), "reward.function")
+    return [(finding["level"], finding["text"]) for finding in report.findings]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +306,7 @@ def test_data_that_cannot_be_used_are_told(make: Make, tmp_path: Path, lines: li
         file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     report = check_child.Report()
     config = make("data.rows=null", f"data.path={file}")
-    report.look(lambda: check_child.look_at_data(config, report, []), "data")
+    report.look(lambda: check_child.look_at_data(config, report, [], []), "data")
     (finding,) = report.findings
     assert finding["level"] == "error"
     assert str(file.name) in finding["text"]
@@ -268,9 +314,8 @@ def test_data_that_cannot_be_used_are_told(make: Make, tmp_path: Path, lines: li
 
 def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, tmp_path: Path) -> None:
     (tmp_path / "some_rows.py").write_text(
-        "from decimal import Decimal\n\n"
-        "def rows():\n    return [{'prompt': '1', 'label': Decimal(1) if i % 4 == 3 else '1'} for i in range(8)]\n\n"
-        "def none():\n    return [{'prompt': '1', 'label': Decimal(1)}] * 3\n"
+        "def rows():\n    return [{'prompt': '1', 'label': {'a': print} if i % 4 == 3 else '1'} for i in range(8)]\n\n"
+        "def none():\n    return [{'prompt': '1', 'label': [1, print]}] * 3\n"
     )
     for name, level, start in (
         (
@@ -282,9 +327,10 @@ def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, t
     ):
         report = check_child.Report()
         config = make(f"data.rows={tmp_path}/some_rows.py:{name}", "data.held_out=0", "evaluation=null")
-        report.look(lambda config=config, report=report: check_child.look_at_data(config, report, []), "data")  # type: ignore[misc]
+        report.look(lambda config=config, report=report: check_child.look_at_data(config, report, [], []), "data")  # type: ignore[misc]
         finding = report.findings[0]
         assert finding["level"] == level and finding["text"].startswith(f"{start}{name} row "), finding
+        assert "column 'label'[" in finding["text"] and "got builtin_function_or_method. " in finding["text"]
 
 
 def test_rows_whose_order_depends_on_the_process_are_told_before_a_run_holds_some_out(
@@ -306,7 +352,7 @@ def test_a_tokenizer_without_a_chat_template_is_told_where_one_is_asked_for(make
 def test_code_that_kills_the_child_is_an_error_like_any_other(make: Make, tmp_path: Path) -> None:
     file = tmp_path / "crash.py"
     file.write_text("import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos._exit(9)\n")
-    (text,) = errors(inspect(make(f"reward.function={file}:reward")))
+    (text,) = errors(inspect(make(f"sft.rows={file}:rows", "sft.steps=1", "sft.batch_size=1")))
     assert text.startswith("looking at model, data and reward must end with exit code 0, got 9: last words.")
 
 

@@ -82,6 +82,11 @@ def test_jsonl_is_read_however_it_is_laid_out(tmp_path: Path, text: str) -> None
     assert prompts(open_dataset(config(tmp_path / "a.jsonl", label=None))) == ["a", "ü\n"]
 
 
+def test_numbers_of_jsonl_are_what_the_text_says(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"question": "a", "answer": [{10**30}, NaN, -Infinity, 1.5]}}\n')
+    assert repr(open_dataset(config(tmp_path / "a.jsonl")).row(0).label) == f"[{10**30}, nan, -inf, 1.5]"
+
+
 def test_lines_longer_than_the_scanned_blocks_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rondo.roles.sources._SCAN_BYTES", 7)
     data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS)))

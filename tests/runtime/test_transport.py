@@ -207,8 +207,8 @@ def test_any_nesting_of_values_comes_back_equal(value: Any) -> None:
     ("value", "text"),
     [
         ({1, 2}, "a value in a call must be JSON, bytes or a numpy array, got set"),
-        ([np.array([object()])], "an array in a call must have a plain dtype, got object"),
-        (np.zeros(2, [("a", "<i4")]), "an array in a call must have a plain dtype, got"),
+        ([np.array([object()])], "an array that travels must have a plain dtype, got object"),
+        (np.zeros(2, [("a", "<i4")]), "an array that travels must have a plain dtype, got"),
         (2**70, "Integer exceeds 64-bit range"),
         ({1: 2}, "Dict key must be str"),
     ],

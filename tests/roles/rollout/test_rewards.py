@@ -11,13 +11,16 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import uvloop
 
 from rondo.roles.rollout.rewards import RewardItem, RewardPool, RewardResult
 from rondo.runtime.errors import Closed, ConfigError
+from rondo.runtime.process import children
 from rondo.runtime.waits import pending
 
 FUNCTIONS = '''
@@ -29,6 +32,13 @@ import numpy as np  # a function may bring what it likes
 def exact(response, label, *, prompt, metadata):
     return float(response == label)
 
+async def waited(rest):
+    global loop
+    import asyncio
+    await asyncio.sleep(0)
+    assert globals().setdefault("loop", asyncio.get_running_loop()) is asyncio.get_running_loop()
+    return None if rest == "none" else float(rest)
+
 def scripted(response, label, *, prompt, metadata):
     """Does what the response says."""
     word, _, rest = response.partition(" ")
@@ -37,13 +47,21 @@ def scripted(response, label, *, prompt, metadata):
     if word == "numpy":
         return np.float32(rest)
     if word == "dict":
-        return {"score": 0.5, "length": 3, "kept": np.int64(4), "odd": {1, }}
+        return {"score": 0.5, "length": np.int64(3), 1: {1}, "odd": object()}
     if word == "noscore":
         return {"length": 3}
     if word == "none":
         return None
     if word == "text":
         return "1.0"
+    if word == "list":
+        return [1.0, 2.0]
+    if word == "several":
+        return np.array([1, 2])
+    if word == "generator":
+        return (score for score in [1.0])
+    if word == "async":
+        return waited(rest)
     if word == "raise":
         raise LookupError(rest)
     if word == "exit":
@@ -58,9 +76,11 @@ def scripted(response, label, *, prompt, metadata):
             marker.touch()
             os._exit(3)
         return 1.0
-    if word == "child":
-        child = subprocess.Popen(["sleep", "1000"])
+    if word in ("child", "dead"):
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         Path(rest).write_text(str(child.pid))
+        if word == "dead":
+            os._exit(3)
         re.match("(a+)+$", "a" * 60 + "b")
     if word == "print":
         print("\\x00\\xff" * 50000)
@@ -149,7 +169,11 @@ async def test_label_prompt_and_metadata_reach_the_function(functions: str) -> N
 async def test_a_dict_is_a_score_with_details_and_numbers_may_be_numpy(functions: str) -> None:
     async with pool_of(functions) as pool:
         dictionary, number = await pool.score(scripts("dict", "numpy 0.25"))
-    assert dictionary == RewardResult(0.5, {"length": 3, "kept": 4, "odd": "{1}"})
+    odd = dictionary.details.pop("odd")
+    assert dictionary == RewardResult(0.5, {"length": 3, 1: {1}})
+    assert odd.startswith("detail odd must be of a type that travels (") and odd.endswith(
+        "got object. Convert it, or leave it out"
+    )
     assert number.score == 0.25
 
 
@@ -158,11 +182,18 @@ async def test_a_dict_is_a_score_with_details_and_numbers_may_be_numpy(functions
     [
         ("raise no such unit", "LookupError: no such unit"),
         ("exit early", "SystemExit: early"),
-        ("none", "reward must return a number or a dict with 'score', got None"),
-        ("text", "reward must return a number or a dict with 'score', got '1.0'"),
-        ("score nan", "reward must return a finite number, got nan"),
-        ("score inf", "reward must return a finite number, got inf"),
-        ("noscore", "reward must return a dict with 'score', got the keys length"),
+        ("none", "reward must return a number or a dict with 'score', got None. Let each of its paths return one"),
+        ("text", "reward must return a number or a dict with 'score', got '1.0'. Convert it with float()"),
+        ("list", "got [1.0, 2.0]. It is given one response a call: return its score alone"),
+        ("generator", "got a generator. Use return in the place of yield"),
+        (
+            "async none",
+            "reward must return a number or a dict with 'score', got None. Let each of its paths return one",
+        ),
+        ("several", "got array([1, 2]). Convert it with float()"),
+        ("score nan", "reward must return a finite number, got nan. Return a number for such a response too"),
+        ("score inf", "reward must return a finite number, got inf. Return a number for such a response too"),
+        ("noscore", "reward must return a dict with 'score', got the keys length. Name it so"),
     ],
 )
 async def test_what_is_no_score_is_an_error_of_its_item_alone(functions: str, response: str, error: str) -> None:
@@ -181,11 +212,25 @@ async def test_an_error_shows_the_users_traceback_and_not_ours(functions: str) -
     assert "user_rewards.py" in result.error and "reward_worker.py" not in result.error
 
 
-async def test_a_label_that_is_no_json_is_an_error_of_its_item_alone(functions: str) -> None:
+async def test_a_label_that_cannot_travel_is_an_error_of_its_item_alone(functions: str) -> None:
     async with pool_of(functions, "exact") as pool:
-        bad, good = await pool.score([RewardItem("1", label={1, 2}), RewardItem("1", label="1")])
-    assert bad.error is not None and "must have JSON values" in bad.error
+        bad, good = await pool.score([RewardItem("1", label={"a": [object()]}), RewardItem("1", label="1")])
+    assert bad.error is not None and bad.error.startswith("label['a'][0] must be of a type that travels (None, bool, ")
     assert good.score == 1
+
+
+async def test_what_json_cannot_say_reaches_the_function_and_comes_back_the_same(functions: str) -> None:
+    values = [1 << 70, float("-inf"), {1, 2}, Decimal("0.10"), (1, b"\x00"), {1: "a", "1": "b"}, np.float32(0.1)]
+    async with pool_of(functions) as pool:
+        (result,) = await pool.score([RewardItem("given", label=values, metadata={1: np.arange(3)})])
+    assert list(map(repr, result.details["label"])) == list(map(repr, values))
+    assert repr(result.details["metadata"]) == "{1: array([0, 1, 2])}"
+
+
+async def test_an_async_function_is_awaited_on_one_loop_for_all_items(functions: str) -> None:
+    async with pool_of(functions) as pool:
+        assert scores(await pool.score(scripts("async 1", "async 2"))) == [1, 2]
+        assert scores(await pool.score(scripts("async 3"))) == [3]
 
 
 async def test_an_item_stuck_in_c_is_killed_at_its_deadline_and_the_others_are_scored(functions: str) -> None:
@@ -218,12 +263,13 @@ async def test_a_hanging_group_leaves_other_workers_alone(functions: str) -> Non
         stuck.cancel()
 
 
-async def test_a_killed_item_takes_the_processes_it_started_with_it(functions: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["child", "dead"])
+async def test_a_worker_takes_the_processes_it_started_with_it(functions: str, tmp_path: Path, word: str) -> None:
+    """Those in a session of their own too, whether it is killed or ends by itself."""
     async with pool_of(functions, deadline_s=1.0) as pool:
-        (result,) = await pool.score(scripts(f"child {tmp_path / 'pid'}"))
-    assert result.timed_out
-    child = int((tmp_path / "pid").read_text())
-    await_end(child)
+        (result,) = await pool.score(scripts(f"{word} {tmp_path / 'pid'}"))
+        assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert result.timed_out == (word == "child")
 
 
 async def test_an_item_that_crashes_its_worker_twice_carries_the_error_alone(functions: str) -> None:
@@ -243,8 +289,8 @@ async def test_an_item_whose_worker_died_once_is_scored_by_the_next(functions: s
 
 async def test_a_worker_killed_while_idle_costs_nobody_anything(functions: str) -> None:
     async with pool_of(functions) as pool:
-        (pid,) = pool.stats().pids
-        os.kill(pid, signal.SIGKILL)
+        (worker,) = children(pool.stats().pids[0])
+        os.kill(worker.pid, signal.SIGKILL)
         assert scores(await pool.score(scripts("score 1"))) == [1]
         assert pool.stats().num_restarts == 1
 
@@ -343,14 +389,16 @@ def test_the_pool_works_on_uvloop(functions: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["while it hangs", "while it waits"])
-def test_a_worker_dies_with_its_parent(functions: str, busy: bool) -> None:
+def test_a_worker_dies_with_its_parent_and_so_does_what_it_started(functions: str, tmp_path: Path, busy: bool) -> None:
+    file = tmp_path / "pid"
+    os.mkfifo(file)
     program = f"""
 import asyncio, sys
 from rondo.roles.rollout.rewards import RewardItem, RewardPool
 async def main():
     pool = RewardPool({functions + ":scripted"!r}, deadline_s=1000, load_deadline_s=120)
     await pool.start()
-    scoring = asyncio.create_task(pool.score([RewardItem("hang")])) if {busy} else None
+    scoring = asyncio.create_task(pool.score([RewardItem("child {file}")])) if {busy} else None
     await asyncio.sleep(0)
     print(pool.stats().pids[0], flush=True)
     await asyncio.Event().wait()
@@ -358,23 +406,12 @@ asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        assert is_alive(worker)
-        pidfd = os.pidfd_open(worker)
+        pids = [int(parent.stdout.readline())]
+        pids += [child.pid for child in children(pids[0])]
+        pids += [int(file.read_text())] if busy else []
+        assert len(pids) == 2 + busy and all(map(is_alive, pids))
+        pidfds = [os.pidfd_open(pid) for pid in pids]
         parent.kill()
-    try:
+    for pidfd in pidfds:
         assert select.select([pidfd], [], [], 60)[0] == [pidfd]
-    finally:
-        os.close(pidfd)
-
-
-def await_end(pid: int) -> None:
-    """Returns once the process has ended; it need not be our child."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([pidfd], [], [], 60)[0] == [pidfd]
-    finally:
         os.close(pidfd)
