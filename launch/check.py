@@ -27,11 +27,12 @@ import orjson
 from rondo.comm.litmus import litmus
 from rondo.launch.check_estimate import Shape, routed_bytes
 from rondo.launch.check_findings import Finding
-from rondo.launch.check_sglang import look_at_sglang
+from rondo.launch.check_sglang import context_of, look_at_sglang
 from rondo.launch.check_target import Target, judge_devices, judge_target, segment_bytes
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
+from rondo.roles.rollout.sglang.lengths import of_context
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.errors import ConfigError
@@ -209,14 +210,17 @@ def _endpoint(config: RunConfig) -> Iterator[Finding]:
 
 
 def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
-    """The longest sample must fit the model's positions."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if facts.max_positions is not None and longest > facts.max_positions:
+    """The longest sample must fit the model's positions, of which a server of SGLang leaves some free."""
+    longest, sglang, most = config.longest_sample, config.rollout.sglang, facts.max_positions
+    if most is not None and sglang is not None and sglang.python is not None:
+        most = of_context(context_of(sglang, most)).whole
+    if most is not None and longest > most:
+        of = "the model's positions" if most == facts.max_positions else "what SGLang takes of the model's positions"
+        prompt = config.rollout.max_prompt_tokens
         yield Finding(
             "error",
-            "rollout.max_prompt_tokens + rollout.max_new_tokens must be at most the model's positions, "
-            f"{facts.max_positions}, got {config.rollout.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest}. "
-            "Lower one of them",
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most {of}, {most}, "
+            f"got {prompt} + {longest - prompt} = {longest}. Lower one of them",
         )
     if facts.num_parameters is not None:
         yield Finding(

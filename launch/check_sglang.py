@@ -18,6 +18,7 @@ from rondo.launch.check_findings import Finding
 from rondo.launch.config import RunConfig
 from rondo.launch.sglang_env import has_sglang
 from rondo.roles.config import SGLangConfig
+from rondo.roles.rollout.sglang.lengths import Lengths, of_server, too_short
 from rondo.roles.rollout.sglang.versions import MEDIA, parse_version, require_version, silent_about_experts
 from rondo.runtime.errors import ConfigError
 
@@ -42,8 +43,11 @@ def look_at_sglang(config: RunConfig) -> Iterator[Finding]:
                 )
         else:
             for url in settings.urls:
-                version = answered(url, settings, tells_experts=config.train.router_replay)
+                version, lengths = answered(url, settings, tells_experts=config.train.router_replay)
                 yield Finding("ok", f"SGLang {version} answers at {url}")
+                if lengths is not None and config.longest_sample > lengths.whole:
+                    what = "rollout.max_prompt_tokens + rollout.max_new_tokens"
+                    raise too_short(what, config.longest_sample, lengths.whole, url)
     except ConfigError as error:
         yield Finding("error", str(error))
 
@@ -61,8 +65,14 @@ def installed(python: str) -> str:
     return version
 
 
-def answered(url: str, settings: SGLangConfig, *, tells_experts: bool = False) -> str:
-    """The version of the server there. With `tells_experts` it must tell them."""
+def context_of(settings: SGLangConfig, max_positions: int) -> int:
+    """Tokens of the context of a server that is started so, for a model with so many positions."""
+    given = {name.replace("_", "-"): value for name, value in settings.arguments.items()}.get("context-length", "")
+    return int(given) if str(given).isdecimal() else max_positions
+
+
+def answered(url: str, settings: SGLangConfig, *, tells_experts: bool = False) -> tuple[str, Lengths | None]:
+    """The version of the server there, and how long a sample may be. With `tells_experts` it must tell them."""
     request = urllib.request.Request(f"{url.rstrip('/')}/server_info")
     if settings.api_key_file is not None:
         try:
@@ -76,12 +86,12 @@ def answered(url: str, settings: SGLangConfig, *, tells_experts: bool = False) -
     try:
         with opener.open(request, timeout=_ANSWER_S) as answer:
             told = orjson.loads(answer.read())
-            version = str(told.get("version"))
-    except (urllib.error.URLError, OSError, ValueError) as error:
+            version, lengths = str(told.get("version")), of_server(told)
+    except (urllib.error.URLError, OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"rollout.sglang.urls must be servers that answer, got {error} of {url}. Start it, or correct the address"
         ) from error
     require_version(version, url)
     if tells_experts and not told.get("enable_return_routed_experts"):
         raise silent_about_experts(url)
-    return version
+    return version, lengths

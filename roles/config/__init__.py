@@ -112,6 +112,13 @@ class JobConfig(Section):
         return self.train.optimizer_steps_per_batch * self.train.epochs
 
     @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest prompt and the longest response to it, an evaluation's included."""
+        sets = self.evaluation.named_sets().values() if self.evaluation is not None else ()
+        longest = max(self.rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
+        return self.rollout.max_prompt_tokens + longest
+
+    @property
     def on_policy(self) -> bool:
         """Whether every row is first trained on under the version that it was sampled from."""
         return self.max_staleness == 0 and self.train.optimizer_steps_per_batch == 1

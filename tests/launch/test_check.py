@@ -145,6 +145,18 @@ def test_samples_longer_than_the_models_positions_are_told(make: Make) -> None:
     assert judged(make(), replace(FACTS, max_positions=24)) == []
 
 
+def test_samples_longer_than_what_a_server_takes_of_the_models_positions_are_told(make: Make) -> None:
+    python = "/no/such/python"  # which is told too
+    told = judged(make(f"rollout.sglang={{'python': '{python}'}}"), replace(FACTS, max_positions=25))
+    assert told[0] == (
+        "rollout.max_prompt_tokens + rollout.max_new_tokens must be at most what SGLang takes of the model's positions, 23, "
+        "got 16 + 8 = 24. Lower one of them"
+    )
+    for context in ("", ", 'arguments': {'context-length': 26}"):
+        sets, positions = f"rollout.sglang={{'python': '{python}'{context}}}", 512 if context else 26
+        assert all(python in text for text in judged(make(sets), replace(FACTS, max_positions=positions)))
+
+
 def test_shared_memory_that_does_not_fit_is_told_with_the_numbers(make: Make) -> None:
     facts = replace(FACTS, num_parameters=100 * (1 << 20), num_tensors=0)
     (text,) = judged(make(), facts, (2 * GIB, "the cgroup"))

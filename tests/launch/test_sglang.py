@@ -103,10 +103,10 @@ def test_a_model_that_sglang_cannot_serve_is_found_before_the_run(tmp_path: Path
         assert len(errors) == num_errors and all("must be a whole Qwen3-Omni for SGLang" in text for text in errors)
 
 
-def test_a_server_that_runs_already_and_tells_no_experts_is_found_before_a_run_that_replays_them(
+def test_a_server_that_runs_already_and_tells_no_experts_or_takes_too_few_tokens_is_found_before_the_run(
     tmp_path: Path,
 ) -> None:
-    told = {"version": "0.5.22"}
+    told: dict[str, object] = {"version": "0.5.22", "max_req_input_len": 20}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -123,8 +123,13 @@ def test_a_server_that_runs_already_and_tells_no_experts_is_found_before_a_run_t
         config = load(write(tmp_path), ["train.router_replay=True", f"rollout.sglang={{'urls': ['{url}']}}"])
         [finding] = look_at_sglang(config)
         assert finding.level == "error" and "--enable-return-routed-experts" in finding.text and url in finding.text
-        told["enable_return_routed_experts"] = True  # type: ignore[assignment]
+        told["enable_return_routed_experts"] = True
         assert [finding.level for finding in look_at_sglang(config)] == ["ok"]
+        told["max_req_input_len"] = 19
+        [_, finding] = look_at_sglang(config)
+        assert finding.text.startswith(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most 23, what SGLang of {url} takes"
+        )
         server.shutdown()
 
 

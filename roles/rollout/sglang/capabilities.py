@@ -21,7 +21,10 @@ from typing import Any
 
 from rondo.models.media.inputs import Modality
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
+from rondo.roles.rollout.sglang.lengths import Lengths, of_server
+from rondo.roles.rollout.sglang.numbers import integer
 from rondo.roles.rollout.sglang.versions import MEDIA, parse_version, require_version
+from rondo.runtime.errors import ProtocolError
 
 _ASK_S = 60.0
 _HOT = 1e6
@@ -47,6 +50,8 @@ class Capabilities:
     data_parallel: int
     max_running: int
     max_cached_tokens: int
+    lengths: Lengths | None
+    """What a sample may have in tokens; None: not known."""
     vocabulary: int | None
     """Token ids are below it. A server does not survive one that is not, so they are refused here. None: not known."""
     begins_updates: bool
@@ -78,10 +83,10 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
 
     `processed_media`: whoever started it gave it rondo's processor of media, of which a server says nothing itself.
     """
-    info: dict[str, Any] = await _either(client, "/server_info", "/get_server_info")
+    info = await _either(client, "/server_info", "/get_server_info")
     version = str(info.get("version", ""))
     require_version(version, client.url)
-    model: dict[str, Any] = await _either(client, "/model_info", "/get_model_info")
+    model = await _either(client, "/model_info", "/get_model_info")
     shape = _model_config(str(info.get("model_path", "")))
     spans, after_temperature = await _look_at_an_answer(client)
     priority = 0
@@ -91,17 +96,18 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
         version=version,
         model_path=str(info.get("model_path", "")),
         architecture=(model.get("architectures") or ["unknown"])[0],
-        tensor_parallel=int(info.get("tp_size") or 1),
-        data_parallel=int(info.get("dp_size") or 1),
-        max_running=int(_internal(info, "max_running_requests") or 0),
-        max_cached_tokens=int(_internal(info, "max_total_num_tokens") or 0),
+        tensor_parallel=integer(info, "tp_size", 1),
+        data_parallel=integer(info, "dp_size", 1),
+        max_running=_internal(info, "max_running_requests"),
+        max_cached_tokens=_internal(info, "max_total_num_tokens"),
+        lengths=of_server(info),
         vocabulary=_text(shape).get("vocab_size"),
         begins_updates=await _exists(client, "/begin_weight_update"),
         version_spans=spans,
         log_probs_after_temperature=after_temperature,
         seeds=bool(info.get("enable_deterministic_inference")),
         priority=priority,
-        in_order=int(info.get("dp_size") or 1) == 1 and info.get("schedule_policy", "fcfs") == "fcfs",
+        in_order=integer(info, "dp_size", 1) == 1 and info.get("schedule_policy", "fcfs") == "fcfs",
         tells_new_tokens=bool(info.get("incremental_streaming_output")),
         experts=_experts(shape) if info.get("enable_return_routed_experts") else None,
         media=_media(shape, model),
@@ -109,13 +115,16 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
     )
 
 
-async def _either(client: SGLangClient, path: str, older: str) -> Any:
+async def _either(client: SGLangClient, path: str, older: str) -> dict[str, Any]:
     try:
-        return await client.get(path, deadline_s=_ASK_S)
+        told = await client.get(path, deadline_s=_ASK_S)
     except ServerError as error:
         if error.status != 404:
             raise
-        return await client.get(older, deadline_s=_ASK_S)
+        told = await client.get(older, deadline_s=_ASK_S)
+    if not isinstance(told, dict):
+        raise ProtocolError(f"{path} of {client.url} must tell a JSON object, got {told!r:.200}")
+    return told
 
 
 async def _exists(client: SGLangClient, path: str) -> bool:
@@ -136,15 +145,20 @@ async def _look_at_an_answer(client: SGLangClient) -> tuple[bool, bool]:
         "top_logprobs_num": 2,
     }
     told = await client.post("/generate", asked, deadline_s=_ASK_S)
-    meta = told["meta_info"]
-    [likeliest] = meta["output_top_logprobs"]
-    return "weight_versions" in meta, abs(likeliest[0][0] - likeliest[1][0]) < _EQUAL
+    try:
+        meta = told["meta_info"]
+        [likeliest] = meta["output_top_logprobs"]
+        return "weight_versions" in meta, abs(likeliest[0][0] - likeliest[1][0]) < _EQUAL
+    except (TypeError, ValueError, LookupError) as error:
+        raise ProtocolError(
+            f"an answer of {client.url} must have the log-probs that were asked for, got {told!r:.300}"
+        ) from error
 
 
-def _internal(info: Mapping[str, Any], name: str) -> Any:
-    """A number that stands among the arguments, or among what became of them when the server started."""
+def _internal(info: Mapping[str, Any], name: str) -> int:
+    """A number that stands among the arguments, or among what became of them at the start; 0 where it is in neither."""
     states = info.get("internal_states") or [{}]
-    return info.get(name) or states[0].get(name)
+    return integer(info, name, 0) or integer(states[0], name, 0)
 
 
 def _model_config(model_path: str) -> dict[str, Any]:

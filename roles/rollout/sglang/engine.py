@@ -39,12 +39,13 @@ from rondo.roles.rollout.engine import (
     Top,
     experts_of_whole,
 )
-from rondo.roles.rollout.sglang.answers import STRANGE, Answer, read_answer
+from rondo.roles.rollout.sglang.answers import Answer, read_answer
 from rondo.roles.rollout.sglang.capabilities import Capabilities
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
 from rondo.roles.rollout.sglang.media import media_body
+from rondo.roles.rollout.sglang.numbers import STRANGE, integer
 from rondo.roles.rollout.sglang.stream import Growing
-from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, Refused
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused
 from rondo.runtime.waits import PROCESS
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class SGLangEngine:
         self._pause = pause
         self._prefixes: str | None = str(version)
         """What requests share prefixes under; None while weights change."""
-        self._version = version
+        self._version = self._given = version
+        """What it serves, and the newest that it was ever given, perhaps just now."""
         self.asleep = False
         """It has given the server's memory back. What is asked meanwhile waits there for the next weights."""
         self._asked: dict[str, _Asked] = {}
@@ -164,7 +166,10 @@ class SGLangEngine:
     async def _generate(self, request: Request, asked: _Asked) -> Completion:
         """Asks until the sample is whole; what an answer brings is the beginning of the next question."""
         while not asked.cancelled:
-            answer = await self._ask(request, asked)
+            room = self._room(request)
+            if room < 1:  # only of what there is a beginning of
+                return self._completion(request, "length", request.prefix)
+            answer = await self._ask(request, asked, room)
             done = _joined(request.prefix, answer)
             reason = self._reason(request, answer, 0 if done is None else len(done.tokens), asked)
             if reason is not None:
@@ -176,15 +181,15 @@ class SGLangEngine:
         """Why the sample ends with this answer; None where it goes on with another question."""
         if answer.finish == "stop" and answer.matched in request.params.stop_token_ids:
             return "stop"
-        if num_done == request.params.max_new_tokens:
-            return "length"
+        if num_done == request.params.max_new_tokens or (answer.finish == "length" and num_done):
+            return "length"  # the request's own limit or the server's, which may be less than it tells where its cache is small
+        if answer.finish == "length":
+            raise ConfigError(
+                f"request {request.id!r} must leave room for a token on {self.client.url}, got a prompt of "
+                f"{request.prompt.size}. Shorten it, or give the server more memory"
+            )
         if answer.finish == "stop":
             return None  # at a token that ends sequences for the server, but not for this request
-        if answer.finish == "length":
-            raise Refused(
-                f"request {request.id!r} must get {request.params.max_new_tokens} tokens from {self.client.url}, "
-                f"got {num_done}. See the server's limits"
-            )
         if asked.cancelled:
             return "cancelled"
         if self._pause != "abort":
@@ -196,15 +201,23 @@ class SGLangEngine:
         handed_back = request.on_new_weights == "interrupt" and request.interruptions != 0 and num_done > 0
         return "interrupted" if handed_back else None
 
-    async def _ask(self, request: Request, asked: _Asked) -> Answer:
-        """One call. The answer has no tokens where the request is aborted before its first one."""
+    def _room(self, request: Request) -> int:
+        """New tokens that it may get here: what it asks for, and has not got yet, within the server's own limits."""
+        lengths, there = self.capabilities.lengths, len(request.sequence)
+        left = request.params.max_new_tokens - (there - request.prompt.size)
+        if lengths is None:
+            return left
+        return min(left, lengths.whole - there) if there <= lengths.prompt else 0
+
+    async def _ask(self, request: Request, asked: _Asked, room: int) -> Answer:
+        """One call, for `room` tokens. The answer has none where the request is aborted before its first one."""
         self._raise_if_closed()
         self._num_calls += 1
         sent_under = self._version
         asked.rid = f"{request.id}#{self._name}.{self._num_calls}"
         asked.at, asked.num_tokens = PROCESS.clock(), 0
         try:
-            body = self._body(request, asked.rid)
+            body = self._body(request, asked.rid, room)
             if request.progress is not None or self.capabilities.tells_new_tokens:
                 told = await self._stream(request, asked, body, sent_under)
             else:
@@ -221,18 +234,20 @@ class SGLangEngine:
         finally:
             asked.rid = None
         self._moved_at = PROCESS.clock()
-        answer = read_answer(told, num_before=len(request.sequence), experts=self.capabilities.experts)
-        meta = told["meta_info"]
-        if self._version != STRANGE and STRANGE in answer.versions:
+        found = self.capabilities
+        num_before = len(request.sequence)
+        answer = read_answer(told, num_before=num_before, most=room, vocabulary=found.vocabulary, experts=found.experts)
+        meta, versions = told["meta_info"], answer.versions
+        if self._version != STRANGE and (STRANGE in versions or versions.max(initial=0) > self._given):
             raise Refused(
-                f"the server {self.client.url} must sample under weights of this run, got tokens of version "
-                f"{meta.get('weight_version')!r}. It was restarted, or somebody else gave it weights"
+                f"the server {self.client.url} must sample under weights that it was given, {self._given} the newest, got "
+                f"tokens of version {meta.get('weight_version')!r}. It was restarted, or somebody else gave it weights"
             )
-        shared = int(meta.get("cached_tokens") or 0)
-        self._count_old_cache(answer.versions, sent_under)
+        shared = min(integer(meta, "cached_tokens", 0), num_before)
+        self._count_old_cache(versions, sent_under)
         self._counts["tokens"] += len(answer.tokens)
         self._counts["shared"] += shared
-        self._counts["prefill"] += max(0, int(meta.get("prompt_tokens") or 0) - shared)
+        self._counts["prefill"] += num_before - shared
         return answer
 
     def _count_old_cache(self, versions: np.ndarray, sent_under: int) -> None:
@@ -247,7 +262,7 @@ class SGLangEngine:
 
     async def _stream(self, request: Request, asked: _Asked, body: dict[str, Any], sent_under: int) -> dict[str, Any]:
         """One call whose answer comes in parts, of which `request.progress` is told; the answer as though it had come in one."""
-        growing = Growing(request.params.num_top)
+        growing = Growing(request.params.num_top, self.capabilities.vocabulary)
         progress = request.progress
 
         def come(events: list[bytes]) -> None:
@@ -265,18 +280,17 @@ class SGLangEngine:
 
         await self.client.stream("/generate", body | {"stream": True}, come, deadline_s=STALL_S, moved=self._moved)
         told = growing.whole()
-        finish = told["meta_info"].get("finish_reason") or {}
-        status = finish.get("status_code")
-        if finish.get("type") == "abort" and status is not None and 400 <= status < 600:
+        finish = told["meta_info"].get("finish_reason")
+        status = finish.get("status_code") if isinstance(finish, dict) and finish.get("type") == "abort" else None
+        if isinstance(status, int) and 400 <= status < 600:
             # The head of a stream is sent before the server knows: without one this is the status of the answer.
             raise ServerError(self.client.url, "/generate", status, str(finish.get("message")))
         return told
 
-    def _body(self, request: Request, rid: str) -> dict[str, Any]:
+    def _body(self, request: Request, rid: str, room: int) -> dict[str, Any]:
         params, found = request.params, self.capabilities
-        num_before = 0 if request.prefix is None else len(request.prefix.tokens)
         sampling: dict[str, Any] = {
-            "max_new_tokens": params.max_new_tokens - num_before,
+            "max_new_tokens": room,
             "temperature": params.temperature,
             "top_p": params.top_p,
             # More than there are tokens is no limit, in the server's word for that.
@@ -322,6 +336,11 @@ class SGLangEngine:
                 f"the tokens of request {request.id!r} must be from 0 to {found.vocabulary - 1}, the model's vocabulary, got "
                 f"{sequence.min()} to {sequence.max()}. Use the model's own tokenizer."
             )
+        if found.lengths is not None and request.prompt.size > found.lengths.prompt:
+            raise ConfigError(
+                f"the prompt of request {request.id!r} must have {found.lengths.prompt} tokens at most, the limit of "
+                f"{self.client.url}, got {request.prompt.size}. Shorten it, or start the server with a longer context"
+            )
         if params.temperature not in (0.0, 1.0) and not found.log_probs_after_temperature:
             raise ConfigError(
                 f"temperature must be 0 or 1 on {self.client.url}, which tells log-probs of the plain logits, got "
@@ -351,6 +370,7 @@ class SGLangEngine:
         self._raise_if_closed()
         # Until it is over, nobody here knows under which of the two weights a request is begun: it shares no prefix.
         self._prefixes = None
+        self._given = max(self._given, version)
         try:
             await self._weights.update(version, tensors)
         finally:
@@ -401,7 +421,10 @@ class SGLangEngine:
                 raise
             return Load(len(self._asked), 0, 0)
         names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
-        return Load(*(sum(int(rank.get(name) or 0) for rank in told["loads"]) for name in names))
+        try:
+            return Load(*(sum(integer(rank, name, 0) for rank in told["loads"]) for name in names))
+        except (TypeError, LookupError, AttributeError) as error:
+            raise ProtocolError(f"/v1/loads of {self.client.url} must tell its ranks, got {told!r:.200}") from error
 
     def progress(self) -> Mapping[str, int]:
         """A request without a token waits in the server's queue, and comes further with the server; but not if one that was asked
@@ -438,7 +461,7 @@ class SGLangEngine:
             await asyncio.sleep(_PROGRESS_S)
             if not self._asked:
                 continue
-            with suppress(PeerGone, DeadlineExceeded, ServerError):
+            with suppress(PeerGone, DeadlineExceeded, ServerError, ProtocolError):
                 load = await self.load()
                 if load != self._seen and load.num_running > 0:
                     self._counts["progress"] += 1

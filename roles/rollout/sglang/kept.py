@@ -24,9 +24,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rondo.roles.rollout.engine import Completion, EngineStats, Request
-from rondo.roles.rollout.sglang.answers import STRANGE, version_of
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import Load, SGLangEngine
+from rondo.roles.rollout.sglang.numbers import STRANGE, version_of
 from rondo.roles.rollout.sglang.server import Server
 from rondo.runtime.errors import Closed, PeerGone, RondoError, WorkerDied
 
@@ -209,8 +209,9 @@ class KeptEngine:
 
     async def proved_version(self) -> int | None:
         """What the server says that it serves; None for weights that it was not given here."""
-        told = version_of((await self._there().client.get("/model_info", deadline_s=_ASK_S))["weight_version"])
-        return None if told == STRANGE else told
+        told = await self._there().client.get("/model_info", deadline_s=_ASK_S)
+        version = version_of(told.get("weight_version")) if isinstance(told, dict) else STRANGE
+        return None if version == STRANGE else version
 
     def progress(self) -> Mapping[str, int]:
         """Of none while no server is there."""

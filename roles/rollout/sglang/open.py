@@ -22,6 +22,7 @@ from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import SGLangEngine
 from rondo.roles.rollout.sglang.kept import KeptEngine, Newest, Weights
+from rondo.roles.rollout.sglang.lengths import too_short
 from rondo.roles.rollout.sglang.router import RoutedServers
 from rondo.roles.rollout.sglang.server import AttachedServer, Launch, Server, SGLangServer
 from rondo.roles.rollout.sglang.versions import silent_about_experts
@@ -47,6 +48,7 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEn
             model_path=job.model_path,
             processed_media=not settings.urls,
             tells_experts=job.config.train.router_replay,
+            max_prompt_tokens=job.config.rollout.max_prompt_tokens,
         )
         return KeptEngine(
             server,
@@ -82,9 +84,13 @@ async def connect_engine(
     model_path: str,
     processed_media: bool,
     tells_experts: bool = False,
+    max_prompt_tokens: int = 1,
 ) -> SGLangEngine:
-    """An engine over a server that answers. ConfigError for one that does not tell routed experts where it should."""
+    """An engine over a server that answers. ConfigError for one that does not tell routed experts where it should, or that does
+    not take prompts of `max_prompt_tokens`."""
     found = await probe(client, processed_media=processed_media)
+    if found.lengths is not None and max_prompt_tokens > found.lengths.prompt:
+        raise too_short("rollout.max_prompt_tokens", max_prompt_tokens, found.lengths.prompt, client.url)
     if tells_experts and found.experts is None:
         raise silent_about_experts(client.url)
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
@@ -136,8 +142,6 @@ def launch_of(
     assert settings.python is not None
     rollout = config.rollout
     first = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
-    sets = config.evaluation.named_sets().values() if config.evaluation is not None else ()
-    longest = rollout.max_prompt_tokens + max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
     arguments = dict(settings.arguments)
     if releases and first is not None:  # without a GPU there is nothing to release, and a server does not start so
         arguments = {"enable-memory-saver": True, **arguments}
@@ -150,7 +154,7 @@ def launch_of(
         first_device=None if first is None else first + index * settings.tensor_parallel,
         tensor_parallel=settings.tensor_parallel,
         max_running=rollout.num_slots,
-        max_tokens=rollout.num_slots * longest + _SPARE_TOKENS,
+        max_tokens=rollout.num_slots * config.longest_sample + _SPARE_TOKENS,
         arguments=arguments,
         environment=settings.environment,
     )

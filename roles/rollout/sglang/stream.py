@@ -23,7 +23,8 @@ import numpy as np
 import orjson
 
 from rondo.roles.rollout.engine import Prefix, Top
-from rondo.roles.rollout.sglang.answers import top_of, version_of
+from rondo.roles.rollout.sglang.answers import top_of
+from rondo.roles.rollout.sglang.numbers import integer, sampled, version_of
 from rondo.runtime.errors import ProtocolError
 
 _LOG_PROBS, _TOP = "output_token_logprobs", "output_top_logprobs"
@@ -31,9 +32,11 @@ _FIRST_ROOM = 256
 
 
 class Growing:
-    """One answer, until its last part. `num_top`: how many of the likeliest tokens were asked for at each place."""
+    """One answer, until its last part, of a model with so large a `vocabulary` (None: not known). `num_top`: how many of the
+    likeliest tokens were asked for at each place."""
 
-    def __init__(self, num_top: int = 0) -> None:
+    def __init__(self, num_top: int = 0, vocabulary: int | None = None) -> None:
+        self._vocabulary = vocabulary
         self._told: dict[str, list[Any]] = {_LOG_PROBS: [], _TOP: []}
         self._tokens, self._log_probs = _Column(np.int32), _Column(np.float32)
         self._versions = _Column(np.int32)
@@ -50,7 +53,7 @@ class Growing:
         before = self._tokens.size
         newest = _parsed(events[-1])
         meta = newest["meta_info"]
-        if len(meta.get(_LOG_PROBS) or ()) != meta.get("completion_tokens"):
+        if len(_listed(meta, _LOG_PROBS)) != meta.get("completion_tokens"):
             for event in events[:-1]:
                 self._add(_parsed(event))
         self._add(newest)  # where it tells all, those that came with it need not be read
@@ -58,8 +61,8 @@ class Growing:
 
     def _add(self, part: dict[str, Any]) -> None:
         meta: Mapping[str, Any] = part["meta_info"]
-        triples = meta.get(_LOG_PROBS) or []
-        total = meta.get("completion_tokens", len(triples))
+        triples = _listed(meta, _LOG_PROBS)
+        total = integer(meta, "completion_tokens", len(triples))
         known = self._tokens.size
         # A server that aborts tells all tokens once more, and joins that to what it had not sent yet.
         from_end = known - total
@@ -68,20 +71,21 @@ class Growing:
             raise ProtocolError(
                 f"a part of an answer must tell all {total} tokens or those that are new, got {len(triples)} after {known}"
             )
-        top = meta.get(_TOP) or []
+        top = _listed(meta, _TOP)
         if from_end:
-            self._grow(triples[from_end:], top[from_end:], version_of(str(meta.get("weight_version", ""))))
+            self._grow(triples[from_end:], top[from_end:], version_of(meta.get("weight_version")))
         self._last = part
 
     def _grow(self, triples: list[Any], top: list[Any], version: int) -> None:
         """By tokens that are new."""
         num_new = len(triples)
-        self._tokens.add(np.array([triple[1] for triple in triples], np.int32))
-        self._log_probs.add(np.array([triple[0] for triple in triples], np.float32))
+        tokens, log_probs = sampled(triples, self._vocabulary)
+        self._tokens.add(tokens)
+        self._log_probs.add(log_probs)
         self._versions.add(np.full(num_new, version, np.int32))
         self._told[_LOG_PROBS] += triples
         self._told[_TOP] += top
-        if self._top is not None and (found := top_of(top, num_new, self._top[0].width)) is not None:
+        if self._top is not None and (found := top_of(top, num_new, self._vocabulary, self._top[0].width)) is not None:
             self._top[0].add(found.tokens)
             self._top[1].add(found.log_probs)
 
@@ -97,7 +101,7 @@ class Growing:
         if not self._last:
             raise ProtocolError("a streamed answer must have a part, got none")
         ids = self._tokens.all().tolist()
-        told = list(self._last.get("output_ids") or ())
+        told = _listed(self._last, "output_ids")
         if told == ids[len(ids) - len(told) :]:
             told = ids
         return self._last | {"output_ids": told, "meta_info": self._last["meta_info"] | self._told}
@@ -132,3 +136,11 @@ def _parsed(event: bytes) -> dict[str, Any]:
     if not isinstance(part, dict) or not isinstance(part.get("meta_info"), dict):
         raise ProtocolError(f"a part of an answer must have meta_info, got {event[:200]!r}")
     return part
+
+
+def _listed(told: Mapping[str, Any], name: str) -> list[Any]:
+    """A list of `told`, empty where it is not there."""
+    found = told.get(name) or []
+    if not isinstance(found, list):
+        raise ProtocolError(f"{name} of an answer must be a list, got {found!r:.200}")
+    return found

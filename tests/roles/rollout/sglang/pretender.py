@@ -69,8 +69,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(200); self.send_header("Transfer-Encoding", "chunked"); self.end_headers()
         def told(finish):
             ids = list(range(1000, 1000 + made))
-            meta = {"finish_reason": finish, "output_token_logprobs": [[-1.0, i, None] for i in ids], "prompt_tokens": 1,
-                "completion_tokens": made, "weight_version": state["version"],
+            meta = {"finish_reason": finish, "output_token_logprobs": [[-1.0, i, None] for i in ids],
+                "prompt_tokens": len(asked.get("input_ids", "?")), "completion_tokens": made, "weight_version": state["version"],
                 "output_top_logprobs": [[[-5.0, 1, None], [-5.0, 2, None]]] * (made if asked.get("top_logprobs_num") else 0)}
             if finish: meta["weight_versions"] = [{"version": state["version"], "start": 0, "end": made}]
             return {"output_ids": ids, "meta_info": meta}
@@ -100,7 +100,7 @@ def pretend(folder: Path) -> Path:
     return package.parent
 
 
-def launch(folder: Path, arguments: Mapping[str, bool] | None = None, **environment: str) -> Launch:
+def launch(folder: Path, arguments: Mapping[str, bool | int] | None = None, **environment: str) -> Launch:
     """How it is started; it tells these arguments as its own."""
     surroundings = {"PYTHONPATH": str(pretend(folder)), **environment}
     return Launch(sys.executable, model_path=str(folder), arguments=arguments or {}, environment=surroundings)

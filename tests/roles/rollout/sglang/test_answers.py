@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import base64
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rondo.roles.rollout.sglang.answers import STRANGE, read_answer, version_of
+from rondo.roles.rollout.sglang import answers
+from rondo.roles.rollout.sglang.answers import Answer
 from rondo.roles.rollout.sglang.capabilities import Experts
+from rondo.roles.rollout.sglang.numbers import STRANGE, version_of
 from rondo.runtime.errors import ProtocolError
 
 EXPERTS = Experts(num_layers=2, top_k=2, num=8)
@@ -24,6 +27,11 @@ def told(num: int = 4, **meta: Any) -> dict[str, Any]:
         **meta,
     }
     return {"text": "", "output_ids": ids, "meta_info": found}
+
+
+def read_answer(told: Any, *, num_before: int, experts: Experts | None) -> Answer:
+    """For 4 tokens of a vocabulary of 32."""
+    return answers.read_answer(told, num_before=num_before, most=4, vocabulary=32, experts=experts)
 
 
 def routed(rows: np.ndarray) -> str:
@@ -62,9 +70,20 @@ def test_an_older_server_tells_one_version_for_all_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "version"), [("0", 0), ("17", 17), ("-1", STRANGE), ("default", STRANGE), ("unproved-5", STRANGE)]
+    ("text", "version"),
+    [
+        ("0", 0),
+        ("17", 17),
+        ("-1", STRANGE),
+        ("default", STRANGE),
+        ("unproved-5", STRANGE),
+        ("9" * 40, STRANGE),
+        ("\u00b2", STRANGE),
+        (5, STRANGE),
+        (None, STRANGE),
+    ],
 )
-def test_a_version_that_this_run_did_not_give_is_strange(text: str, version: int) -> None:
+def test_a_version_that_this_run_did_not_give_is_strange(text: Any, version: int) -> None:
     assert version_of(text) == version
 
 
@@ -104,6 +123,54 @@ def test_routed_experts_are_rows_of_all_tokens_but_the_last() -> None:
 def test_routed_experts_that_cannot_be_are_refused(sent: str, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         read_answer(told(routed_experts=sent), num_before=3, experts=EXPERTS)
+
+
+def one(log_prob: Any = -1.0, token: Any = 10) -> dict[str, Any]:
+    """An answer whose last token is this one."""
+    answer = told()
+    answer["meta_info"]["output_token_logprobs"][-1] = [log_prob, token, None]
+    answer["output_ids"][-1] = token
+    return answer
+
+
+@pytest.mark.parametrize("log_prob", [None, math.nan, math.inf, -math.inf, 0.5, 1.1e-3, -3.4e38, "-1.0", [-1.0], True])
+def test_a_log_prob_that_no_sampler_gives_is_refused(log_prob: Any) -> None:
+    with pytest.raises(ProtocolError, match="log-prob"):
+        read_answer(one(log_prob), num_before=3, experts=None)
+
+
+def test_a_log_prob_may_be_above_zero_by_rounding() -> None:
+    assert read_answer(one(1e-6), num_before=3, experts=None).log_probs[-1] == np.float32(1e-6)
+    assert read_answer(one(0), num_before=3, experts=None).log_probs[-1] == 0.0
+
+
+@pytest.mark.parametrize("token", [None, 32, -1, 2**31, 2**70, 1.5, "7"])
+def test_a_token_that_is_none_of_the_vocabulary_is_refused(token: Any) -> None:
+    with pytest.raises(ProtocolError, match="tokens"):
+        read_answer(one(token=token), num_before=3, experts=None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (told(5), "the 4 tokens that were asked for at most, got 5"),
+        (told(completion_tokens=5), "4 ids, 5 counted and 4 log-probs"),
+        (told(completion_tokens="4"), "completion_tokens of a server must be a count, got '4'"),
+        (told(prompt_tokens=2), "to all 3 tokens that were sent, got one to 2"),
+        (told(output_token_logprobs=7), "meta_info|told as"),
+        (told(output_token_logprobs=[[]] * 4), "told as"),
+        (told(weight_versions=[{"version": "3"}]), "spans of weight versions"),
+        (told(weight_versions=[{"version": "3", "start": 0, "end": "4"}]), "spans of weight versions"),
+        (told(weight_versions=7), "spans of weight versions"),
+        (told(output_top_logprobs=[[[-1.0, 40, None]]] * 4), "from 0 to 31, got 40 to 40"),
+        (told(output_top_logprobs=[[[-1.0]]] * 4), "likeliest"),
+        (told(output_top_logprobs=[7] * 4), "likeliest"),
+        (told(routed_experts=7), "whole rows"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(broken: Any, words: str) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        read_answer(broken, num_before=3, experts=EXPERTS)
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,16 @@ from rondo.roles.rollout.sglang import engine as engine_module
 from rondo.roles.rollout.sglang.capabilities import Capabilities, Experts, probe
 from rondo.roles.rollout.sglang.client import ServerError
 from rondo.roles.rollout.sglang.engine import Pause, SGLangEngine
+from rondo.roles.rollout.sglang.lengths import Lengths, of_context
 from rondo.roles.rollout.sglang.server import SGLangServer
-from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, Refused
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused
 from rondo.runtime.waits import wait_for
 from tests.roles.rollout.sglang.pretender import launch
 
 FOUND = Capabilities(
     version="0.5.23", model_path="/model", architecture="Qwen3ForCausalLM", tensor_parallel=1, data_parallel=1, max_running=8,
-    max_cached_tokens=1024, vocabulary=100, begins_updates=True, version_spans=True, log_probs_after_temperature=True,
+    max_cached_tokens=1024, lengths=None, vocabulary=100, begins_updates=True, version_spans=True,
+    log_probs_after_temperature=True,
     seeds=False, priority=0, in_order=True, tells_new_tokens=False, experts=None, media=(), takes_processed_media=False,
 )  # fmt: skip
 
@@ -165,9 +167,31 @@ async def test_an_abort_that_nobody_here_asked_for_is_an_error() -> None:
         await engine(Client(told([1], "abort", message="Aborted"))).generate(request())
 
 
-async def test_fewer_tokens_than_were_asked_for_are_an_error() -> None:
-    with pytest.raises(Refused, match=r"must get 4 tokens from http://server, got 2"):
-        await engine(Client(told([1, 2]))).generate(request())
+LIMITS = of_context(12)  # 5 tokens of a prompt, 10 of prompt and response
+
+
+async def test_a_sample_that_reaches_the_length_of_its_server_ends_by_it_and_is_no_failure() -> None:
+    client = Client(told([*range(8)]), told([*range(3)]))
+    made = engine(client, lengths=LIMITS)
+    done = await made.generate(request(20))
+    assert (done.finish_reason, done.tokens.tolist()) == ("length", [*range(8)])
+    assert client.asked[0]["sampling_params"]["max_new_tokens"] == 8  # for more the server would refuse all of it
+    less = await made.generate(request(20))  # its cache is smaller than its context
+    assert (less.finish_reason, less.tokens.size) == ("length", 3)
+
+
+async def test_what_a_server_would_not_read_again_ends_by_length_where_it_was_begun_and_is_refused_where_it_was_not() -> (
+    None
+):
+    client = Client(told([1, 2, 3, 4], "abort"), told([]))
+    made = engine(client, "abort", lengths=LIMITS)
+    done = await made.generate(request(20))
+    assert (done.finish_reason, done.tokens.tolist()) == ("length", [1, 2, 3, 4]) and len(client.asked) == 1
+    with pytest.raises(ConfigError, match="must have 5 tokens at most, the limit of http://server, got 6"):
+        await made.generate(replace(request(), prompt=np.arange(6, dtype=np.int32)))
+    assert len(client.asked) == 1
+    with pytest.raises(ConfigError, match="must leave room for a token on http://server, got a prompt of 2"):
+        await made.generate(request())
 
 
 async def test_a_request_that_does_not_fit_is_the_callers_mistake_and_other_errors_are_not() -> None:
@@ -189,6 +213,23 @@ async def test_tokens_of_strange_weights_are_refused_once_weights_were_given() -
         await made.generate(request())
 
 
+async def test_tokens_of_weights_that_were_not_given_yet_are_refused() -> None:
+    made = engine(Client(told([1, 2, 3, 4], version="7")))
+    await made.update_weights(3, {})
+    with pytest.raises(Refused, match="weights that it was given, 3 the newest, got tokens of version '7'"):
+        await made.generate(request())
+
+
+@pytest.mark.parametrize("loads", [None, {}, {"loads": [7]}, {"loads": [{"num_running_reqs": "many"}]}])
+async def test_a_load_that_is_none_is_the_servers_failure(loads: Any) -> None:
+    class Loaded(Client):
+        async def get(self, path: str, *, deadline_s: float | None) -> Any:
+            return loads
+
+    with pytest.raises(ProtocolError):
+        await engine(Loaded()).load()
+
+
 async def test_requests_share_prefixes_under_one_version_alone() -> None:
     client = Client(*(told([1, 2, 3, 4], version="3") for _ in range(3)))
     made = engine(client)
@@ -206,8 +247,14 @@ async def test_what_was_sent_before_an_update_in_place_counts_as_begun_under_the
     pause: Pause, first: int
 ) -> None:
     """Its prompt may have been read under them, though the server tells all tokens as the new version's."""
-    client = Client(told([1, 2, 3, 4], version="4"))
-    made = engine(client, pause)
+
+    class Updated(Client):
+        async def post(self, *asked: Any, **how: Any) -> Any:
+            answer = await super().post(*asked, **how)
+            await made.update_weights(4, {})
+            return answer
+
+    made = engine(Updated(told([1, 2, 3, 4], version="4")), pause)
     await made.update_weights(3, {})
     assert (await made.generate(request())).policy_versions.tolist() == [first, 4, 4, 4]
 
@@ -272,11 +319,11 @@ async def test_what_was_done_is_counted() -> None:
         ({}, False, 0, None),
         ({"enable-deterministic-inference": True, "enable-priority-scheduling": True}, True, 1, None),
         ({"enable-priority-scheduling": True, "schedule-low-priority-values-first": True}, False, -1, None),
-        ({"enable-return-routed-experts": True}, False, 0, Experts(3, 2, 64)),
+        ({"enable-return-routed-experts": True, "max-req-input-len": 34}, False, 0, Experts(3, 2, 64)),
     ],
 )
 async def test_a_server_is_asked_what_it_can_do(
-    tmp_path: Path, arguments: dict[str, bool], seeds: bool, priority: int, experts: Experts | None
+    tmp_path: Path, arguments: dict[str, bool | int], seeds: bool, priority: int, experts: Experts | None
 ) -> None:
     text = {"vocab_size": 50, "num_hidden_layers": 3, "num_experts": 64, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
@@ -289,6 +336,7 @@ async def test_a_server_is_asked_what_it_can_do(
         await server.close()
     assert (found.seeds, found.priority, found.experts, found.vocabulary) == (seeds, priority, experts, 50)
     assert (found.version, found.begins_updates, found.version_spans) == ("0.5.23", True, True)
+    assert found.lengths == (Lengths(prompt=33, whole=38) if "max-req-input-len" in arguments else None)
     assert found.log_probs_after_temperature and found.max_running == 8 and found.in_order and found.tells_new_tokens
     assert json.loads(json.dumps(found.report()))["version"] == "0.5.23"
 

@@ -85,14 +85,22 @@ def test_servers_are_told_to_record_experts_for_router_replay_alone() -> None:
         JobConfig.model_validate(off | {"train": {"router_replay": True}})
 
 
-async def test_a_server_that_does_not_tell_experts_is_refused_where_they_are_replayed(tmp_path: Path) -> None:
-    server = SGLangServer(launch(tmp_path, {}), log=tmp_path / "log", folder=tmp_path, grace_s=0.2)
+async def test_a_server_that_does_not_do_what_the_run_needs_is_refused(tmp_path: Path) -> None:
+    """It tells no experts where they are replayed, or takes no prompt that is as long as the run's."""
+    server = SGLangServer(
+        launch(tmp_path, {"max-req-input-len": 20}), log=tmp_path / "log", folder=tmp_path, grace_s=0.2
+    )
     client = await server.start(60)
     try:
         with pytest.raises(ConfigError, match=r"train\.router_replay must be False .* --enable-return-routed-experts"):
             await connect_engine(
                 client, settings=SGLangConfig(urls=(client.url,)), folder=tmp_path / "weights", model_path="",
                 processed_media=False, tells_experts=True,
+            )  # fmt: skip
+        with pytest.raises(ConfigError, match=r"max_prompt_tokens must be at most 19, what SGLang of .* got 20"):
+            await connect_engine(
+                client, settings=SGLangConfig(urls=(client.url,)), folder=tmp_path / "weights", model_path="",
+                processed_media=False, max_prompt_tokens=20,
             )  # fmt: skip
     finally:
         await client.__aexit__()

@@ -82,6 +82,17 @@ async def test_a_sample_is_told_as_it_grows_and_is_whole_at_the_end_wherever_its
     assert all(so_far.log_probs.tolist() == [-float(token) for token in so_far.tokens] for so_far in told)
 
 
+@pytest.mark.parametrize("log_prob", [None, 3.0])
+async def test_what_cannot_be_a_log_prob_is_told_to_nobody(log_prob: float | None) -> None:
+    bad = part([2], total=2)
+    bad["meta_info"]["output_token_logprobs"][0][0] = log_prob
+    told: list[Prefix] = []
+    async with over(stream(part([1]), bad, part([3, 4], total=4, finish="length"))) as (_, made):
+        with pytest.raises(ProtocolError, match="log-prob"):
+            await made.generate(request(progress=told.append))
+    assert all(np.isfinite(so_far.log_probs).all() for so_far in told)
+
+
 async def test_engines_of_one_server_never_give_a_call_the_name_of_another() -> None:
     """A server ends a streamed call by its name once more, a while after its answer."""
     async with over(NEW, NEW) as (server, made):

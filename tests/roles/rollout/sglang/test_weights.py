@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rondo.roles.config import SGLangConfig
-from rondo.roles.rollout.sglang.answers import STRANGE, version_of
 from rondo.roles.rollout.sglang.client import ServerError
+from rondo.roles.rollout.sglang.numbers import STRANGE, version_of
 from rondo.roles.rollout.sglang.owned import FOLDER
 from rondo.roles.rollout.sglang.weights import ServerWeights
 from rondo.roles.rollout.sglang.weights_memory import ServerMemory
