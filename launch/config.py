@@ -17,8 +17,7 @@ import json
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -28,7 +27,7 @@ from rondo.roles.config import JobConfig
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import confirm, load_file
-from rondo.runtime.section import Section, explain, field_section, nearest, references
+from rondo.runtime.section import Section, explain, nearest, nearest_field, parts_of, references, sections
 
 
 class RunConfig(JobConfig):
@@ -231,7 +230,7 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
 
 
 def override(config: RunConfig, sets: Sequence[str]) -> RunConfig:
-    """A copy of `config` with `path=value` changes. A value is a Python literal or JSON, else text."""
+    """A copy of `config` with `path=value` changes (`_parse` says what a value is)."""
     tree = config.model_dump(exclude_unset=True)
     for text in sets:
         _apply(tree, type(config), text)
@@ -261,57 +260,60 @@ def _apply(tree: dict[str, Any], root: type[BaseModel], text: str) -> None:
     names = path.strip().split(".")
     if not equals or not all(names):
         raise ConfigError(f"--set must look like path=value, got {text!r}. For example: --set train.lr=1e-6")
-    owner: type[BaseModel] | None = root
     node: Any = tree
-    by_name = False  # `node` holds sections of type `owner` under names of the user's
+    kind: Any = root
     for index, name in enumerate(names):
-        shown, last = ".".join(names[: index + 1]), index == len(names) - 1
-        if isinstance(node, list | tuple):
-            if not name.isdigit() or int(name) >= len(node):
-                raise ConfigError(f"--set {shown} must end in an index below {len(node)}, got {name!r}. Count from 0")
-            key: Any = int(name)
-        else:
-            if owner is not None and not by_name and name not in owner.model_fields:
-                hint = nearest(name, list(owner.model_fields))
-                raise ConfigError(f"{shown} must be a field of {owner.__name__}, got an unknown name. {hint}")
-            key = name
-        named = isinstance(key, str) and not by_name
-        field = owner.model_fields.get(name) if owner is not None and named else None
-        if last:
-            node[key] = _parse(raw, field.annotation if field is not None else None)
+        shown = ".".join(names[: index + 1])
+        key: Any = name if isinstance(node, dict) else _index(name, node, shown)
+        kind = _kind_of(name, kind, root, shown)
+        if index == len(names) - 1:
+            node[key] = _parse(raw.strip(), kind)
             return
-        below = field_section(owner, name) if owner is not None and named else owner
-        by_name = field is not None and get_origin(field.annotation) is dict
-        child = node[key] if isinstance(key, int) else node.get(key)
+        child = node[key] if isinstance(node, list) else node.get(key)
+        if child is None and (kind is Any or any(_has_names(part) for part in parts_of(kind))):
+            child = {}
         if isinstance(child, tuple):
             child = list(child)
-        if child is None:
-            if below is None:
-                raise ConfigError(f"{shown} must be a section to have fields, got none in it. Set {shown} itself")
-            child = {}
         if not isinstance(child, dict | list):
-            raise ConfigError(f"{shown} must be a section to have fields, got {child!r}. Set {shown} itself")
+            got = "none in it" if child is None else repr(child)
+            raise ConfigError(f"{shown} must be a section to have fields, got {got}. Set {shown} itself")
         node[key] = child
-        node, owner = child, below
+        node = child
 
 
-def _parse(raw: str, annotation: Any) -> Any:
-    """A value of the command line: Python literal, JSON, else text; text also where the field takes only text."""
-    value: Any = raw
+def _index(name: str, node: list[Any], shown: str) -> int:
+    if not name.isdigit() or int(name) >= len(node):
+        raise ConfigError(f"--set {shown} must end in an index below {len(node)}, got {name!r}. Count from 0")
+    return int(name)
+
+
+def _kind_of(name: str, kind: Any, root: type[BaseModel], shown: str) -> Any:
+    """The type of what has that name in something of type `kind`. ConfigError for a section without it."""
+    for part in parts_of(kind):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            if name not in part.model_fields:
+                hint = nearest_field(name, part, root)
+                raise ConfigError(f"{shown} must be a field of {part.__name__}, got an unknown name. {hint}")
+            return part.model_fields[name].annotation
+        if get_origin(part) in (dict, tuple):
+            return get_args(part)[get_origin(part) is dict]
+    return Any
+
+
+def _has_names(kind: Any) -> bool:
+    return get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
+def _parse(raw: str, kind: Any) -> Any:
+    """A value of the command line: a Python literal or JSON, else text; text with quotes or without. A field that takes nothing
+    but text has other literals as they are written, too."""
     for read in (ast.literal_eval, json.loads):
         try:
             value = read(raw)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        break
-    return raw if _takes_only_text(annotation) and value is not None else value
-
-
-def _takes_only_text(annotation: Any) -> bool:
-    """Whether a field's type is `str`, perhaps with None."""
-    union = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    parts = {get_args(part)[0] if get_origin(part) is Annotated else part for part in union} - {type(None)}
-    return parts == {str}
+        return raw if value is not None and not isinstance(value, str) and set(parts_of(kind)) == {str} else value
+    return raw
 
 
 def _where(error: BaseException, file: str, path: Path) -> str:
@@ -327,15 +329,7 @@ def _where(error: BaseException, file: str, path: Path) -> str:
 
 def _place_of(title: str, root: type[BaseModel]) -> str:
     """The path at which a section of that type stands in the tree: "train" for TrainConfig."""
-    pending: list[tuple[str, type[BaseModel]]] = [("", root)]
-    while pending:
-        prefix, owner = pending.pop(0)
-        if owner.__name__ == title:
-            return prefix
-        for name in owner.model_fields:
-            if (below := field_section(owner, name)) is not None:
-                pending.append((f"{prefix}.{name}" if prefix else name, below))
-    return title
+    return next((path for path, owner in sections(root) if owner.__name__ == title), title)
 
 
 def _similar_file(path: Path) -> str:

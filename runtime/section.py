@@ -16,10 +16,12 @@ validator that names two settings writes the whole sentence, which stays as it i
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import as_reference
@@ -38,6 +40,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
+    place: ClassVar[str] = ""
+    """Where rules between settings of this section say that it stands; `explain` puts the place in, where it stands elsewhere."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_a_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        # Else True would become 1.0.
+        leaves = list(_leaves(cls.model_fields[str(info.field_name)].annotation))
+        if _holds_truth(value) and not {int, float}.isdisjoint(leaves) and bool not in leaves:
+            raise ValueError(f"must be a number, got {show_value(value)}. Write the number")
+        return value
 
 
 def references(section: BaseModel) -> list[tuple[str, str]]:
@@ -75,7 +88,12 @@ def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigErro
             continue
         names = _path(item, title)
         path = ".".join([prefix, *names] if prefix else names) or error.title
-        lines.append(_sentence(path, item, title, source))
+        text = _sentence(path, item, title, source)
+        owner = _owner((*item["loc"], ""), title)
+        place = owner.place if owner is not None and issubclass(owner, Section) else ""
+        if place and path != place:
+            text = re.sub(rf"(?<![\w.]){place}\.", f"{path}.", text)
+        lines.append(text)
     return ConfigError("\n".join(dict.fromkeys(lines)))
 
 
@@ -85,10 +103,37 @@ def nearest(name: str, known: list[str]) -> str:
     return f"Did you mean {match!r}?" if match is not None else f"Known: {', '.join(sorted(known))}."
 
 
+def nearest_field(name: str, owner: type[BaseModel], root: type[BaseModel] | None) -> str:
+    """ "Did you mean 'train.lr'?" for a name that `owner` has not: a similar one of its own, or the same in another section."""
+    elsewhere = [path for path, section in sections(root) if name in section.model_fields] if root is not None else []
+    if _closest(name, list(owner.model_fields)) is not None or not elsewhere:
+        return nearest(name, list(owner.model_fields))
+    return f"Did you mean {' or '.join(repr(f'{path}.{name}'.lstrip('.')) for path in elsewhere[:3])}?"
+
+
+def parts_of(annotation: Any) -> list[Any]:
+    """The types that an annotation allows, without None and what is said about them."""
+    if get_origin(annotation) is Annotated:
+        return parts_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [part for each in get_args(annotation) for part in parts_of(each)]
+    return [] if annotation is type(None) else [annotation]
+
+
 def show_value(value: object) -> str:
     """A value as text, cut to one short line."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def sections(root: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """(path, type) of every section of the tree, those above first."""
+    pending: list[tuple[str, type[BaseModel]]] = [("", root)]
+    for path, owner in pending:
+        yield path, owner
+        for name in owner.model_fields:
+            if (below := field_section(owner, name)) is not None:
+                pending.append((f"{path}.{name}".lstrip("."), below))
 
 
 def field_section(owner: type[BaseModel], name: str) -> type[Section] | None:
@@ -121,7 +166,7 @@ def _sentence(path: str, item: Any, title: type[Section] | None, source: str) ->
     if kind == "extra_forbidden":
         owner = _owner(item["loc"], title)
         name = str(item["loc"][-1])
-        hint = nearest(name, list(owner.model_fields)) if owner is not None else where
+        hint = nearest_field(name, owner, title) if owner is not None else where
         label = owner.__name__ if owner is not None else "its section"
         return f"{path} must be a field of {label}, got an unknown name. {hint}"
     if kind == "missing":
@@ -174,6 +219,18 @@ def _owner(loc: tuple[int | str, ...], title: type[Section] | None) -> type[Base
         if owner is not None and isinstance(part, str) and part in owner.model_fields:
             owner = field_section(owner, part)
     return owner
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The types of the plain values that an annotation allows, at any depth."""
+    for part in parts_of(annotation):
+        inside = get_args(part) if get_origin(part) in (dict, tuple, list) else ()
+        yield from (leaf for each in inside for leaf in _leaves(each)) if inside else (part,)
+
+
+def _holds_truth(value: Any) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, bool) or any(map(_holds_truth, inside))
 
 
 def _sections_in(annotation: Any) -> Iterator[type[Section]]:

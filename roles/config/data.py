@@ -23,6 +23,7 @@ TopK = Annotated[int, AfterValidator(ranges.TOP_K.check)]
 class DataConfig(Section):
     """Where prompts come from, and in which order they are taken."""
 
+    place = "data"
     path: str | None = None
     """A .jsonl or .parquet file, a folder or glob of them, or a data set of the hub: 'hub:name/split'."""
     rows: FunctionRef | None = None
@@ -80,6 +81,7 @@ class DataConfig(Section):
 class EvalSet(Section):
     """Prompts to measure the policy on, and how they are sampled. What is None is taken from the rollout section."""
 
+    place = "evaluation"
     num_prompts: int = Field(256, ge=1)
     data: DataConfig | None = None
     """Prompts of their own; without it the rows that `data.held_out` keeps back."""

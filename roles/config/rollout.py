@@ -27,6 +27,7 @@ PAUSES: Mapping[str, str] = {"continue": "in_place", "recompute": "retract", "in
 class SGLangConfig(Section):
     """SGLang as the rollout engine: servers that each rollout replica starts, or ones that run already."""
 
+    place = "sglang"
     python: str | None = None
     """The interpreter of the server's own environment. The servers are started with it."""
     urls: tuple[str, ...] = ()

@@ -52,10 +52,23 @@ def test_functions_of_a_config_module_are_named_by_its_file(tmp_path: Path) -> N
         ("name=2024", "name", "2024"),
         ("name=second-try", "name", "second-try"),
         ("data.metadata=extra=1", "data.metadata", "extra=1"),
+        ('data.metadata="extra"', "data.metadata", "extra"),
+        ("data.metadata= 'a \"b\"' ", "data.metadata", 'a "b"'),
+        ('data.metadata="extra', "data.metadata", '"extra'),
+        ('data.metadata="7"', "data.metadata", "7"),
+        ("rollout.filter='zero_std'", "rollout.filter", "zero_std"),
+        ("train.clip_grad_norm=2", "train.clip_grad_norm", 2.0),
+        ("model.build_args.rope.theta=1e4", "model.build_args", {"hidden_size": 32, "rope": {"theta": 1e4}}),
     ],
 )
 def test_a_setting_can_be_changed_from_the_command_line(tmp_path: Path, text: str, path: str, value: object) -> None:
     assert dict(changed(load(configs.write(tmp_path), [text])))[path] == value
+
+
+def test_a_key_of_a_dict_that_is_not_set_can_be_set(tmp_path: Path) -> None:
+    config = load(configs.write(tmp_path), ["rollout.sglang.python=p", "rollout.sglang.arguments.log-level=info"])
+    assert config.rollout.sglang is not None
+    assert config.rollout.sglang.arguments == {"log-level": "info"}
 
 
 def test_later_changes_win_and_a_missing_section_is_made(tmp_path: Path) -> None:
@@ -75,6 +88,24 @@ def test_later_changes_win_and_a_missing_section_is_made(tmp_path: Path) -> None
         ("train.lr.x=1", "train.lr must be a section to have fields, got 1e-05. Set train.lr itself"),
         ("train.lr", "--set must look like path=value, got 'train.lr'. For example: --set train.lr=1e-6"),
         ("num_steps=many", "num_steps must be a valid integer, got 'many'. Change it in the --set options."),
+        ("train.lr=True", "train.lr must be a number, got True. Write the number."),
+        ("num_steps=true", "num_steps must be a number, got True. Write the number."),
+        ("evaluation.pass_at=[1, True]", "evaluation.pass_at must be a number, got [1, True]. Write the number."),
+        ("lr=1e-6", "lr must be a field of RunConfig, got an unknown name. Did you mean 'train.lr' or 'sft.lr'?"),
+        (
+            "train.kl_coef=0",
+            "train.kl_coef must be a field of TrainConfig, got an unknown name. Did you mean 'algorithm.kl_coef'?",
+        ),
+        ("seed.x=1", "seed must be a section to have fields, got none in it. Set seed itself"),
+        ("rollout.stop.0=x", "rollout.stop must be a section to have fields, got none in it. Set rollout.stop itself"),
+        (
+            "sft.data.limit=3",
+            "sft.data.path and sft.data.rows must be set one without the other, got neither. Set sft.data.path",
+        ),
+        (
+            "rollout.sglang.arguments.log-level=info",
+            "rollout.sglang.python and rollout.sglang.urls must be set one without",
+        ),
     ],
 )
 def test_a_change_that_does_not_fit_is_told(tmp_path: Path, text: str, error: str) -> None:
@@ -236,6 +267,10 @@ def test_an_evaluated_set_is_changed_by_its_path(tmp_path: Path) -> None:
         load(whole, ["evaluation.sets.a.num_prompts=0"])
     with pytest.raises(ConfigError, match=r"^evaluation.sets.a.temprature must be a field of EvalSet.*'temperature'"):
         load(whole, ["evaluation.sets.a.temprature=0"])
+    with pytest.raises(
+        ConfigError, match=r"^evaluation.sets.a.samples_per_prompt must be 1 with evaluation.sets.a.temp"
+    ):
+        load(whole, ["evaluation.sets.a.samples_per_prompt=4", "evaluation.sets.a.temperature=0"])
     assert config.num_weight_slots == config.bus.weight_slots + 1
     assert coordinator_config(config, 10).evaluate_every == 2
     assert unresolve(resolve(config)) == config

@@ -149,7 +149,7 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
         ),
         (
             [("rollout.sglang", {"urls": ("http://h:1",), "release_memory": True})],
-            "sglang.release_memory must not be True with sglang.urls",
+            "rollout.sglang.release_memory must not be True with rollout.sglang.urls",
         ),
         (
             [("rollout.sglang", {"python": "python"}), ("media", {"whole_positions": False})],
@@ -159,7 +159,10 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
             [("rollout.sglang", {"urls": ("http://h:1",)}), ("media", {})],
             "media must be None with rollout.sglang.urls, whose servers are sent text alone",
         ),
-        ([("rollout.sglang", {})], "sglang.python and sglang.urls must be set one without the other, got neither"),
+        (
+            [("rollout.sglang", {})],
+            "rollout.sglang.python and rollout.sglang.urls must be set one without the other, got neither",
+        ),
     ],
 )
 def test_contradictions_and_mistakes_are_told_in_one_sentence(changes: list[tuple[str, Any]], message: str) -> None:
