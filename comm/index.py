@@ -80,7 +80,7 @@ class Index:
         self.num_overflow = 0  # overflow rings ever made: names the next one
         self.consecutive_filtered = 0
         self.consecutive_failed = 0  # failed and quarantined prompt groups since one was ready or filtered
-        self.last_error = ""  # of the last of them
+        self.last_error = ""  # of the last of them, or why one was filtered
         self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
         self.members: dict[str, list[int]] = {}  # group name -> [incarnation, ranks, 1 if alive]
         self.evaluations: dict[str, Event] = {}
@@ -289,7 +289,7 @@ class Index:
         if event["outcome"] == "filtered":
             self.space.release(group.reservation())
             self.consecutive_filtered += 1
-            self.consecutive_failed = 0
+            self.consecutive_failed, self.last_error = 0, event["why"]
         group.error = event["why"]
         self._end(group, event["outcome"])
 
@@ -563,8 +563,9 @@ class Index:
         """Why the oldest step can never fill, or empty while it can."""
         if self.consecutive_filtered > self.rules.max_consecutive_filtered:
             return (
-                f"consecutive filtered prompt groups must stay at most {self.rules.max_consecutive_filtered}, "
-                f"got {self.consecutive_filtered}. Every prompt gives equal rewards: check the reward function or the filter."
+                f"filtered prompt groups in a row must be at most {self.rules.max_consecutive_filtered} "
+                f"(rollout.max_consecutive_filtered), got {self.consecutive_filtered}. The last one was filtered for: "
+                f"{self.last_error}"
             )
         if self.consecutive_failed > self.rules.max_consecutive_failed:
             return (

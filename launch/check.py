@@ -210,18 +210,24 @@ def _endpoint(config: RunConfig) -> Iterator[Finding]:
 
 
 def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
-    """The longest sample must fit the model's positions, of which a server of SGLang leaves some free."""
-    longest, sglang, most = config.longest_sample, config.rollout.sglang, facts.max_positions
-    if most is not None and sglang is not None and sglang.python is not None:
-        most = of_context(context_of(sglang, most)).whole
-    if most is not None and longest > most:
-        of = "the model's positions" if most == facts.max_positions else "what SGLang takes of the model's positions"
-        prompt = config.rollout.max_prompt_tokens
-        yield Finding(
-            "error",
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most {of}, {most}, "
-            f"got {prompt} + {longest - prompt} = {longest}. Lower one of them",
-        )
+    """The longest samples, of training and of evaluation, must fit the model's positions, of which a server of SGLang leaves some
+    free."""
+    rollout, evaluation, most = config.rollout, config.evaluation, facts.max_positions
+    if most is not None and rollout.sglang is not None and rollout.sglang.python is not None:
+        most = of_context(context_of(rollout.sglang, most)).whole
+    of = "the model's positions" if most == facts.max_positions else "what SGLang takes of the model's positions"
+    lengths = {"rollout": rollout.max_new_tokens}
+    for name, each in evaluation.named_sets().items() if evaluation is not None else ():
+        section = "evaluation" if each is evaluation else f"evaluation.sets.{name}"
+        lengths |= {section: each.max_new_tokens} if each.max_new_tokens is not None else {}
+    for section, length in lengths.items():
+        prompt = rollout.max_prompt_tokens
+        if most is not None and prompt + length > most:
+            yield Finding(
+                "error",
+                f"rollout.max_prompt_tokens + {section}.max_new_tokens must be at most {of}, {most}, "
+                f"got {prompt} + {length} = {prompt + length}. Lower one of them",
+            )
     if facts.num_parameters is not None:
         yield Finding(
             "ok", f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions"

@@ -20,30 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rondo.launch.check_data import Elsewhere, is_made
+from rondo.launch.check_data import Elsewhere, is_made, look_at_data, look_at_order
 from rondo.launch.config import RunConfig, unresolve
-from rondo.launch.machine import show_bytes
-from rondo.roles.datasets import Row, RowError
-from rondo.roles.fingerprints import Fingerprint, Fingerprints, sampled
+from rondo.roles.datasets import Row
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import in_one_line, in_users_words, uncollected
 
 if TYPE_CHECKING:
     from rondo.models.families.family import Family
-    from rondo.roles.config import DataConfig
-    from rondo.roles.media import Prepared
 
-    Prepare = Callable[[Row, DataConfig, int], Prepared]
-
-_NUM_ROWS = 64
-"""Rows whose prompts are rendered, spread over the whole; the rest is checked as the run comes to it."""
-_NUM_MEDIA_ROWS = 4
-"""The same of rows with media, which take longer."""
-_NUM_SCORED = 2
-"""Rows of each part that the reward function is tried on."""
 _ANSWERS = ("", "1")
-"""What it is given as answers to them."""
-_BESIDE_S = 300.0
+"""What the reward function is given as answers to the rows that it is tried on."""
 
 
 class Report:
@@ -81,8 +68,6 @@ def main() -> int:
     report.look(lambda: look_at_model(config, Path(sys.argv[1]) / "model", report, tokenizers), "model")
     report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
     report.look(lambda: look_at_reward(config, report, rows), "reward.function")
-    if config.sft is not None:
-        report.look(lambda: look_at_demonstrations(config, tokenizers), "sft")
     if beside is not None and "fingerprints" in report.facts:
         report.look(lambda: look_at_order(report, beside), "data")
     if any(group.devices for group in config.groups):
@@ -161,7 +146,7 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
     if config.train.router_replay:
         report.look(lambda: look_at_routers(report, model), "train.router_replay")
     report.facts["shape"] = asdict(shape_of(model))
-    needs_template = config.data.apply_chat_template
+    needs_template = any(data.apply_chat_template for data in config.named_data().values())
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
     report.look(lambda: look_at_stops(config, path, report, tokenizers[0]), "rollout.stop")
 
@@ -211,15 +196,9 @@ def look_at_frozen(config: RunConfig, report: Report, model: Any) -> None:
 
 def look_at_media(config: RunConfig, path: str, model_type: str, family: Family | None) -> None:
     """The settings of media name what the model takes."""
-    parts = {"data": config.data}
-    for name, each in config.evaluation.named_sets().items() if config.evaluation is not None else ():
-        if each.data is not None:
-            parts[f"evaluation.sets.{name}.data" if each is not config.evaluation else "evaluation.data"] = each.data
-    if config.sft is not None and config.sft.data is not None:
-        parts["sft.data"] = config.sft.data
     takes: tuple[str, ...] = () if family is None else family.modalities
     model = f"the model of type {model_type!r} at {path}"
-    for name, data in parts.items():
+    for name, data in config.named_data().items():
         beyond = [kind for kind in data.media_columns if kind not in takes]
         if beyond:
             raise ConfigError(
@@ -240,116 +219,6 @@ def look_at_media(config: RunConfig, path: str, model_type: str, family: Family 
             f"train.encoders must be left out for a model without encoders, got {config.train.encoders!r} with {model}. "
             "Remove it"
         )
-
-
-def look_at_data(config: RunConfig, report: Report, tokenizers: list[Any], usable: list[Row]) -> None:
-    """Some rows of each part, from all over it, are rendered. A run leaves out those that cannot be: an error when none can.
-    `usable` gets a few of each that can."""
-    from rondo.roles.datasets import demonstrations, open_splits
-    from rondo.roles.prompts import render_prompt
-    from rondo.roles.rollout.rewards import problem_of
-
-    fingerprints = Fingerprints()
-    train, sets = open_splits(config, fingerprints)
-    if config.sft is not None and config.sft.demonstrate is None:
-        demonstrations(config, fingerprints)
-    report.facts["fingerprints"] = fingerprints.found
-    parts = [("data", train, config.data)]
-    for name, rows in sets.items():
-        assert config.evaluation is not None
-        each = config.evaluation.named_sets()[name]
-        parts.append(
-            (f"evaluation.sets.{name}" if config.evaluation.sets else "evaluation", rows, each.data or config.data)
-        )
-    report.facts["num_rows"] = len(train)
-    report.facts["num_held_out"] = sum(map(len, sets.values()))
-    most, prepare = config.rollout.max_prompt_tokens, None
-    for name, data, settings in parts:
-        with_media, broken, good = [], [], list[Row]()
-        looked_at = sampled(len(data), _NUM_ROWS)
-        for index in looked_at:
-            try:
-                row = data.row(index)
-                columns = {settings.prompt: row.prompt, settings.label: row.label, settings.metadata: row.metadata}
-                if problem := problem_of({f"column {name!r}": value for name, value in columns.items()}):
-                    raise RowError(f"{row.name}: {problem}")
-                if row.media:
-                    with_media.append(row)
-                elif tokenizers:
-                    render_prompt(tokenizers[0], row, settings, most)
-                good.append(row)
-            except RowError as error:
-                broken.append(str(error))
-        if len(broken) == len(looked_at):
-            raise RowError(f"{name}: no row can be used of {len(broken)} that were looked at; the first: {broken[0]}")
-        if broken:
-            report.add(
-                "note",
-                f"{name}: {len(broken)} of {len(looked_at)} rows that were looked at cannot be used, and a run leaves such rows "
-                f"out; the first: {broken[0]}",
-            )
-        usable += good[:_NUM_SCORED]
-        if with_media and tokenizers:
-            prepare = prepare or _open_processor(config, report, with_media[0])
-            _render_media(config, report, prepare, name, with_media[:_NUM_MEDIA_ROWS], settings)
-    report.add("ok", f"{len(train)} rows to train on, {report.facts['num_held_out']} held out")
-
-
-def look_at_order(report: Report, beside: Elsewhere) -> None:
-    """Rows that functions make must be the same, in the same order, in another process: by their places rows are held out."""
-    theirs = beside.answer(_BESIDE_S)["fingerprints"]
-    for name, found in report.facts["fingerprints"].items():
-        other = Fingerprint(**theirs[name])
-        if other != found:
-            raise ConfigError(
-                f"{name} must be the same rows in the same order in every process, got {found} in one and {other} in another. "
-                "Let the function sort what comes out of a set, and draw with a seed of its own"
-            )
-
-
-def _open_processor(config: RunConfig, report: Report, row: Row) -> Prepare:
-    """In this process: a medium that ends it ends the child, which is told like any crash."""
-    from rondo.roles.media import preparer
-
-    if config.media is None:
-        raise ConfigError(
-            f"media must be set for rows with media, got {row.name} with {row.media[0]} without it. Set media=MediaConfig()"
-        )
-    return preparer(report.facts["model_path"], config.media, setting="rollout.max_prompt_tokens")
-
-
-def _render_media(
-    config: RunConfig, report: Report, prepare: Prepare, name: str, rows: Sequence[Row], settings: DataConfig
-) -> None:
-    assert config.media is not None
-    lengths, sizes, broken = [], [], []
-    for row in rows:
-        try:
-            tokens, media = prepare(row, settings, config.rollout.max_prompt_tokens)
-        except RowError as error:
-            broken.append(str(error))
-            continue
-        lengths.append(len(tokens))
-        sizes.append(media.num_bytes if media is not None else 0)
-    level = "note" if lengths else "error"
-    for text in broken:
-        report.add(level, f"a run leaves this row out: {text}" if lengths else text)
-    if lengths:
-        report.add(
-            "ok",
-            f"{name}: prompts with media take up to {max(lengths)} tokens and {show_bytes(max(sizes))} in the first "
-            f"{len(lengths)} rows with media, of {config.rollout.max_prompt_tokens} and "
-            f"{show_bytes(config.media.max_group_bytes)}",
-        )
-
-
-def look_at_demonstrations(config: RunConfig, tokenizers: list[Any]) -> None:
-    from rondo.roles.datasets import demonstrations
-    from rondo.roles.prompts import encode_answer
-
-    data = demonstrations(config)
-    for index in range(min(_NUM_ROWS, len(data)) if tokenizers else 0):
-        encode_answer(tokenizers[0], data.row(index))
 
 
 if __name__ == "__main__":

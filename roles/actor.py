@@ -51,7 +51,7 @@ from rondo.roles.warm_up import run_warm_up
 from rondo.roles.whitening import Contribution, contribution
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.context import WorkerContext
-from rondo.runtime.errors import RondoError
+from rondo.runtime.errors import Fatal, RondoError
 from rondo.runtime.heartbeat import SAVE
 from rondo.runtime.waits import totals, wait_for, waiting
 
@@ -294,13 +294,10 @@ class ActorRole:
         """End the run where engine and trainer disagree by more than the settings allow; the step is not committed."""
         limit, gap = self._job.config.train.max_log_prob_gap, metrics.get("log_prob_gap", 0.0)
         if limit is not None and not gap <= limit:
-            cause = (
+            raise Fatal(
                 f"the log-prob gap between engine and trainer must be at most train.max_log_prob_gap {limit:g} nats, "
                 f"got {gap:g} in step {metrics['step']}. Look at log_prob_gap_* in metrics.jsonl for the modality, or raise it"
             )
-            await self._ctx.report("fatal", {"cause": cause})
-            await self._ctx.stopping.wait()
-            raise RondoError(cause)
 
     async def _rows(self, made: Round) -> Read:
         """What `_read` makes of a round; of one that was asked for ahead it is there."""

@@ -22,9 +22,11 @@ from rondo.models.media.refs import MediaRef
 from rondo.roles.cursor import Order, held_out_rows
 from rondo.roles.fingerprints import Fingerprint, Fingerprints
 from rondo.roles.media_rows import with_media
+from rondo.roles.messages import read_messages, read_tools
 from rondo.roles.sources import RowError, Source, missing_column, named_columns, open_source
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import Fatal
 from rondo.runtime.reference import load_reference
+from rondo.runtime.section import settings_at
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig, JobConfig
@@ -39,13 +41,14 @@ _NUM_TRIED = 16
 @dataclass(frozen=True, slots=True)
 class Row:
     """One prompt. `name` tells users where it stands; `prompt` is text or a list of chat messages, in which image, audio and
-    video parts are places for `media`, in their order."""
+    video parts are places for `media`, in their order; `tools` are shown by the chat template."""
 
     name: str
     prompt: str | list[dict[str, Any]]
     label: Any
     metadata: dict[str, Any]
     media: tuple[MediaRef, ...] = ()
+    tools: Sequence[Any] = ()
 
 
 class Rows(Protocol):
@@ -56,12 +59,15 @@ class Rows(Protocol):
 
 
 class Dataset:
-    """The rows of a source that `indices` selects, with the columns that `config` names."""
+    """The rows of a source that `indices` selects, with the columns that `config`, the settings at `name`, names."""
 
-    def __init__(self, source: Source, config: DataConfig, indices: Sequence[int]) -> None:
+    def __init__(self, source: Source, config: DataConfig, indices: Sequence[int], name: str = "data") -> None:
         self._source = source
         self._config = config
         self._indices = indices
+        self._name = name
+        self.left_out = source.left_out
+        """Why rows are not among these: what a transform could not be given."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -72,8 +78,8 @@ class Dataset:
         name = self._source.name_of(at)
         try:
             return self._row(self._source.read(at), name)
-        except RowError:
-            raise
+        except RowError as error:
+            raise RowError(settings_at(self._name, str(error), "data")) from error
         except Exception as error:  # of rows that a user's code makes as they are read, any
             raise RowError(
                 f"{name}: row must be read without errors, got {type(error).__name__}: {error}. Correct or remove the row"
@@ -85,11 +91,8 @@ class Dataset:
             if column not in values:
                 raise missing_column(name, column, list(values), setting)
         prompt = values[config.prompt]
-        if not isinstance(prompt, str) and not _are_messages(prompt):
-            raise RowError(
-                f"{name}: {config.prompt!r} must be text or a list of chat messages, got {type(prompt).__name__}. "
-                "Correct the row, or name another column in data.prompt"
-            )
+        if not isinstance(prompt, str):
+            prompt = read_messages(name, prompt, config)
         metadata = (values[config.metadata] if config.metadata is not None else None) or {}
         if not isinstance(metadata, dict):
             raise RowError(
@@ -97,7 +100,9 @@ class Dataset:
                 "Correct the row, or name another column in data.metadata"
             )
         prompt, media = with_media(name, prompt, values, config)
-        return Row(name, prompt, None if config.label is None else values[config.label], metadata, media)
+        label = None if config.label is None else values[config.label]
+        tools = () if config.tools is None else read_tools(name, values[config.tools], config)
+        return Row(name, prompt, label, metadata, media, tools)
 
     def fingerprint(self) -> Fingerprint:
         """Of all rows of the source up to the end of this one's; meant for the whole, before it is split."""
@@ -108,11 +113,14 @@ class Dataset:
         drawn = held_out_rows(len(self), num_held_out, seed)
         kept = Without(self._indices, sorted(drawn))
         held_out = [self._indices[i] for i in drawn]
-        return Dataset(self._source, self._config, kept), Dataset(self._source, self._config, held_out)
+        return self._with(kept), self._with(held_out)
 
     def first(self, num_rows: int) -> Dataset:
         """The first rows of this one."""
-        return Dataset(self._source, self._config, self._indices[:num_rows])
+        return self._with(self._indices[:num_rows])
+
+    def _with(self, indices: Sequence[int]) -> Dataset:
+        return Dataset(self._source, self._config, indices, self._name)
 
 
 class Without(Sequence[int]):
@@ -137,15 +145,18 @@ class Without(Sequence[int]):
 def open_dataset(config: DataConfig, name: str = "data", fingerprints: Fingerprints | None = None) -> Dataset:
     """All rows that `config` names, up to its `limit`; `held_out` is the business of `open_splits`.
 
-    `fingerprints` are compared under `name`. ConfigError for a source that is missing or empty, DataChanged for rows that are
+    `fingerprints` are compared under `name`. Fatal for a source that is missing or empty, DataChanged for rows that are
     not those of the run. Reads rows until one can be used, so that a wrong column name (RowError) is found before a run starts.
     """
     fingerprints = fingerprints or Fingerprints()
-    source = open_source(config)
+    try:
+        source = open_source(config)
+    except (Fatal, RowError) as error:
+        raise type(error)(settings_at(name, str(error), "data")) from error
     if len(source) == 0:
-        raise ConfigError(f"data must have rows, got none in {config.path or config.rows}. Check where they should be")
+        raise Fatal(f"{name} must have rows, got none in {config.path or config.rows}. Check where they should be")
     limits = (len(source), config.limit, fingerprints.num_rows(name))
-    data = Dataset(source, config, range(min(limit for limit in limits if limit is not None)))
+    data = Dataset(source, config, range(min(limit for limit in limits if limit is not None)), name)
     fingerprints.compare(name, data.fingerprint())
     first: RowError | None = None
     for index in range(min(len(data), _NUM_TRIED)):
@@ -159,13 +170,11 @@ def open_dataset(config: DataConfig, name: str = "data", fingerprints: Fingerpri
 
 
 def open_splits(job: JobConfig, fingerprints: Fingerprints | None = None) -> tuple[Dataset, dict[str, Dataset]]:
-    """(what is trained on, what is evaluated on, by name). ConfigError when either has too few rows, DataChanged when they are
+    """(what is trained on, what is evaluated on, by name). Fatal when either has too few rows, DataChanged when they are
     not those of the `fingerprints`."""
     data = open_dataset(job.data, "data", fingerprints)
     if job.data.held_out >= len(data):
-        raise ConfigError(
-            f"data.held_out must be less than the data's rows, {len(data)}, got {job.data.held_out}. Lower it"
-        )
+        raise Fatal(f"data.held_out must be less than the data's rows, {len(data)}, got {job.data.held_out}. Lower it")
     train, held_out = data.split(job.data.held_out, job.seed)
     if job.evaluation is None:
         return train, {}
@@ -177,7 +186,7 @@ def open_splits(job: JobConfig, fingerprints: Fingerprints | None = None) -> tup
         section = f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
         found = open_dataset(each.data, f"{section}.data", fingerprints)
         if len(found) < each.num_prompts:
-            raise ConfigError(
+            raise Fatal(
                 f"{section}.num_prompts must be at most the rows of {section}.data, {len(found)}, got {each.num_prompts}. "
                 "Lower it"
             )
@@ -197,31 +206,38 @@ class _Demonstrated:
         return len(self._answers)
 
     def row(self, index: int) -> Row:
-        return replace(self._data.row(self._indices[index]), label=self._answers[index])
+        answer = self._answers[index]
+        if isinstance(answer, RowError):
+            raise answer
+        return replace(self._data.row(self._indices[index]), label=answer)
 
 
 def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> Rows:
     """What the warm-up learns from: its own rows, or as many of the training rows, in a seeded order, as it takes in all,
-    each with an answer of its own. Never a row that is held out."""
+    each with an answer of its own. Never a row that is held out. A row without an answer raises RowError when it is asked for."""
     assert job.sft is not None
     if job.sft.demonstrate is None:
-        return open_dataset(job.sft.source(), "sft", fingerprints)
-    answer = load_reference(job.sft.demonstrate, "sft.demonstrate")
+        name = "sft" if job.sft.data is None else "sft.data"
+        return open_dataset(job.demonstrated(), name, fingerprints)
+    function = load_reference(job.sft.demonstrate, "sft.demonstrate")
     train, _ = open_splits(job, fingerprints)
     draw, order = random.Random(job.seed), Order(len(train), job.seed)
     indices = [order.locate(place).row for place in range(job.sft.steps * job.sft.batch_size)]
-    rows = (train.row(index) for index in indices)
-    return _Demonstrated(train, indices, [answer(row.prompt, row.label, draw) for row in rows])
+
+    def answer(index: int) -> Any:
+        try:
+            row = train.row(index)
+            return function(row.prompt, row.label, draw)
+        except RowError as error:
+            return error
+        except Exception as error:  # noqa: BLE001  # the user's function, of a row that it did not expect
+            return RowError(
+                f"{row.name}: sft.demonstrate must answer every row, got {type(error).__name__}: {error}. Correct it"
+            )
+
+    return _Demonstrated(train, indices, [answer(index) for index in indices])
 
 
 def train_order(job: JobConfig, num_rows: int) -> Order:
     """The order in which a job takes its `num_rows` training rows."""
     return Order(num_rows, job.seed, job.data.shuffle, job.data.num_passes)
-
-
-def _are_messages(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and len(prompt) > 0
-        and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
-    )

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rondo.runtime.errors import RondoError
+from rondo.runtime.errors import Fatal
 
 FILE = "data.json"
 _BYTES = 16
 
 
-class DataChanged(RondoError, ValueError):
+class DataChanged(Fatal):
     """The rows are not those that the run began with."""
 
 

@@ -26,7 +26,7 @@ from rondo.models.media.errors import MediaError
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.media.refs import MediaRef
 from rondo.roles.datasets import Row, RowError
-from rondo.roles.prompts import check_length, messages_of
+from rondo.roles.prompts import check_length, messages_of, template_args
 from rondo.roles.sources import folder_of
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.pool import Item, Pool, PoolStats
@@ -43,24 +43,22 @@ _BESIDE_BYTES = 16 << 20
 _URI = re.compile(r"data:|[a-z][a-z0-9+.-]*://|file:", re.IGNORECASE)
 
 
-def preparer(
-    path: str, config: MediaConfig, *, setting: str = "sft.micro_batch_tokens"
-) -> Callable[[Row, DataConfig, int], Prepared]:
-    """`(row, settings of its data, most tokens) -> Prepared` in this process; RowError for a row that cannot be used.
+def preparer(path: str, config: MediaConfig) -> Callable[[Row, DataConfig, int, str], Prepared]:
+    """`(row, settings of its data, most tokens, what limits them) -> Prepared` in this process; raises like `render_prompt`.
 
-    `setting` names what limits the tokens. ConfigError for a model without a processor of media.
+    ConfigError for a model without a processor of media.
     """
     from rondo.models.media.processor import Processor
 
     processor = Processor.load(path, config)
 
-    def prepare(row: Row, data: DataConfig, max_tokens: int) -> Prepared:
+    def prepare(row: Row, data: DataConfig, max_tokens: int, setting: str) -> Prepared:
         messages, refs = messages_of(row, data), located(row.media, data, config)
         try:
-            made = processor.prepare(messages, refs, **data.chat_template_args)
+            made = processor.prepare(messages, refs, **template_args(row, data))
         except MediaError as error:
             raise RowError(f"{row.name}: {error}") from error
-        check_length(row, len(made.tokens), max_tokens, setting)
+        check_length(row, len(made.tokens), max_tokens, setting, data)
         return made.tokens, made.media
 
     return prepare
@@ -97,7 +95,7 @@ class MediaPool:
                 {
                     "messages": messages_of(row, data),
                     "media": [[ref.kind, ref.source, ref.use_audio] for ref in refs],
-                    "template_args": data.chat_template_args,
+                    "template_args": template_args(row, data),
                 },
                 "prompt",
             )
@@ -109,7 +107,7 @@ class MediaPool:
         if outcome.error is not None:
             raise RowError(f"{row.name}: {outcome.error}")
         tokens, key, arrays = outcome.value
-        check_length(row, len(tokens), max_tokens, setting)
+        check_length(row, len(tokens), max_tokens, setting, data)
         return tokens, None if key is None else MediaInputs(key, arrays)
 
     def stats(self) -> PoolStats:

@@ -56,7 +56,7 @@ def with_media(
     sound = _use_audio(name, values, config)
     given = {kind: _column(kind, values[column]) for kind, column in config.media_columns.items()}
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    contents = [_parts(name, message["content"], list(given)) for message in messages]
+    contents = [_parts(name, message.get("content"), list(given)) for message in messages]
     _check_places(name, contents, given)
     if any(given.values()) and not _num_places(contents):
         _place_first(name, messages, contents, given)

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from rondo.roles.config import JobConfig
 from rondo.runtime.checkpoints import NoRoom
 from rondo.runtime.context import WorkerContext
-from rondo.runtime.errors import DeadlineExceeded
+from rondo.runtime.errors import DeadlineExceeded, Fatal
 from rondo.runtime.heartbeat import SAVE
 from rondo.runtime.waits import waiting
 
@@ -85,8 +85,7 @@ async def save_last(ctx: WorkerContext, config: JobConfig, version: int, save: C
             ctx, attempt, version=version, section=section, deadline_s=limit_s, newer=asyncio.Event()
         )
     except DeadlineExceeded as error:
-        await ctx.report("fatal", {"cause": str(error)})
-        raise
+        raise Fatal(str(error)) from error
     return waited_s or 0.0
 
 

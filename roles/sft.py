@@ -4,12 +4,12 @@ Owns which demonstrations make a batch, how a batch is cut into micro-batches, a
 model, its log-probs or the optimizer (`models/`), nor where it runs: inside the actor before version 0, or as a job of
 its own.
 
-    data = open_dataset(config.source())
-    warm_up(model, tokenizer, data, config, config.source(), "cpu", seed=0, on_step=print, should_stop=lambda: False)
+    source = job.demonstrated()
+    warm_up(model, tokenizer, open_dataset(source), job.sft, source, "cpu", seed=0, on_step=print, should_stop=lambda: False)
 
 Invariant: the loss of a step is the mean over all answer tokens of its batch (prompt tokens carry none), so it is the
-same however the batch is cut into micro-batches and ranks. Batches depend on seed and step alone. A demonstration whose media
-cannot be used is left out of its batch, told once, and counted.
+same however the batch is cut into micro-batches and ranks. Batches depend on data, seed and step alone. A demonstration that
+cannot be used is left out, told once, and counted; the next one of the order takes its place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,8 @@ from rondo.models.packing import Sequence as Packable
 from rondo.roles.config import DataConfig, SftConfig
 from rondo.roles.cursor import Cursor, Order
 from rondo.roles.datasets import Row, RowError, Rows
-from rondo.roles.prompts import encode_answer, render_prompt
-from rondo.runtime.errors import ConfigError
+from rondo.roles.prompts import check_demonstration, encode_answer, render_prompt, without_media_section
+from rondo.runtime.errors import Fatal
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,9 @@ _CACHED_BYTES = 1 << 30
 _CACHED_ROW_BYTES = 256
 """What an encoded demonstration takes beside its arrays, about."""
 
-Prepare = Callable[[Row, DataConfig, int], tuple[np.ndarray, MediaInputs | None]]
-"""(row with media, its settings, most tokens) -> tokens int32 [T] with placeholders, media. RowError when it cannot."""
+Prepare = Callable[[Row, DataConfig, int, str], tuple[np.ndarray, MediaInputs | None]]
+"""(row with media, its settings, most tokens, what limits them) -> tokens int32 [T] with placeholders, media. Raises like
+`render_prompt`."""
 
 
 def warm_up(
@@ -55,25 +55,27 @@ def warm_up(
     source: DataConfig,
     device: torch.device | str,
     *,
+    max_prompt_tokens: int | None = None,
     prepare: Prepare | None = None,
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    on_step: Callable[[dict[str, float]], None],
+    on_step: Callable[[dict[str, Any]], None],
     should_stop: Callable[[], bool],
 ) -> int:
     """Trains `model` in place with an optimizer of its own (collective), and returns the number of steps taken. `source`
     says how the prompts of `data` are written.
 
     Fewer than `config.steps` when `should_stop` said so on any rank; it is asked before every step. `on_step` gets
-    step, loss (in nats a token), lr, grad_norm, tokens (of answers) and skipped (demonstrations so far whose media could
-    not be used). `prepare` is for rows with media. RowError for a row of text that cannot be used, or a whole batch;
-    ConfigError when the gradient is no longer finite.
+    step, loss (in nats a token), lr, grad_norm, tokens (of answers), skipped (demonstrations so far that could not be used) and,
+    if there are any, why of the first_skipped. `prepare` is for rows with media; `max_prompt_tokens`: None for what the answer
+    leaves of `config.micro_batch_tokens`. Fatal where no demonstration can be used, or the gradient is no longer finite.
     """
     optimizer = make_optimizer(model, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     packing = Packing.of(model)
     places = Cursor(Order(len(data), seed, source.shuffle, source.num_passes))
-    encoded = _Encoded(lambda row: encode(tokenizer, data.row(row), source, config.micro_batch_tokens, prepare))
+    limits = config.micro_batch_tokens, max_prompt_tokens
+    encoded = _Encoded(lambda row: encode(tokenizer, data.row(row), source, *limits, prepare))
 
     def loss_of(sequences: Sequence[Packable]) -> torch.Tensor:
         """The undivided loss of one micro-batch; no sequences: a dummy of weight 0 through the same modules."""
@@ -94,10 +96,9 @@ def warm_up(
         # A rank that left alone would hang the others in their next collective.
         if over_ranks(float(should_stop())):
             return step
-        rows = [place.row for place in islice(places, config.batch_size)]
-        if not rows:
+        batch = encoded.batch(places, config.batch_size)
+        if not batch:
             return step
-        batch = encoded.usable(rows)
         rounds = cut([sequence.cost for sequence in batch], config.micro_batch_tokens, world_size)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for number, micro_batches in enumerate(rounds):
@@ -109,7 +110,7 @@ def warm_up(
         parallel.scale_gradients(model, 1 / num_tokens)
         grad_norm = parallel.clip_grad_norm(model, config.clip_grad_norm)
         if not math.isfinite(grad_norm):
-            raise ConfigError(f"the gradient of sft step {step} must be finite, got norm {grad_norm}. Lower sft.lr")
+            raise Fatal(f"the gradient of sft step {step} must be finite, got norm {grad_norm}. Lower sft.lr")
         lr = learning_rate(
             step, config.lr, warmup_steps=config.warmup_steps, schedule=config.schedule, total=config.steps,
             min_fraction=config.min_lr_fraction,
@@ -120,37 +121,55 @@ def warm_up(
         optimizer.zero_grad(set_to_none=True)
         mean = over_ranks(float(total)) / num_tokens
         figures = {"step": step, "loss": mean, "lr": lr, "grad_norm": grad_norm, "tokens": num_tokens}
-        on_step(figures | {"skipped": encoded.num_skipped})
+        on_step(figures | encoded.skipped())
     return config.steps
 
 
 class _Encoded:
-    """Demonstrations as they are trained, the last ones used kept in memory. A row of text that fails raises; one with media
-    is skipped from then on."""
+    """Demonstrations as they are trained, the last ones used kept in memory."""
 
-    def __init__(self, encode_row: Callable[[int], Packable | str]) -> None:
+    def __init__(self, encode_row: Callable[[int], Packable]) -> None:
         self._encode_row = encode_row
-        self._kept: OrderedDict[int, Packable | str] = OrderedDict()
+        self._kept: OrderedDict[int, Packable | None] = OrderedDict()
         self._num_bytes = 0
-        self.num_skipped = 0
+        self._skipped: set[int] = set()
+        self._first_skipped = ""
 
-    def usable(self, rows: Iterable[int]) -> list[Packable]:
-        """Those of `rows` that can be used; RowError when none can."""
-        found = [self._one(row) for row in rows]
-        usable = [item for item in found if isinstance(item, Packable)]
-        faults = [item for item in found if isinstance(item, str)]
-        self.num_skipped += len(faults)
-        if not usable:
-            raise RowError(
-                f"a batch of demonstrations must hold one that can be used, got none; the first: {faults[0]}"
-            )
-        return usable
+    def skipped(self) -> dict[str, Any]:
+        """How many demonstrations could not be used, and why the first could not."""
+        told = {"first_skipped": self._first_skipped} if self._skipped else {}
+        return {"skipped": len(self._skipped), **told}
 
-    def _one(self, row: int) -> Packable | str:
+    def batch(self, places: Cursor, size: int) -> list[Packable]:
+        """The next `size` that can be used; fewer where the last pass ends. Fatal when none of all can."""
+        batch: list[Packable] = []
+        for place in places:
+            item = self._one(place.row)
+            if item is not None:
+                batch.append(item)
+            elif len(self._skipped) == places.order.num_rows:
+                raise Fatal(
+                    f"sft must have demonstrations that can be used, got none in {len(self._skipped)}; the first: "
+                    f"{self._first_skipped}"
+                )
+            if len(batch) == size:
+                break
+        return batch
+
+    def _one(self, row: int) -> Packable | None:
+        """None for one that cannot be used."""
         if row in self._kept:
             self._kept.move_to_end(row)
             return self._kept[row]
-        item = self._kept[row] = self._encode_row(row)
+        try:
+            item = self._encode_row(row)
+        except RowError as error:
+            if row not in self._skipped:
+                log.warning("demonstration left out: %s", error)
+            self._first_skipped = self._first_skipped or str(error)
+            self._skipped.add(row)
+            item = None
+        self._kept[row] = item
         self._num_bytes += _num_bytes(item)
         while self._num_bytes > _CACHED_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
@@ -158,36 +177,36 @@ class _Encoded:
         return item
 
 
-def _num_bytes(item: Packable | str) -> int:
-    if isinstance(item, str):
+def _num_bytes(item: Packable | None) -> int:
+    if item is None:
         return _CACHED_ROW_BYTES
     return _CACHED_ROW_BYTES + item.tokens.nbytes + (item.media.num_bytes if item.media is not None else 0)
 
 
 def encode(
-    tokenizer: Any, row: Row, source: DataConfig, max_tokens: int, prepare: Prepare | None = None
-) -> Packable | str:
-    """Prompt, answer and end of sequence as tokens, int32; the answer and its end are scored. RowError when too
-    long; for media that cannot be used, its text."""
+    tokenizer: Any,
+    row: Row,
+    source: DataConfig,
+    max_tokens: int,
+    max_prompt_tokens: int | None = None,
+    prepare: Prepare | None = None,
+) -> Packable:
+    """Prompt, answer and end of sequence as tokens, int32; the answer and its end are scored. The prompt is rendered as in
+    reinforcement, with at most `max_prompt_tokens`; None for what the answer leaves of `max_tokens`. Raises like
+    `render_prompt`."""
+    row, answer = encode_answer(tokenizer, row, source)
+    limit, setting = max_prompt_tokens, "rollout.max_prompt_tokens"
+    if limit is None:
+        room = max_tokens - len(answer) if source.too_long == "truncate" else max_tokens
+        limit, setting = max(room, 1), "sft.micro_batch_tokens"
     media = None
-    if row.media and prepare is None:
-        raise RowError(
-            f"{row.name}: prompt must be text without the media section, got {row.media[0]}. Set media=MediaConfig()"
-        )
-    if row.media and prepare is not None:
-        try:
-            prompt, media = prepare(row, source, max_tokens)
-        except RowError as error:
-            log.warning("demonstration skipped: %s", error)
-            return str(error)
+    if row.media:
+        if prepare is None:
+            raise without_media_section(row)
+        prompt, media = prepare(row, source, limit, setting)
     else:
-        prompt = render_prompt(tokenizer, row, source, max_tokens, setting="sft.micro_batch_tokens")
-    answer = encode_answer(tokenizer, row)
-    if len(prompt) + len(answer) > max_tokens:
-        raise RowError(
-            f"{row.name}: prompt and answer must have at most {max_tokens} tokens, got {len(prompt)} + {len(answer)}. "
-            "Raise sft.micro_batch_tokens, or shorten or remove the row"
-        )
+        prompt = render_prompt(tokenizer, row, source, limit, setting=setting)
+    check_demonstration(row, prompt, answer, max_tokens, source)
     return Packable(np.concatenate([prompt, answer]), len(answer), media)
 
 

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +27,7 @@ import numpy as np
 import orjson
 
 from rondo.roles.fingerprints import digest_of, sampled
-from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.errors import Fatal, RondoError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.section import nearest
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
 
 _SCAN_BYTES = 1 << 24
-_MAX_BLANK_BYTES = 8
+_SPACE = np.isin(np.arange(256), list(b"\n\r\t\v\f ")).astype(bool)
+"""Whether a line that begins with this byte may be blank."""
 _LATE_ROWS = 4
 """Rows whose media are in memory at once."""
 _MOST_SAMPLED, _MOST_MADE = 256, 4096
@@ -52,7 +53,9 @@ class RowError(RondoError, ValueError):
 
 
 class Source(Protocol):
-    """Rows as dicts, by index. `name_of` tells users where a row stands."""
+    """Rows as dicts, by index. `name_of` tells users where a row stands; `left_out`: why rows did not come as far as here."""
+
+    left_out: Sequence[str]
 
     def __len__(self) -> int: ...
     def read(self, index: int) -> Mapping[str, Any]: ...
@@ -63,28 +66,42 @@ class Source(Protocol):
 
 
 def open_source(config: DataConfig) -> Source:
-    """The rows of `config.path` or `config.rows`, as `config.transform` leaves them. ConfigError for what cannot be opened."""
+    """The rows of `config.path` or `config.rows`, as `config.transform` leaves them. Fatal for what cannot be opened.
+
+    A row that cannot be read does not reach the transform; RowError where none can."""
     source = _open(config)
     if config.transform is None:
         return source
+    left_out: list[str] = []
+
+    def readable() -> Iterator[Mapping[str, Any]]:
+        for index in range(len(source)):
+            try:
+                yield source.read(index)
+            except RowError as error:
+                left_out.append(str(error))
+
     transform = load_reference(config.transform, "data.transform")
-    return _listed(transform(source.read(i) for i in range(len(source))), config.transform, "data.transform")
+    listed = _listed(transform(readable()), config.transform, "data.transform")
+    if left_out and len(left_out) == len(source):
+        raise RowError(left_out[0])
+    listed.left_out = left_out
+    return listed
 
 
 def named_columns(config: DataConfig) -> dict[str, str]:
     """Columns that the settings name, with what names them."""
     named: list[tuple[str | None, str]] = [(column, "data.media_columns") for column in config.media_columns.values()]
-    named += [(config.use_audio_in_video, "data.use_audio_in_video")]
     named += [
-        (column, "data.prompt, data.label or data.metadata")
-        for column in (config.prompt, config.label, config.metadata)
+        (getattr(config, name), f"data.{name}")
+        for name in ("use_audio_in_video", "tools", "metadata", "label", "prompt")
     ]
     return {column: setting for column, setting in named if column is not None}
 
 
 def _listed(rows: Any, reference: str, setting: str) -> Listed:
     if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
-        raise ConfigError(f"{setting} must return rows, got {type(rows).__name__}. Return a list of dicts")
+        raise Fatal(f"{setting} must return rows, got {type(rows).__name__}. Return a list of dicts")
     return Listed(rows if isinstance(rows, Sequence) else list(rows), reference.rpartition(":")[2], _MOST_MADE)
 
 
@@ -102,7 +119,7 @@ def _open(config: DataConfig) -> Source:
         return Parquet(
             paths, {} if config.transform is not None else named_columns(config), config.media_columns.values()
         )
-    raise ConfigError(
+    raise Fatal(
         f"data.path must name .jsonl or .parquet files, one kind at a time, got {' and '.join(kinds)} "
         f"in {config.path}. Name them with a glob such as 'data/*.jsonl'"
     )
@@ -110,6 +127,8 @@ def _open(config: DataConfig) -> Source:
 
 class JsonLines:
     """Files with one JSON object a line; blank lines do not count. Keeps where lines begin and end, not their text."""
+
+    left_out: Sequence[str] = ()
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -219,13 +238,15 @@ class Parquet:
     """Parquet files of one schema. The named columns are held in Arrow's form, but for columns of media that hold bytes: those
     stay in the files, and a row reads its own."""
 
+    left_out: Sequence[str] = ()
+
     def __init__(self, paths: Sequence[Path], columns: Mapping[str, str], media: Iterable[str] = ()) -> None:
         """`columns`: what to read, with the settings that name it; all columns when empty. RowError for a missing one."""
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise ConfigError(f"data.path must be .jsonl without pyarrow, got {paths[0]}. {_INSTALL}") from error
+            raise Fatal(f"data.path must be .jsonl without pyarrow, got {paths[0]}. {_INSTALL}") from error
         self._paths = paths
         self._late: list[str] = []
         tables, num_rows = [], [0]
@@ -244,7 +265,7 @@ class Parquet:
         try:
             self._table = pyarrow.concat_tables(tables).combine_chunks()
         except pyarrow.ArrowInvalid as error:
-            raise ConfigError(f"parquet files of data.path must have one schema, got {error}. Convert them") from error
+            raise Fatal(f"parquet files of data.path must have one schema, got {error}. Convert them") from error
         self._first_rows = np.cumsum(num_rows)
         self._name = paths[0].name if len(paths) == 1 else f"{paths[0].parent.name}/*.parquet"
 
@@ -290,6 +311,8 @@ class Parquet:
 
 class Listed:
     """Rows that are a sequence already: a function's result, or a data set of the hub."""
+
+    left_out: Sequence[str] = ()
 
     def __init__(self, rows: Sequence[Any], name: str, num_sampled: int) -> None:
         self._rows = rows
@@ -349,13 +372,13 @@ def _holds_bytes(field: Any) -> bool:
 def _open_hub(path: str, *, decode: bool) -> Source:
     name, _, split = path.removeprefix("hub:").rpartition("/")
     if not name or not split:
-        raise ConfigError(
+        raise Fatal(
             f"data.path must look like 'hub:name/split' or 'hub:name@subset/split', got {path!r}. Add the split"
         )
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"data.path must be a file without the datasets library, got {path!r}. {_INSTALL}") from error
+        raise Fatal(f"data.path must be a file without the datasets library, got {path!r}. {_INSTALL}") from error
     name, _, subset = name.partition("@")
     rows = datasets.load_dataset(name, subset or None, split=split)
     return Listed(rows if decode else _Undecoded(rows), path, _MOST_SAMPLED)
@@ -381,25 +404,29 @@ def _files(path: str) -> list[Path]:
         # Path.glob takes no absolute patterns.
         found = [Path(name) for name in glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207
     if not found:
-        raise ConfigError(f"data.path must name files that exist, got {path!r}. Check the path")
+        raise Fatal(f"data.path must name files that exist, got {path!r}. Check the path")
     return sorted(found)
 
 
 def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
     """(int64 [rows, 2]: first byte and end of every line that is not blank; line numbers, None when none is blank)."""
     ends: list[np.ndarray] = [np.zeros(0, np.int64)]
+    spaced: list[np.ndarray] = [np.zeros(0, np.bool_)]  # of every line: whether it begins with white space
     size, last = 0, b"\n"
     with path.open("rb") as file:
         while chunk := file.read(_SCAN_BYTES):
-            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + size)
+            found = np.frombuffer(chunk, np.uint8)
+            stops = np.flatnonzero(found == ord("\n"))
+            begins = np.concatenate([[0] if last == b"\n" else [], stops + 1]).astype(np.int64)
+            spaced.append(_SPACE[found[begins[begins < len(found)]]])
+            ends.append(stops + size)
             size, last = size + len(chunk), chunk[-1:]
         if last != b"\n":
             ends.append(np.array([size]))
         stops = np.concatenate(ends)
         bounds = np.stack([np.concatenate([[0], stops[:-1] + 1])[: len(stops)], stops], axis=1)
-        # No row is as short as this, so only such lines are read while scanning.
-        short = np.flatnonzero(bounds[:, 1] - bounds[:, 0] <= _MAX_BLANK_BYTES).tolist()
-        blank = [i for i in short if not _line(file, bounds[i]).strip()]
+        # A row is a JSON object, which begins with a brace: only lines that begin otherwise are read while scanning.
+        blank = [i for i in np.flatnonzero(np.concatenate(spaced)).tolist() if not _line(file, bounds[i]).strip()]
     if not blank:
         return bounds, None
     numbers = np.delete(np.arange(len(bounds)), blank)

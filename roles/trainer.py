@@ -404,7 +404,7 @@ class Trainer:
 
     def warm_up(
         self,
-        on_step: Callable[[dict[str, float]], None],
+        on_step: Callable[[dict[str, Any]], None],
         should_stop: Callable[[], bool],
         fingerprints: Fingerprints | None = None,
     ) -> bool:
@@ -419,6 +419,7 @@ class Trainer:
             config.sft,
             config.demonstrated(),
             self.device,
+            max_prompt_tokens=config.prompt_limit(),
             prepare=self._preparer(),
             seed=config.seed,
             rank=self.rank,

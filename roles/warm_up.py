@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 from rondo.roles.fingerprints import Fingerprints
 from rondo.roles.trainer import Trainer
@@ -18,11 +19,11 @@ async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -
     when it was cut short by a stop."""
     assert trainer.config.sft is not None
     last = trainer.config.sft.steps - 1
-    loop, figures = asyncio.get_running_loop(), asyncio.Queue[dict[str, float]]()
+    loop, figures = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
 
     work = ctx.work("warm up")
 
-    def on_step(metrics: dict[str, float]) -> None:
+    def on_step(metrics: dict[str, Any]) -> None:
         ctx.progress()
         work.moved()
         if ctx.rank == 0 and (metrics["step"] % every == 0 or metrics["step"] == last):

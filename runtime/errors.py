@@ -30,6 +30,10 @@ class ConfigError(RondoError, ValueError):
     """A setting, or something a user handed in, breaks a rule."""
 
 
+class Fatal(ConfigError):
+    """What no restart repairs. A role that raises it ends the run at once, with its text as the cause."""
+
+
 class DeadlineExceeded(RondoError, TimeoutError):
     """The wait `name` of `waiter` for `peer` lasted longer than `deadline_s` seconds."""
 

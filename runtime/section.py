@@ -91,10 +91,13 @@ def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigErro
         text = _sentence(path, item, title, source)
         owner = _owner((*item["loc"], ""), title)
         place = owner.place if owner is not None and issubclass(owner, Section) else ""
-        if place and path != place:
-            text = re.sub(rf"(?<![\w.]){place}\.", f"{path}.", text)
-        lines.append(text)
+        lines.append(settings_at(path, text, place))
     return ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def settings_at(path: str, text: str, place: str) -> str:
+    """The sentence with settings that it names at `place` named where they are: data.prompt as sft.data.prompt, say."""
+    return re.sub(rf"(?<![\w./]){place}\.(?=[a-z])", f"{path}.", text) if place and path != place else text
 
 
 def nearest(name: str, known: list[str]) -> str:

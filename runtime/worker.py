@@ -5,7 +5,8 @@ runs all roles in one task group, and leaves. Does not own what a role does (`co
 
     exit 0    every role has returned, by itself or because it was asked to by the supervisor (`ctx.stopping`), or what it waited
               for comes no more since the run is being stopped (`Stopping`)
-    exit 1    a role raised: its traceback is in the log; the supervisor replaces the whole role group
+    exit 1    a role raised: its traceback is in the log; the supervisor replaces the whole role group, or ends the run where no
+              restart repairs it (`Fatal`)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import uvloop
 from rondo.runtime import telling, timeline
 from rondo.runtime.actor import Actor, endpoint, serve
 from rondo.runtime.context import REPORTS, Process, WorkerContext
-from rondo.runtime.errors import Stopping
+from rondo.runtime.errors import Fatal, Stopping
 from rondo.runtime.guard import PARENT_PID, die_with_parent
 from rondo.runtime.membership import Membership
 from rondo.runtime.record import log_to_stderr
@@ -83,8 +84,8 @@ async def run(me: Membership, references: Sequence[str]) -> None:
             roles: list[Role] = [role(context) for role, context in zip(classes, contexts, strict=True)]
             telling.PROCESS.listener = _to_supervisor(contexts[0])
             async with asyncio.TaskGroup() as group:
-                for role, reference in zip(roles, references, strict=True):
-                    group.create_task(_run_to_end(role), name=reference)
+                for role, context, reference in zip(roles, contexts, references, strict=True):
+                    group.create_task(_run_to_end(role, context), name=reference)
             # Nothing that fails from here on is a reason to run the roles again.
             me.heartbeat.leave()
     finally:
@@ -92,12 +93,20 @@ async def run(me: Membership, references: Sequence[str]) -> None:
         process.close()
 
 
-async def _run_to_end(role: Role) -> None:
-    """At a stop a role ends alone: another one of this process may save."""
+async def _run_to_end(role: Role, context: WorkerContext) -> None:
+    """At a stop a role ends alone: another one of this process may save. What no restart repairs ends the run."""
     try:
         await role.run()
     except* Stopping as group:
         log.info("left: %s", group.exceptions[0])
+    except* Fatal as group:
+        await context.report("fatal", {"cause": str(_first_of(group))})
+        raise
+
+
+def _first_of(group: BaseExceptionGroup[Fatal]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _to_supervisor(context: WorkerContext) -> Callable[[str, dict[str, Any]], None]:

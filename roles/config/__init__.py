@@ -69,7 +69,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _media_follow_the_data(self) -> JobConfig:
         # The field stays "not set", so that `override` derives it anew when the columns change.
-        if self.media is None and any(data.media_columns for data in self.data_sections()):
+        if self.media is None and any(data.media_columns for data in self.named_data().values()):
             self.__dict__["media"] = MediaConfig()
         if self.media is not None and self.media.whole_positions is None and self.rollout.sglang is not None:
             # Another object, in which the field stays "not set", so that `override` derives it anew.
@@ -133,13 +133,22 @@ class JobConfig(Section):
     def demonstrated(self) -> DataConfig:
         """How the prompts of the warm-up's demonstrations are written."""
         assert self.sft is not None
-        return self.data if self.sft.demonstrate is not None else self.sft.source()
+        return self.sft.source(self.data)
 
-    def data_sections(self) -> list[DataConfig]:
-        """Every data set that the settings describe."""
-        evaluated = [each.data for each in self.evaluation.named_sets().values()] if self.evaluation is not None else []
-        shown = self.sft.data if self.sft is not None else None
-        return [data for data in (self.data, *evaluated, shown) if data is not None]
+    def prompt_limit(self) -> int | None:
+        """Most tokens of a demonstration's prompt: as many as in reinforcement where it is one of the run's; None for what its
+        answer leaves."""
+        assert self.sft is not None
+        return self.rollout.max_prompt_tokens if self.sft.demonstrate is not None else None
+
+    def named_data(self) -> dict[str, DataConfig]:
+        """Every data set that the settings describe, by the path of its section."""
+        evaluation = self.evaluation
+        found: dict[str, DataConfig | None] = {"data": self.data}
+        for name, each in evaluation.named_sets().items() if evaluation is not None else ():
+            found["evaluation.data" if each is evaluation else f"evaluation.sets.{name}.data"] = each.data
+        found["sft.data"] = self.sft.data if self.sft is not None else None
+        return {name: data for name, data in found.items() if data is not None}
 
     @property
     def num_pinned(self) -> int:

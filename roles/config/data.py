@@ -6,7 +6,7 @@ Owns where rows come from and how they are judged. Does not own what is generate
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -24,6 +24,11 @@ class DataConfig(Section):
     """Where prompts come from, and in which order they are taken."""
 
     place = "data"
+    OF_PROMPTS: ClassVar = (
+        "apply_chat_template", "chat_template_args", "message_keys", "message_roles", "system", "too_long",
+    )  # fmt: skip
+    """Settings that say how a prompt is written, wherever it comes from."""
+
     path: str | None = None
     """A .jsonl or .parquet file, a folder or glob of them, or a data set of the hub: 'hub:name/split'."""
     rows: FunctionRef | None = None
@@ -32,6 +37,15 @@ class DataConfig(Section):
     """A function from all rows as they lie (an iterable of dicts) to the rows to use; its result is kept in memory."""
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of chat messages (with `apply_chat_template`)."""
+    message_keys: dict[str, str] = Field(default_factory=dict)
+    """Keys of the rows' messages -> those of chat messages, where they differ: {"from": "role", "value": "content"} for
+    ShareGPT."""
+    message_roles: dict[str, str] = Field(default_factory=lambda: {"human": "user", "gpt": "assistant"})
+    """Roles of the rows' messages -> those of the chat template; others stay as they are."""
+    tools: str | None = None
+    """Column with the tools that the chat template shows: a list of function schemas, or its JSON; null for none."""
+    system: str | None = None
+    """Text of a system message in front of every prompt that has none."""
     label: str | None = "label"
     """Column that the reward function gets as `label`; None for data without one."""
     metadata: str | None = None
@@ -43,7 +57,11 @@ class DataConfig(Section):
     """Column that says of each row whether its videos bring their sound along; without it `media.use_audio_in_video` does."""
     apply_chat_template: bool = False
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the tokenizer's chat template, such as {"enable_thinking": False}."""
+    """Further arguments of the tokenizer's chat template, such as {"enable_thinking": False}. With {"continue_final_message":
+    True} a prompt that ends with a message of the assistant is continued from there; without, such a prompt is refused."""
+    too_long: Literal["drop", "error", "truncate"] = "drop"
+    """What becomes of a row whose tokens are beyond the limit: it is left out, it ends the run, or the beginning of its prompt is
+    cut off. A prompt with media is never cut, but left out."""
     shuffle: bool = True
     num_passes: int | None = Field(None, ge=1)
     """The run ends after so many passes over the rows, or after num_steps, whichever comes first."""
@@ -60,11 +78,12 @@ class DataConfig(Section):
                 f"data.path and data.rows must be set one without the other, got {'both' if both else 'neither'}. "
                 + ("Remove one" if both else "Set data.path to a file, or data.rows to a function")
             )
-        if self.chat_template_args and not self.apply_chat_template:
-            raise ValueError(
-                "data.chat_template_args must be empty without data.apply_chat_template, "
-                f"got {self.chat_template_args!r}. Set data.apply_chat_template to True, or remove them"
-            )
+        for name in ("chat_template_args", "message_keys", "tools", "system"):
+            if getattr(self, name) and not self.apply_chat_template:
+                raise ValueError(
+                    f"data.{name} must not be set without data.apply_chat_template, got {getattr(self, name)!r}. "
+                    "Set data.apply_chat_template to True, or remove it"
+                )
         if self.media_columns and not self.apply_chat_template:
             raise ValueError(
                 "data.apply_chat_template must be True with data.media_columns, whose places in the prompt the template of the "

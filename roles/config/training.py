@@ -156,9 +156,10 @@ class SftConfig(Section):
     """Supervised fine-tuning on demonstrations, before the first step of a run or as a job of its own."""
 
     rows: FunctionRef | None = None
-    """A function that returns the demonstrations: dicts with `prompt` and `answer`."""
+    """A function that returns the demonstrations: dicts with `prompt` and `answer`. Prompts are written like those of
+    `data`."""
     data: DataConfig | None = None
-    """Or a data set, whose `label` column is the answer."""
+    """Or a data set, whose `label` column is the answer; with label=None the last message of its prompts is."""
     demonstrate: FunctionRef | None = None
     """Or a function `(prompt, label, draw) -> answer` for training rows of the run, called anew each time a row comes;
     `draw` is a seeded random.Random."""
@@ -184,10 +185,12 @@ class SftConfig(Section):
                 "exactly one of sft.rows, sft.data and sft.demonstrate must be set, "
                 f"got {' and '.join(given) or 'none'}. Name one source of demonstrations"
             )
-        if self.data is not None and (self.data.label is None or self.data.held_out):
+        if self.data is not None and self.data.held_out:
+            raise ValueError(f"sft.data.held_out must be 0, got {self.data.held_out}. Remove it")
+        if self.data is not None and self.data.label is None and not self.data.apply_chat_template:
             raise ValueError(
-                "sft.data must name the answer as its label and hold nothing out, "
-                f"got label {self.data.label!r} and held_out {self.data.held_out}. Change sft.data"
+                "sft.data.label must name the answer, or be None where sft.data.apply_chat_template is True and the last message "
+                "of a prompt is its answer, got None without it. Set one of them"
             )
         if self.warmup_steps >= self.steps:
             raise ValueError(
@@ -195,7 +198,12 @@ class SftConfig(Section):
             )
         return self
 
-    def source(self) -> DataConfig:
-        """The demonstrations as a data set of their own, with the answer as its label. Not of `demonstrate`, whose rows are the
-        run's."""
-        return self.data or DataConfig(rows=self.rows, prompt="prompt", label="answer")
+    def source(self, prompts: DataConfig) -> DataConfig:
+        """The demonstrations as a data set, with the answer as its label. `prompts` are the run's: `rows` are written as they
+        are, and those of `demonstrate` are they."""
+        if self.data is not None:
+            return self.data
+        if self.rows is None:
+            return prompts
+        same = {name: getattr(prompts, name) for name in DataConfig.OF_PROMPTS}
+        return DataConfig(rows=self.rows, prompt="prompt", label="answer", **same)

@@ -25,11 +25,11 @@ from rondo.comm.records import Column
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
 from rondo.roles.cursor import Order
-from rondo.roles.datasets import Row, RowError, Rows
+from rondo.roles.datasets import Row, Rows
 from rondo.roles.job import Job
 from rondo.roles.kept import KeptSamples, put_kept
 from rondo.roles.media import MediaPool
-from rondo.roles.prompts import render_prompt
+from rondo.roles.prompts import render_prompt, without_media_section
 from rondo.roles.rollout.columns import columns_of, info_of
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.evaluation import item_of, sample_seed
@@ -111,7 +111,9 @@ class PromptGroups:
                     return
                 rewards |= {sample.number: sample.reward for sample in samples}
                 if not tasks and config.rollout.filter == "zero_std" and len(set(rewards.values())) == 1:
-                    await self.job.bus.call("settle", lease.group, lease.epoch, "filtered", "equal rewards")
+                    await self.job.bus.call(
+                        "settle", lease.group, lease.epoch, "filtered", "equal rewards, which rollout.filter leaves out"
+                    )
                     return
                 self._put(lease, prompt, samples)
                 self._log(lease, row, samples)
@@ -125,9 +127,7 @@ class PromptGroups:
         if not row.media:
             return render_prompt(self.tokenizer, row, data, most), None
         if self.media is None:
-            raise RowError(
-                f"{row.name}: prompt must be text without the media section, got {row.media[0]}. Set media=MediaConfig()"
-            )
+            raise without_media_section(row)
         return await self.media.prepare(row, data, most)
 
     def _request(

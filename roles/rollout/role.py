@@ -25,6 +25,7 @@ from rondo.roles.forward import REPORT_S
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.kept import KeptSamples
 from rondo.roles.media import MediaPool
+from rondo.roles.prompts import TooLong
 from rondo.roles.rollout.dispatch.dispatcher import Dispatcher
 from rondo.roles.rollout.embedded import EmbeddedEngine
 from rondo.roles.rollout.evaluation import Evaluator
@@ -189,6 +190,9 @@ class RolloutRole:
         try:
             with self._ctx.span("generate", step=lease.step, group=lease.group):
                 await self._groups.fill(lease)
+        except TooLong as error:  # it stays so: no other try
+            await self._job.bus.call("settle", lease.group, lease.epoch, "filtered", str(error))
+            await self._ctx.report("left_out", {"why": str(error)})
         except RowError as error:  # this prompt's own fault; the run goes on
             await self._job.bus.call("settle", lease.group, lease.epoch, "error", str(error))
         finally:

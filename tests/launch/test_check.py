@@ -20,6 +20,7 @@ from rondo.launch.check_target import segment_bytes
 from rondo.launch.config import RunConfig, load
 from rondo.launch.plan import coordinator_config
 from rondo.launch.rundir import RunDir
+from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.datasets import Row
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.errors import ConfigError
@@ -143,6 +144,10 @@ def test_samples_longer_than_the_models_positions_are_told(make: Make) -> None:
         "got 16 + 8 = 24. Lower one of them"
     ]
     assert judged(make(), replace(FACTS, max_positions=24)) == []
+    assert judged(make("evaluation.max_new_tokens=9"), replace(FACTS, max_positions=24)) == [
+        "rollout.max_prompt_tokens + evaluation.max_new_tokens must be at most the model's positions, 24, "
+        "got 16 + 9 = 25. Lower one of them"
+    ]
 
 
 def test_samples_longer_than_what_a_server_takes_of_the_models_positions_are_told(make: Make) -> None:
@@ -335,7 +340,7 @@ def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, t
             "note",
             "data: 2 of 8 rows that were looked at cannot be used, and a run leaves such rows out; the first: ",
         ),
-        ("none", "error", "data: no row can be used of 3 that were looked at; the first: "),
+        ("none", "error", "data: no row can be used of 3 rows that were looked at; the first: "),
     ):
         report = check_child.Report()
         config = make(f"data.rows={tmp_path}/some_rows.py:{name}", "data.held_out=0", "evaluation=null")
@@ -343,6 +348,95 @@ def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, t
         finding = report.findings[0]
         assert finding["level"] == level and finding["text"].startswith(f"{start}{name} row "), finding
         assert "column 'label'[" in finding["text"] and "got builtin_function_or_method. " in finding["text"]
+
+
+def measured(make: Make, tmp_path: Path, rows: str, *sets: str) -> list[Finding]:
+    """What is told of rows that a function with this body returns, by the tiny tokenizer: a token a byte."""
+    file = tmp_path / f"rows_{len(list(tmp_path.iterdir()))}.py"
+    file.write_text(f"def rows():\n    return {rows}\n")
+    report = check_child.Report()
+    config = make(f"data.rows={file}:rows", *sets)
+    report.look(lambda: check_child.look_at_data(config, report, [build_tokenizer()], []), "data")
+    return [Finding(**each) for each in report.findings]
+
+
+LONG = "[{'prompt': 'x' * (40 if i % 3 else 8), 'label': ''} for i in range(150)]"
+
+
+@pytest.mark.parametrize(
+    ("too_long", "level", "fate"),
+    [
+        ("drop", "note", "a run leaves them out (too_long='drop')"),
+        ("error", "error", "none may be (too_long='error')"),
+        ("truncate", "note", "the beginning of their prompts is cut off (too_long='truncate')"),
+    ],
+)
+def test_the_share_of_prompts_that_are_too_long_is_told_with_what_becomes_of_them(
+    make: Make, tmp_path: Path, too_long: str, level: str, fate: str
+) -> None:
+    whole = ("data.held_out=0", "evaluation=null", "num_steps=100")
+    told, ok, _ = measured(make, tmp_path, LONG, *whole, f"data.too_long={too_long}")
+    assert (told.level, told.text) == (
+        level,
+        "data: 100 of 150 rows that were looked at (66.7%) are too long, up to 40 tokens: "
+        f"{fate}; the first: {told.text.rpartition('the first: ')[2]}",
+    )
+    assert told.text.endswith(
+        "prompt must have 1 to 16 tokens, got 40. Raise rollout.max_prompt_tokens, or shorten or remove the row"
+    )
+    assert ok.text == "data: 150 of 150 rows were looked at, and take up to 8 tokens of rollout.max_prompt_tokens 16"
+
+
+def test_only_rows_that_the_run_takes_are_looked_at_and_many_by_a_sample(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unshuffled = ("data.held_out=0", "evaluation=null", "data.shuffle=False")
+    rows = "[{'prompt': 'x' * (8 if i < 16 else 40), 'label': ''} for i in range(150)]"
+    found = measured(make, tmp_path, rows, *unshuffled)  # 4 steps of 4 prompts
+    assert [finding.level for finding in found] == ["ok", "ok"] and "data: 16 of 150 rows" in found[0].text
+    monkeypatch.setattr("rondo.launch.check_data._NUM_ROWS", 30)
+    found = measured(make, tmp_path, LONG, *unshuffled, "num_steps=100")
+    assert "of 30 rows that were looked at" in found[0].text
+    monkeypatch.setattr("rondo.launch.check_data._NUM_TOKENS", 100)
+    found = measured(make, tmp_path, "[{'prompt': 'x' * 8, 'label': ''}] * 150", *unshuffled, "num_steps=100")
+    assert found[0].text.startswith("data: 13 of 150 rows were looked at")  # 104 tokens
+
+
+def test_demonstrations_are_measured_with_their_answers(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(
+        "def rows():\n    return [{'prompt': 'x' * 9, 'answer': 'y' * (9 if i else 90)} for i in range(10)]\n"
+    )
+    shown = f"sft={{'rows': '{tmp_path}/shown.py:rows', 'steps': 3, 'batch_size': 10, 'micro_batch_tokens': 32}}"
+    found = [
+        f for f in measured(make, tmp_path, "[{'prompt': 'x', 'label': ''}] * 40", shown) if f.text.startswith("sft")
+    ]
+    assert [finding.level for finding in found] == ["note", "ok"]
+    assert found[0].text.startswith(
+        "sft: 1 of 10 rows that were looked at (10.0%) are too long, up to 100 tokens: a run leaves"
+    )
+    assert found[1].text == "sft: 10 of 10 rows were looked at, and take up to 19 tokens of sft.micro_batch_tokens 32"
+
+
+def test_what_is_seldom_meant_is_a_note(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"prompt": "1", "label": "1"}\n' * 40)
+    for sets, note in (
+        (
+            ["data.held_out=39"],
+            "data has 1 rows to train on behind data.held_out 39, fewer than the 4 of rollout.prompts_per_step",
+        ),
+        ([f"evaluation.data={{'path': '{file}'}}"], "evaluation.data has the rows that are trained on"),
+        (
+            [f"evaluation.data={{'path': '{file}', 'limit': 9, 'apply_chat_template': True}}"],
+            "evaluation.data has prompts that are written in another way than those of data: apply_chat_template differ",
+        ),
+    ):
+        report = check_child.Report()
+        config = make("data.rows=null", f"data.path={file}", *sets)
+        report.look(lambda config=config, report=report: check_child.look_at_data(config, report, [], []), "data")  # type: ignore[misc]
+        assert any(each["level"] == "note" and each["text"].startswith(note) for each in report.findings), (
+            report.findings
+        )
 
 
 def test_rows_whose_order_depends_on_the_process_are_told_before_a_run_holds_some_out(

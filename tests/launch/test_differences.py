@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
-from rondo.launch.check_data import look
+from rondo.launch.check_data import Opened
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, load, resolve
 from rondo.launch.differences import accept, differences, refuse
@@ -28,7 +29,8 @@ def begun(tmp_path: Path) -> tuple[Path, RunConfig]:
     kept = as_kept(taken, tmp_path / "taken")
     with RunDir.create(tmp_path / "runs", "demo", resolve(kept), tmp_path / "taken" / FOLDER) as run:
         config = belonging_to(kept, run.path)
-        write_json(run.path / FINGERPRINTS, look(config)["fingerprints"])
+        found = Opened.of(config).fingerprints.found
+        write_json(run.path / FINGERPRINTS, {name: asdict(each) for name, each in found.items()})
         write_json(run.path / COORDINATOR_CONFIG, {"rules": {"num_positions": 64}})
         return run.path, config
 

@@ -52,11 +52,14 @@ def test_a_function_is_kept_by_name() -> None:
     assert job.reward.function == "json:dumps"
 
 
-def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
+def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_written_like_the_runs() -> None:
     job = JobConfig.model_validate(changed())
-    assert job.sft is not None
-    source = job.sft.source()
+    source = job.demonstrated()
     assert (source.rows, source.prompt, source.label) == ("rows:demonstrations", "prompt", "answer")
+    args = {"enable_thinking": False}
+    changes = [("data.apply_chat_template", True), ("data.chat_template_args", args), ("data.too_long", "error")]
+    source = JobConfig.model_validate(changed(*changes)).demonstrated()
+    assert (source.apply_chat_template, source.chat_template_args, source.too_long) == (True, args, "error")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
         ([("data.path", None)], "data.path and data.rows must be set one without the other, got neither"),
         (
             [("data.chat_template_args", {"a": 1})],
-            "data.chat_template_args must be empty without data.apply_chat_template",
+            "data.chat_template_args must not be set without data.apply_chat_template",
         ),
         ([("rollout.stop", ("a", ""))], "rollout.stop must hold texts of one character or more, got an empty one"),
         ([("data.limit", 300)], "data.held_out must leave rows to train on, got 300 of data.limit 300"),
@@ -126,7 +129,11 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label() -> None:
         ([("sft.rows", None)], "exactly one of sft.rows, sft.data and sft.demonstrate must be set, got none"),
         (
             [("sft.rows", None), ("sft.data", {"path": "a", "label": None})],
-            "sft.data must name the answer as its label",
+            "sft.data.label must name the answer, or be None where sft.data.apply_chat_template is True",
+        ),
+        (
+            [("sft.rows", None), ("sft.data", {"path": "a", "rows": "m:f"})],
+            "sft.data.path and sft.data.rows must be set one without the other, got both. Remove one",
         ),
         ([("sft.warmup_steps", 5)], "sft.warmup_steps must be less than sft.steps, got 5 and 5"),
         ([("rollout.num_slot", 5)], "rollout.num_slot must be a field of RolloutConfig.*Did you mean 'num_slots'"),

@@ -35,7 +35,7 @@ from rondo.roles.datasets import (
     train_order,
 )
 from rondo.roles.fingerprints import DataChanged, Fingerprints
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import ConfigError, Fatal
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "info": {"level": i % 3}} for i in range(40)]
 
@@ -74,8 +74,9 @@ def test_jsonl_rows_are_read_by_number(tmp_path: Path) -> None:
         '{"question": "a"}\n{"question": "ü\\n"}\n',
         '{"question": "a"}\n{"question": "ü\\n"}',
         '\n{"question": "a"}\r\n\r\n  \n{"question": "ü\\n"}\n\n',
+        ' {"question": "a"}\n         \n\t{"question": "ü\\n"}\n' + " " * 40,
     ],
-    ids=["plain", "without a last newline", "with blank lines and carriage returns"],
+    ids=["plain", "without a last newline", "with blank lines and carriage returns", "with spaces"],
 )
 def test_jsonl_is_read_however_it_is_laid_out(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(text.encode())
@@ -190,7 +191,7 @@ def test_a_missing_column_names_the_row_and_the_nearest_column(tmp_path: Path) -
     with pytest.raises(RowError) as raised:
         open_dataset(config(path, prompt="questoin"))
     assert str(raised.value) == (
-        "a.jsonl:1 must have the column 'questoin' that data.prompt, data.label or data.metadata names, "
+        "a.jsonl:1 must have the column 'questoin' that data.prompt names, "
         "got 'question', 'answer', 'info'. Did you mean 'question'?"
     )
 
@@ -376,6 +377,49 @@ def test_a_transform_turns_the_rows_of_a_source_into_others(tmp_path: Path) -> N
     data = open_dataset(DataConfig(path=str(path), transform=two_of_each))
     assert [data.row(i).prompt for i in range(len(data))] == ["a", "a", "b", "b"]
     assert data.row(2).name == "two_of_each row 2"
+
+
+def test_a_row_that_cannot_be_read_costs_a_transform_that_row_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "label": "1"}\n{"prompt": "b", "la\n{"prompt": "c", "label": "2"}\n')
+    data = open_dataset(DataConfig(path=str(path), transform=two_of_each))
+    assert prompts(data) == ["a", "a", "c", "c"]
+    (left_out,) = data.split(1, 0)[0].left_out
+    assert left_out.startswith("rows.jsonl:2: row must be JSON, got ")
+    path.write_text('{"prompt": "b", "la\n')
+    with pytest.raises(RowError, match=r"rows.jsonl:1: row must be JSON"):
+        open_dataset(DataConfig(path=str(path), transform=two_of_each))
+
+
+def test_a_data_set_names_its_settings_as_the_job_does(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"question": 7, "answer": ""}])
+    with pytest.raises(Fatal, match=r"^sft.data.path must name files that exist, got '/nowhere/my.data.jsonl'"):
+        open_dataset(config("/nowhere/my.data.jsonl"), "sft.data")
+    with pytest.raises(RowError, match=r"a.jsonl:1 must have the column 'anser' that evaluation.data.label names"):
+        open_dataset(config(path, label="anser"), "evaluation.data")
+    with pytest.raises(RowError, match=r"a.jsonl:41: .* or name another column in sft.data.prompt"):
+        open_dataset(config(path), "sft.data").first(41).row(40)
+
+
+def refuse_some(prompt, label, draw):
+    return prompt + {"0": "!", "2": "?"}[label]
+
+
+def test_a_training_row_that_has_no_answer_costs_that_demonstration(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": "0"}, {"question": 7, "answer": "0"}, {"question": "c", "answer": "1"}]
+    data = config(write_jsonl(tmp_path / "a.jsonl", [*rows, {"question": "d", "answer": "2"}]))
+    sft = SftConfig(demonstrate=refuse_some, steps=1, batch_size=4)
+    found = demonstrations(job(data).model_copy(update={"sft": sft}))
+    seen = []
+    for index in range(len(found)):
+        try:
+            seen.append(str(found.row(index).label))
+        except RowError as error:
+            seen.append(str(error).partition(",")[0])
+    assert sorted(seen) == [
+        "a!", "a.jsonl:2: 'question' must be text or a list of chat messages",
+        "a.jsonl:3: sft.demonstrate must answer every row", "d?",
+    ]  # fmt: skip
 
 
 def fingerprints(job: JobConfig) -> dict[str, dict[str, Any]]:

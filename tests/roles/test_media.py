@@ -72,7 +72,7 @@ async def test_a_worker_prepares_what_this_process_would(model: str, pool: Media
     (tmp_path / "a.png").write_bytes(png())
     uri = "data:image/png;base64," + base64.b64encode(png()).decode()
     prepared = [await pool.prepare(row(source), DATA, 512) for source in (png(), str(tmp_path / "a.png"), uri)]
-    expected_tokens, expected = preparer(model, LIMITS)(row(png()), DATA, 512)
+    expected_tokens, expected = preparer(model, LIMITS)(row(png()), DATA, 512, "sft.micro_batch_tokens")
     assert expected is not None
     for tokens, media in prepared:
         assert media is not None and media.key == expected.key

@@ -14,15 +14,18 @@ from rondo.models import parallel
 from rondo.models.load import load_model, load_tokenizer
 from rondo.models.tiny import qwen3
 from rondo.roles import sft
-from rondo.roles.config import SftConfig
-from rondo.roles.datasets import RowError, open_dataset
-from rondo.runtime.errors import ConfigError
+from rondo.roles.config import DataConfig, SftConfig
+from rondo.roles.datasets import Row, open_dataset
+from rondo.roles.prompts import TooLong, render_prompt
+from rondo.runtime.errors import ConfigError, Fatal
 from tests.strength import strength
 
 ROWS = """
 def rows():
     return [{"prompt": f"s{a}{b}>" + "." * (a * 3), "answer": "".join(sorted(f"{a}{b}"))} for a in range(5) for b in range(5)]
 """
+
+PROMPTS = DataConfig(path="unused")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,15 @@ def train(folder: Path, config: SftConfig, **options: Any) -> tuple[Any, list[di
     steps: list[dict[str, float]] = []
     path = str(folder / "model")
     model = parallel.shard(load_model(path, dtype="float32", device="cpu"), world_size=options.get("world_size", 1))
-    sft.warm_up(model, load_tokenizer(path), open_dataset(config.source()), config, config.source(), "cpu", **options)
+    sft.warm_up(
+        model,
+        load_tokenizer(path),
+        open_dataset(config.source(PROMPTS)),
+        config,
+        config.source(PROMPTS),
+        "cpu",
+        **options,
+    )
     return model, steps
 
 
@@ -66,7 +77,7 @@ def test_the_loss_is_that_of_transformers_on_the_answer_tokens_alone(folder: Pat
     _, (first,) = train(folder, config)
     path = str(folder / "model")
     model, tokenizer = load_model(path, dtype="float32", device="cpu"), load_tokenizer(path)
-    data, total, num_tokens = open_dataset(config.source()), 0.0, 0
+    data, total, num_tokens = open_dataset(config.source(PROMPTS)), 0.0, 0
     for i in range(25):
         row = data.row(i)
         prompt = tokenizer(row.prompt)["input_ids"]
@@ -113,16 +124,46 @@ def test_a_gradient_that_is_not_finite_ends_it(folder: Path) -> None:
         model.lm_head.weight[0, 0] = float("nan")
     with pytest.raises(ConfigError, match="the gradient of sft step 0 must be finite, got norm nan"):
         sft.warm_up(
-            model, load_tokenizer(path), open_dataset(config.source()), config, config.source(), "cpu",
+            model, load_tokenizer(path), open_dataset(config.source(PROMPTS)), config, config.source(PROMPTS), "cpu",
             on_step=lambda _: None, should_stop=lambda: False,
         )  # fmt: skip
 
 
-def test_a_demonstration_that_is_too_long_is_named(folder: Path) -> None:
-    with pytest.raises(RowError, match=r"rows row \d+: prompt and answer must have at most 17 tokens, got 16 \+ 3"):
-        train(folder, config_of(folder, batch_size=25, micro_batch_tokens=17))
-    with pytest.raises(RowError, match=r"Raise sft.micro_batch_tokens"):
+def test_a_demonstration_that_cannot_be_used_costs_itself_alone(folder: Path) -> None:
+    _, steps = train(folder, config_of(folder, batch_size=25, micro_batch_tokens=17, steps=1))
+    assert (steps[0]["skipped"], steps[0]["tokens"]) == (5, 75)  # others of the next pass take their places
+    assert "prompt and answer must have at most 17 tokens, got 16 + 3" in str(steps[0]["first_skipped"])
+    with pytest.raises(
+        Fatal, match=r"^sft must have demonstrations that can be used, got none in 25; the first: rows row"
+    ):
         train(folder, config_of(folder, batch_size=25, micro_batch_tokens=3))
+    (folder / "some.py").write_text(
+        "def rows():\n    return [{'prompt': 'a', 'answer': 'b'}, {'prompt': 'a'}, {'prompt': 7, 'answer': 'b'}]\n"
+    )
+    _, steps = train(folder, config_of(folder, rows=f"{folder}/some.py:rows", batch_size=1))
+    assert [step["tokens"] for step in steps] == [2, 2, 2] and steps[-1]["skipped"] == 2
+
+
+def test_long_demonstrations_lose_the_beginning_of_their_prompt_or_end_the_job_where_the_settings_say_so(
+    folder: Path,
+) -> None:
+    tokenizer = load_tokenizer(str(folder / "model"))
+    row = Row("a.jsonl:1", "0123456789", "ab", {})
+    cut = sft.encode(tokenizer, row, DataConfig(path="unused", too_long="truncate"), 8)
+    assert tokenizer.decode(cut.tokens) == "56789ab" + tokenizer.eos_token
+    with pytest.raises(TooLong):  # nothing would be left of the prompt
+        sft.encode(tokenizer, row, DataConfig(path="unused", too_long="truncate"), 3)
+    with pytest.raises(Fatal, match=r"a.jsonl:1: prompt must have 1 to 8 tokens, got 10"):
+        sft.encode(tokenizer, row, DataConfig(path="unused", too_long="error"), 8)
+
+
+def test_a_prompt_is_the_same_in_the_warm_up_as_in_reinforcement(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder / "model"))
+    prompts = DataConfig(path="unused", apply_chat_template=True, system="Sort.", too_long="truncate")
+    row = Row("rows row 1", "s41>", "14", {})
+    reinforced = render_prompt(tokenizer, row, prompts, 20)
+    shown = sft.encode(tokenizer, row, config_of(folder).source(prompts), 64, 20)
+    assert shown.tokens[: len(reinforced)].tolist() == reinforced.tolist() and len(shown.tokens) == 20 + 3
 
 
 @settings(max_examples=strength(quick=80, full=200), deadline=None)

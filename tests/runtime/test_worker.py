@@ -23,7 +23,7 @@ PATIENCE_S = 120.0
 
 ROLES = """
 import asyncio, os, time
-from rondo.runtime.errors import Stopping
+from rondo.runtime.errors import Fatal, Stopping
 
 class Base:
     def __init__(self, ctx): self.ctx = ctx
@@ -43,6 +43,10 @@ class HangingCollective(Base):
         hanging = asyncio.ensure_future(self.ctx.compute(time.sleep, 600))
         await self.ctx.ready()
         raise ValueError("the pot is empty")
+
+class Hopeless(Base):
+    async def run(self):
+        raise ExceptionGroup("opening", [ExceptionGroup("data", [Fatal("data.path must name files that exist, got 'a'")])])
 
 class Busy(Base):
     async def run(self):
@@ -69,6 +73,10 @@ class Supervisor(Actor):
     @endpoint
     async def ready(self, group: str, incarnation: int, rank: int) -> None:
         self.heard.put_nowait(("ready", group, incarnation, rank))
+
+    @endpoint
+    async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
+        self.heard.put_nowait((source, kind, data))
 
     async def next(self) -> tuple[Any, ...]:
         return await asyncio.wait_for(self.heard.get(), PATIENCE_S)
@@ -164,6 +172,14 @@ async def test_a_role_that_raises_ends_the_process_though_the_compute_thread_han
     assert "level=error" in output and 'group=actor-0 rank=1 incarnation=4 message="a role failed"' in output
     assert output.rstrip().endswith("ValueError: the pot is empty")
     assert not stand.beat().left
+
+
+async def test_a_role_that_raises_what_no_restart_repairs_ends_the_run_with_that_as_its_cause(stand: Stand) -> None:
+    code, output = await ended(await stand.worker("Hopeless"))
+    assert (await stand.supervisor.next())[0] == "registered"
+    cause = "data.path must name files that exist, got 'a'"
+    assert await stand.supervisor.next() == ("actor-0", "fatal", {"cause": cause})
+    assert code == 1 and "a role failed" in output
 
 
 async def test_a_worker_registers_before_it_imports_its_role(stand: Stand) -> None:
