@@ -283,7 +283,9 @@ def _apply(tree: dict[str, Any], root: type[BaseModel], text: str) -> None:
 
 def _index(name: str, node: list[Any], shown: str) -> int:
     if not name.isdigit() or int(name) >= len(node):
-        raise ConfigError(f"--set {shown} must end in an index below {len(node)}, got {name!r}. Count from 0")
+        named = [f"{i} is {each['name']}" for i, each in enumerate(node) if isinstance(each, dict) and "name" in each]
+        known = f": {', '.join(named)}" if named else ""
+        raise ConfigError(f"--set {shown} must end in an index below {len(node)}, got {name!r}. Count from 0{known}")
     return int(name)
 
 

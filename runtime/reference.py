@@ -49,7 +49,9 @@ def as_reference(value: object) -> str:
     if isinstance(value, str):
         target, _, name = value.rpartition(":")
         if not target or not name.isidentifier():
-            raise ValueError(f"must look like 'module:function' or 'file.py:function', got {value!r}")
+            raise ValueError(
+                f"must look like 'module:function' or 'file.py:function', got {value!r}. Put the colon before the function's name"
+            )
         return value
     name, module_name = getattr(value, "__qualname__", ""), getattr(value, "__module__", None)
     if not callable(value) or not isinstance(module_name, str) or not name.isidentifier():
@@ -134,7 +136,10 @@ def load_reference(reference: str, what: str) -> Callable[..., Any]:
     """The function that `reference` names; `what` names the setting in errors. ConfigError when it cannot be had."""
     target, _, name = reference.rpartition(":")
     if not target or not name:
-        raise ConfigError(f"{what} must look like 'module:function' or 'file.py:function', got {reference!r}")
+        raise ConfigError(
+            f"{what} must look like 'module:function' or 'file.py:function', got {reference!r}. "
+            "Put the colon before the function's name"
+        )
     try:
         with uncollected():
             module = (

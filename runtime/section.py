@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator
-from types import UnionType
+from types import FunctionType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -125,7 +125,7 @@ def parts_of(annotation: Any) -> list[Any]:
 
 def show_value(value: object) -> str:
     """A value as text, cut to one short line."""
-    text = repr(value).replace("\n", " ")
+    text = value.__name__ if isinstance(value, FunctionType) else repr(value).replace("\n", " ")
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
@@ -178,10 +178,18 @@ def _sentence(path: str, item: Any, title: type[Section] | None, source: str) ->
         text = str(item["ctx"]["error"])
         text = f"{path} {text}" if text.startswith("must ") else text
         return text if text.endswith((".", "?")) else text + "."
-    rule = item["msg"].removeprefix("Input should ")
-    if rule == item["msg"]:
-        return f"{path} must be valid, got {value} ({rule}). {where}"
-    return f"{path} must {rule.partition(', unable to')[0]}, got {value}. {where}"
+    if kind == "model_type":
+        name = item["ctx"]["class_name"]
+        return f"{path} must be a {name}, got {value}. Set its fields: {path.rpartition('.')[2]}={name}(...)."
+    _, should, rule = item["msg"].partition(" should ")
+    if not should:
+        return f"{path} must be valid, got {value} ({item['msg']}). {where}"
+    rule = re.split(r" after validation|, unable to|, got |, not ", rule)[0].replace("a valid tuple", "a list")
+    if kind == "tuple_type" and isinstance(item["input"], str):
+        where = f"Write [{value}]."
+    if isinstance(item["input"], FunctionType):
+        where = f"Call it: {item['input'].__name__}()."
+    return f"{path} must {rule}, got {value}. {where}"
 
 
 def _closest(name: str, known: list[str]) -> str | None:

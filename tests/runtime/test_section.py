@@ -109,7 +109,8 @@ def test_a_lambda_is_refused_since_no_other_process_could_find_it() -> None:
 
 def test_text_that_names_no_function_is_refused() -> None:
     assert told(Inner, "", function="rewards") == (
-        "function must look like 'module:function' or 'file.py:function', got 'rewards'."
+        "function must look like 'module:function' or 'file.py:function', got 'rewards'. "
+        "Put the colon before the function's name."
     )
 
 
