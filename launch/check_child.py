@@ -127,12 +127,13 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
 
         from rondo.launch.check_shape import shape_of
         from rondo.models.families import family_of
-        from rondo.models.load import empty_model, load_tokenizer
-        from rondo.models.names import disk_shapes
+        from rondo.models.load import empty_model, load_tokenizer, refuse_unknown, tensors_of
+        from rondo.models.names import disk_shapes, unknown_tensors
 
     path = config.model.materialize(folder)
     model = empty_model(path)
     report.facts["model_path"] = path
+    report.look(lambda: refuse_unknown(path, model, unknown_tensors(model, tensors_of(path))), "model")
     if config.rollout.sglang is not None and config.rollout.sglang.python is not None:
         from rondo.roles.rollout.sglang.model_folder import check_served
 

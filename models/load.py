@@ -3,7 +3,8 @@
 Owns reading such folders, and building one where the settings say so. Does not own sharding (`parallel.py`), saving
 (`checkpoint.py`), nor any model's shape: config.json has it.
 
-Invariant: a model that loads has every weight from the folder; none is left at random silently.
+Invariant: a model that loads is what the folder holds: no weight is left at random, left out, read without its scale, or tied to
+another that differs.
 
     path = prepare(config.model, run_dir / "model")
     model = load_model(path, dtype="float32", device="cpu")
@@ -12,13 +13,16 @@ Invariant: a model that loads has every weight from the folder; none is left at 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
 
 from rondo.models.config import ModelConfig
 from rondo.models.families import FAMILIES, family_of
@@ -64,17 +68,23 @@ def prepare(config: ModelConfig, folder: Path) -> str:
 def load_config(path: str) -> Any:
     """The model's config; of an omni model that also speaks, that of its thinker, which is what is trained and served.
 
-    Raises ConfigError when there is none at `path`, or none that transformers knows.
+    Raises ConfigError when there is none at `path`, none that transformers knows, or one of quantized weights.
     """
     _check_folder(path)
     try:
         config = AutoConfig.from_pretrained(path)
-        return getattr(config, "thinker_config", config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path must name a model that transformers {transformers.__version__} can load, got {path!r} "
             f"({_first_line(error)}). Check the path"
         ) from error
+    trained = getattr(config, "thinker_config", config)
+    if found := _quantization(path, (config, trained, trained.get_text_config())):
+        raise ConfigError(
+            f"model.path must hold weights of full precision, which an optimizer can add to, got {path!r} with {found}. "
+            "Choose the release that is not quantized, or write the folder anew with its weights in bfloat16"
+        )
+    return trained
 
 
 def load_tokenizer(path: str, *, needs_chat_template: bool = False) -> Any:
@@ -112,7 +122,7 @@ def end_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
 def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: str = "sdpa") -> Any:
     """The model at `path`, of text or of a multimodal family, in evaluation mode, all its weights in `dtype`.
 
-    Raises ConfigError for incomplete weights.
+    Raises ConfigError for weights that are not exactly the model's.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}. Change model.dtype or train.dtype")
@@ -132,7 +142,50 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: 
             f"the weights at {path!r} must be complete, got {len(missing)} missing ({', '.join(missing[:3])}). "
             "Export or download the folder again"
         )
+    refuse_unknown(path, model, report["unexpected_keys"])
+    apart = model.get_expanded_tied_weights_keys(all_submodels=True).items() - model.all_tied_weights_keys.items()
+    if apart:
+        one, other = min(apart)
+        raise ConfigError(
+            f"the weights at {path!r} must be equal where config.json ties them, got a {one} that differs from {other}: engines "
+            "that read config.json use one of them for both. Set tie_word_embeddings to false there, or remove the one that is "
+            "not meant"
+        )
     return model.to(device).eval()
+
+
+def refuse_unknown(path: str, model: Any, names: Iterable[str]) -> None:
+    """ConfigError for tensors in the files that `model` has no place for, by their names in memory."""
+    if unknown := sorted(names):
+        raise ConfigError(
+            f"the weights at {path!r} must all be those of {type(model).__name__}, got {len(unknown)} that it has no place for "
+            f"({', '.join(unknown[:3])}): without them it is another model. Correct config.json, or choose another folder"
+        )
+
+
+def tensors_of(path: str) -> dict[str, str]:
+    """Name -> dtype, in safetensors' words, of the tensors in the folder's files, as far as they are on this machine. Reads
+    headers alone. Raises ConfigError for a file that is not whole."""
+    local = Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json")).parent
+    found: dict[str, str] = {}
+    for file in sorted(local.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  # no dictionary
+        except SafetensorError as error:
+            raise ConfigError(f"{file} must be a whole safetensors file, got {error}. Download it again") from error
+    return found
+
+
+def _quantization(path: str, configs: Sequence[Any]) -> str | None:
+    """What tells of quantized weights, in the config or in the files: numbers of so few bits mean nothing without a scale."""
+    for config in configs:
+        settings = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+            return f"a quantization_config ({method})"
+    small = ((name, dtype) for name, dtype in tensors_of(path).items() if dtype.startswith(("F4", "F6", "F8")))
+    return next((f"{name} of {dtype}" for name, dtype in small), None)
 
 
 def empty_model(path: str) -> Any:

@@ -14,9 +14,10 @@ written by one direction is read back by the other, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -100,6 +101,22 @@ def load_disk_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
             for target, converter in pending.items():
                 for name, value in _flat(converter.convert(target, model=model, config=model.config)).items():
                     memory[name].copy_(value)
+
+
+def unknown_tensors(model: Any, names: Iterable[str]) -> set[str]:
+    """Of tensors in a folder's files, those that `model` has no place for when it loads, by their names in memory. Without what
+    transformers says may be left out."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    places, unknown = model.state_dict(), set[str]()
+    for name in sorted(names, key=dot_natural_key):
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, places)
+        if renamed not in places and name not in places:
+            unknown.add(renamed)
+    found = SimpleNamespace(missing_keys=set[str](), unexpected_keys=unknown)
+    model._adjust_missing_and_unexpected_keys(found)
+    return set(found.unexpected_keys)
 
 
 def _plan(model: Any) -> list[Group]:

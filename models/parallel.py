@@ -57,7 +57,7 @@ def shard(
     `encoders` "replicate" leaves those of a multimodal model whole on every rank: no gathering in their forward, and one sum of
     their gradients a step. "shard" cuts them like the decoder, in units apart from its.
 
-    With one process in float32 and without checkpointing the model stays untouched. Checkpointing applies in training mode.
+    With one process in float32 and without checkpointing the model stays untouched. Checkpointing applies where a backward will.
     """
     layers, towers = decoder_layers(model), towers_of(model)
     # Both are found out once, on the whole model: before FSDP2 renames the classes by which transformers knows families.
@@ -266,7 +266,7 @@ def _recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if unit.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=the_same_way, **kwargs)
         return forward(*args, **kwargs)
 

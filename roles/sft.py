@@ -91,7 +91,6 @@ def warm_up(
         dist.all_reduce(shared)
         return float(shared)
 
-    model.train()
     for step in range(config.steps):
         # A rank that left alone would hang the others in their next collective.
         if over_ranks(float(should_stop())):

@@ -8,7 +8,8 @@ A step makes one *update* (optimizer step), or several: its mini-batches, and pa
 forward of a row are its old ones in later passes, where no role gives others.
 
 Invariant: gradients are sums over tokens and samples, scaled once by the true update's count; so however an update is cut into
-micro-batches and ranks, it is the same gradient to rounding. A row is used once in every pass.
+micro-batches and ranks, it is the same gradient to rounding. A row is used once in every pass. The model computes in evaluation
+mode, as it does wherever it is scored: dropout and other noise of its family would come into the ratio, and train on that.
 
     load or restore -> [[accumulate(rows) ...] -> update(step) ...] -> finish(step) -> snapshot -> publish
 """
@@ -138,7 +139,6 @@ class Trainer:
             raise ValueError(
                 f"samples must have one part where the loss counts samples by rows, got {spans[:4]}. Put an episode as one row."
             )
-        self.model.train()
         parallel.set_sync(self.model, last)
         used = update // self.config.train.optimizer_steps_per_batch
         if rows:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import orjson
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from rondo.launch import check_child
 from rondo.launch.check import Facts, inspect, judge, memory_order
@@ -25,6 +27,7 @@ from rondo.roles.datasets import Row
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.errors import ConfigError
 from tests.launch import configs
+from tests.models.builders import default_folder
 
 GIB = 1 << 30
 FACTS = Facts(num_parameters=1_000_000, num_tensors=30, max_positions=512, num_devices=0, num_rows=32, num_held_out=8)
@@ -103,6 +106,17 @@ def test_a_model_without_experts_cannot_replay_them(make: Make, tmp_path: Path) 
     check_child.look_at_model(make("train.router_replay=True"), tmp_path / "model", report, [])
     [error] = errors([Finding(**each) for each in report.findings])
     assert error.startswith("train.router_replay must be False for a model without routers") and "Qwen3ForC" in error
+
+
+def test_weights_that_are_not_the_models_are_told_before_any_is_read(make: Make, tmp_path: Path) -> None:
+    path = default_folder(tmp_path / "given")
+    weights = load_file(f"{path}/model.safetensors") | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)}
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+    report = check_child.Report()
+    check_child.look_at_model(make(f"model={{'path': {path!r}}}"), tmp_path, report, [])
+    [error] = errors([Finding(**each) for each in report.findings])
+    assert "got 1 that it has no place for (model.layers.0.self_attn.q_proj.bias)" in error
+    assert report.facts["num_tensors"] == len(weights) - 1  # the rest is looked at all the same
 
 
 def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:

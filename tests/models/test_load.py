@@ -11,7 +11,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rondo.models.config import ModelConfig
-from rondo.models.load import load_config, load_model, load_tokenizer, num_parameters, prepare
+from rondo.models.load import (
+    empty_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    num_parameters,
+    prepare,
+    tensors_of,
+)
+from rondo.models.names import unknown_tensors
 from rondo.models.tiny import qwen3
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import folder_of
@@ -115,6 +124,60 @@ def test_a_model_with_missing_weights_is_refused_instead_of_filled_at_random(fol
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"must be complete, got 1 missing \(model.layers.0.mlp.up_proj.weight\)\."):
         load_model(str(folder))
+
+
+def changed(folder: Path, **tensors: torch.Tensor) -> str:
+    """The folder with further tensors, or others of the same name."""
+    weights = load_file(folder / "model.safetensors") | tensors
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_tensors_that_the_model_has_no_place_for_are_refused_by_name(tmp_path: Path, family: str) -> None:
+    path = folder_of(tmp_path, family)
+    assert unknown_tensors(empty_model(path), tensors_of(path)) == set()
+    own = load_file(tmp_path / "model.safetensors")
+    beside = {f"model.layers.0.self_attn.{name}": torch.zeros(4) for name in ("q_proj.bias", "q_proj.weight_scale_inv")}
+    older = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}  # transformers itself leaves it out
+    changed(tmp_path, **older)
+    assert torch.equal(load_model(path).lm_head.weight, own["model.embed_tokens.weight"])
+    changed(tmp_path, **beside)
+    assert unknown_tensors(empty_model(path), tensors_of(path)) == beside.keys()
+    with pytest.raises(
+        ConfigError, match=r"got 2 that it has no place for \(model.layers.0.self_attn.q_proj.bias, .*_inv\)"
+    ):
+        load_model(path)
+
+
+def test_quantized_weights_are_refused_before_anything_is_built(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for section in ({"quantization_config": {"quant_method": "fp8"}}, {"compression_config": {"quant_method": "int8"}}):
+        (folder / "config.json").write_text(json.dumps(config | section))
+        with pytest.raises(
+            ConfigError, match=r"must hold weights of full precision.* with a quantization_config \((fp|int)8\)"
+        ):
+            prepare(ModelConfig(path=str(folder)), folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    name = "model.layers.0.mlp.up_proj.weight"
+    changed(folder, **{name: load_file(folder / "model.safetensors")[name].to(torch.float8_e4m3fn)})
+    with pytest.raises(ConfigError, match=rf"must hold weights of full precision.* with {name} of F8_E4M3\."):
+        prepare(ModelConfig(path=str(folder)), folder)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(
+        ConfigError, match=r"model.safetensors must be a whole safetensors file, got .*Download it again"
+    ):
+        load_config(str(folder))
+
+
+def test_weights_that_the_config_ties_are_equal_or_refused(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, "qwen3", tied=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    model = load_model(changed(tmp_path, **{"lm_head.weight": embedding.clone()}))  # some releases write both
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    changed(tmp_path, **{"lm_head.weight": embedding + 1})
+    with pytest.raises(ConfigError, match=r"got a lm_head.weight that differs from model.embed_tokens.weight: engines"):
+        load_model(path)
 
 
 def test_the_dtype_is_the_one_asked_for(folder: Path) -> None:

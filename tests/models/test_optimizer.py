@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import transformers as hf
 
 from rondo.models.optimizer import learning_rate, make_optimizer
-from tests.models.builders import tiny
+from tests.models.builders import SIZES, tiny
 
 
 def test_steps_are_those_of_plain_adamw_and_vectors_do_not_decay() -> None:
@@ -27,6 +30,26 @@ def test_steps_are_those_of_plain_adamw_and_vectors_do_not_decay() -> None:
         plain.step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_biases_and_norms_do_not_decay_whatever_their_shape() -> None:
+    sizes = SIZES | {"num_hidden_layers": 1}
+    gpt_oss = hf.GptOssForCausalLM(hf.GptOssConfig(**sizes, num_local_experts=2, layer_types=["full_attention"]))
+    cohere = hf.CohereForCausalLM(hf.CohereConfig(**sizes, use_qk_norm=True))
+    gated = hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**sizes, num_experts=2))
+    kept = {type(model).__name__: undecayed(model) for model in (gpt_oss, cohere, gated)}
+    experts, attention = "model.layers.0.mlp.experts.", "model.layers.0.self_attn."
+    assert kept["GptOssForCausalLM"] == {experts + "gate_up_proj_bias", experts + "down_proj_bias"}
+    assert kept["CohereForCausalLM"] == {attention + "q_norm.weight", attention + "k_norm.weight"}
+    assert kept["Qwen2MoeForCausalLM"] == set()  # the gate of the shared expert is a matrix of one row
+
+
+def undecayed(model: Any) -> set[str]:
+    """What does not decay, vectors apart."""
+    (decaying, still) = make_optimizer(model, lr=1e-3, weight_decay=0.1).param_groups
+    assert (decaying["weight_decay"], still["weight_decay"]) == (0.1, 0.0)
+    left = {id(parameter) for parameter in still["params"]}
+    return {name for name, p in model.named_parameters() if id(p) in left and p.ndim >= 2}
 
 
 def test_moments_exist_before_the_first_step_for_what_is_trained() -> None:

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 
 from rondo.comm.group import NO_VERSION
 from rondo.models.config import ModelConfig
-from rondo.models.load import prepare
+from rondo.models.load import load_model, prepare
+from rondo.models.logprobs import response_log_probs
+from rondo.models.packing import Packing
+from rondo.models.packing import Sequence as Packable
 from rondo.roles.config import (
     AlgorithmConfig,
     DataConfig,
@@ -20,6 +26,7 @@ from rondo.roles.config import (
     TrainConfig,
 )
 from rondo.roles.trainer import Trainer, TrainRow
+from tests.models.builders import SIZES, tiny
 
 VOCABULARY = 256
 
@@ -128,6 +135,28 @@ def test_without_old_log_probs_the_ratio_is_one(model: str) -> None:
     made.accumulate(0, batch, [[0, 0, 0, 1]], last=True)
     metrics, _ = made.finish(0)
     assert metrics["ratio_mean"] == 1.0 and metrics["clip_fraction"] == 0.0
+
+
+NOISY: dict[str, Callable[[], Any]] = {  # in modules, in functions, in routers
+    "gpt2": lambda: tiny("gpt2"),
+    "attention": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, attention_dropout=0.5)),
+    "routers": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.5)),
+}
+
+
+@pytest.mark.parametrize("family", NOISY)
+def test_a_model_trains_without_the_noise_that_its_config_asks_for(family: str, tmp_path: Path) -> None:
+    NOISY[family]().save_pretrained(tmp_path)
+    scoring = load_model(str(tmp_path))
+    packed = Packing.of(scoring).pack([Packable(row.tokens, len(row.mask)) for row in rows(5)])
+    with torch.no_grad():
+        log_probs = response_log_probs(scoring, packed)[0].numpy()
+    parts = np.split(log_probs, np.cumsum([len(row.mask) for row in rows(5)])[:-1])
+    batch = [replace(row, old_log_probs=old) for row, old in zip(rows(5), parts, strict=True)]
+    made = trainer(job(str(tmp_path)), str(tmp_path))
+    made.accumulate(0, batch, [[0, 0, 0, 6]], last=True)
+    metrics, _ = made.finish(0)
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-4) and metrics["clip_fraction"] == 0.0
 
 
 def test_the_warm_up_trains_and_can_be_stopped(model: str) -> None:
