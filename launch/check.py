@@ -95,6 +95,7 @@ def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Find
 def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     """What holds on every machine."""
     yield from _batch(config)
+    yield from _learning(config)
     yield from _ring(config, routed_bytes(config, facts.shape))
     yield from _model(config, facts)
 
@@ -131,6 +132,35 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
             "note", f"{num_samples} samples a step over {actor.processes} processes: some get one more than others"
         )
     yield Finding("ok", f"a step trains {num_samples} samples on {actor.processes} process(es)")
+
+
+def _learning(config: RunConfig) -> Iterator[Finding]:
+    """What ratios compare with and why, and what is drawn otherwise than it is trained."""
+    rollout, train, loss = config.rollout, config.train, config.loss()
+    source = config.old_log_probs(has_actor_fwd=config.group_of("actor_fwd") is not None)
+    old = {"self": "the trainer's own", "actor_fwd": "those of actor_fwd", "rollout": "the engine's"}[source]
+    if config.algorithm.old_log_probs != "auto":
+        why = f"algorithm.old_log_probs is {source!r}"
+    elif config.computes_alike:
+        why = "the embedded engine and the trainer both compute in float32"
+    else:
+        engine = "the embedded engine" if rollout.sglang is None else "SGLang"
+        why = f"{engine} in {config.model.dtype} and the trainer in {train.dtype} do not give equal log-probs"
+    later = train.optimizer_steps_per_batch - 1 if source == "self" else 0
+    cost = (
+        f", by a forward more for {later} of {later + 1} mini-batches, before the first optimizer step" if later else ""
+    )
+    bounds = f"within {loss.tis_low:g} and {loss.tis_high}" if loss.tis_high is not None else ""
+    weight = f"the loss is weighted with pi_old / pi_engine {bounds}" if bounds else "the loss has no importance weight"
+    yield Finding("ok", f"old log-probs are {old}{cost}, and {weight}: {why}")
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        cut = f"rollout.top_p {rollout.top_p:g}" if rollout.top_p < 1 else f"rollout.top_k {rollout.top_k}"
+        yield Finding(
+            "note",
+            f"{cut} draws from a part of the vocabulary, and the loss takes log-probs of the whole: the policy that is trained "
+            "is not the one that sampled, tokens that are cut off are never corrected, and ratios do not tell. Remove it (a "
+            "lower rollout.temperature counts in both), and set it in evaluation alone",
+        )
 
 
 def _ring(config: RunConfig, routed: int) -> Iterator[Finding]:

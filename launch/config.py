@@ -22,7 +22,6 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rondo.launch.groups import RoleGroup
-from rondo.roles.algorithms import old_log_probs_source
 from rondo.roles.config import JobConfig
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
@@ -103,7 +102,7 @@ class RunConfig(JobConfig):
                 "groups must not hold the role 'reference' when algorithm.kl_coef is 0, "
                 f"got it in {reference.name!r}. Remove the role, or set algorithm.kl_coef above 0"
             )
-        source = old_log_probs_source(algorithm, on_policy=self.on_policy, has_actor_fwd=actor_fwd is not None)
+        source = self.old_log_probs(has_actor_fwd=actor_fwd is not None)
         if actor_fwd is not None and source != "actor_fwd":
             reason = (
                 "when max_staleness is 0 and train.optimizer_steps_per_batch is 1, where the trainer's own log-probs are the "

@@ -27,7 +27,7 @@ _LITTLE = 0.1
 """Of a step: who waits less is not held up."""
 _FULL = 0.85
 """Of a machine's cores."""
-_WITHOUT_ACTOR_FWD = "algorithm.old_log_probs='rollout', or 'self' beside tis_high, needs no actor_fwd"
+_WITHOUT_ACTOR_FWD = "without actor_fwd, algorithm.old_log_probs='auto' takes log-probs that are there already"
 _SERVICES = ("supervisor", "nursery", "coordinator", "store")
 
 

@@ -39,7 +39,7 @@ from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
 from rondo.comm.spans import Span
 from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.models.checkpoint import HF
-from rondo.roles.algorithms import old_log_probs_source
+from rondo.roles.algorithms import OldLogProbs
 from rondo.roles.forward import REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.kept import copy_samples, write_samples
@@ -160,8 +160,11 @@ class ActorRole:
         ages: list[np.ndarray] = []
         if self._parity is not None:
             self._parity.taken()  # of a step that ran before and was not whole
-        if config.algorithm.normalize_batch is not None and not await self._whiten(step):
-            return None
+        if config.algorithm.normalize_batch is not None or self._scores_ahead:
+            if (ahead_s := await self._look_ahead(step)) is None:
+                trainer.discard()
+                return None
+            busy += ahead_s
         following = step + 1 if step + 1 < config.num_steps else None
         async for made in self._rounds(step, then=following):
             rows, seen = await self._rows(made)
@@ -233,23 +236,43 @@ class ActorRole:
                     return
                 yield made
 
-    async def _whiten(self, step: int) -> bool:
-        """The statistics of a step, from all its rounds before the first of them is trained; False when no more will come.
+    @property
+    def _old(self) -> OldLogProbs:
+        return self._job.config.old_log_probs(has_actor_fwd=self._job.has_actor_fwd)
+
+    @property
+    def _scores_ahead(self) -> bool:
+        """Whether some rows' first update comes after others, and nobody else says what their ratios compare with."""
+        return self._old == "self" and self._job.config.train.optimizer_steps_per_batch > 1
+
+    async def _look_ahead(self, step: int) -> float | None:
+        """What must be known of all rows of a step before the first gradient: the statistics of whitening, and the old log-probs
+        of later mini-batches. The seconds that it computed; None when no more rounds will come.
 
         The rounds are let go of, and asked for again: they are the same, and what they view need not be held together.
         """
         trainer, config = self._trainer, self._job.config
-        over, num_batches = config.algorithm.normalize_batch, config.train.optimizer_steps_per_batch
-        assert over is not None
+        over, num_batches, busy = config.algorithm.normalize_batch, config.train.optimizer_steps_per_batch, 0.0
         parts: list[Contribution] = []
         async with aclosing(self._rounds(step)) as rounds:
             async for made in rounds:
-                parts += [contribution(row.array("advantages"), row.array("loss_mask"), over) for row in made.rows]
+                if over is not None:
+                    parts += [contribution(row.array("advantages"), row.array("loss_mask"), over) for row in made.rows]
+                if self._scores_ahead and made.update > 0:
+                    rows, _ = await self._rows(made)
+                    if self._job.takes_turns:
+                        await self._job.turns.make_room()
+                    since = time.monotonic()
+                    with self._ctx.span("train", step=step, part="score", num_rows=len(rows)):
+                        await self._ctx.working("score", trainer.score, rows, made.spans)
+                    busy += time.monotonic() - since
+                    self._ctx.progress()
                 self._job.bus.check(made)
                 if made.closes and made.update == num_batches - 1:
-                    await self._ctx.compute(trainer.whiten, parts)
-                    return True
-        return False
+                    if over is not None:
+                        await self._ctx.compute(trainer.whiten, parts)
+                    return busy
+        return None
 
     async def _undo(self, step: int) -> None:
         """Forget a step that is not whole; weights that some of its updates have changed are version `step` again."""
@@ -311,11 +334,9 @@ class ActorRole:
 
     def _read(self, made: Round) -> Read:
         """Views of a round's rows as the loss needs them, and of each how many versions old its sampled tokens are, int64."""
-        algorithm = self._job.config.algorithm
-        has_fwd = bool(made.rows) and all("log_probs" in row.columns for row in made.rows)
-        source = old_log_probs_source(algorithm, on_policy=self._job.config.on_policy, has_actor_fwd=has_fwd)
-        old = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[source]
-        reference = "ref_log_probs" if algorithm.resolved().needs_reference else None
+        has_fwd = self._job.has_actor_fwd
+        old = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[self._old]
+        reference = "ref_log_probs" if self._job.config.loss().needs_reference else None
         rows = [
             TrainRow(
                 tokens=row.array("tokens"),

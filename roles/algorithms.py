@@ -1,7 +1,8 @@
 """Algorithms: one frozen, declarative record each.
 
-Owns the table, and how options of the settings change a record. Does not own formulas: an entry names its functions
-(`advantage_functions.py`, `losses.py`), which every process resolves for itself. Imports no torch.
+Owns the table, how options of the settings change a record, and what the ratio of a job compares with
+(`old_log_probs_source`). Does not own formulas: an entry names its functions (`advantage_functions.py`, `losses.py`), which
+every process resolves for itself. Imports no torch.
 
     resolve(AlgorithmConfig(name="dapo", kl_coef=0.02))
         -> Algorithm(name="dapo", advantage="group_mean_std", normalizer="token", clip_high=0.28, kl_coef=0.02, ...)
@@ -39,7 +40,9 @@ class Algorithm:
     """What a step's summed loss is divided by: samples (of token means), tokens, or samples x max_new_tokens."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float | None = None
+    dual_clip: float | None = 3.0
+    """No token of negative advantage weighs more than so many times it (Ye et al. 2020, arXiv 1912.09729, their c). Without, one
+    whose ratio is great, by a step or by numerics, has no bound."""
     kl_coef: float = 0.0
     kl: KlEstimator = "k3"
     tis_low: float = 0.0
@@ -79,20 +82,27 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+TIS_HIGH = 2.0
+"""The bound of a correction that nobody has set (Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training)."""
+
 _OPTIONS = (
     "normalizer", "clip_low", "clip_high", "dual_clip", "kl_coef", "kl", "tis_low", "tis_high", "tis_mode", "tis_level",
     "normalize_batch",
 )  # fmt: skip
 
 
-def resolve(config: AlgorithmConfig) -> Algorithm:
-    """The record that `config.name` names, with the options that are set.
+def resolve(config: AlgorithmConfig, *, alike: bool = True) -> Algorithm:
+    """The record that `config.name` names, with the options that are set, for an engine and a trainer that compute alike or not.
 
     ValueError for an option that contradicts the algorithm. A `clip_high` that is not set follows a `clip_low` that is,
-    where the algorithm clips alike on both sides.
+    where the algorithm clips alike on both sides. Where the two do not compute alike, the difference is corrected up to
+    `TIS_HIGH`, unless `old_log_probs` is chosen by name.
     """
     record = ALGORITHMS[config.name]
     given: dict[str, Any] = {name: value for name in _OPTIONS if (value := getattr(config, name)) is not None}
+    if not alike and config.old_log_probs == "auto":
+        given.setdefault("tis_high", TIS_HIGH)
     if config.normalize_batch is not None:
         given["needs_full_step"] = True
     if config.normalize_std is not None:
@@ -110,14 +120,24 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     return replace(record, **given)
 
 
-def old_log_probs_source(config: AlgorithmConfig, *, on_policy: bool, has_actor_fwd: bool) -> OldLogProbs:
+def old_log_probs_source(
+    config: AlgorithmConfig, *, on_policy: bool, has_actor_fwd: bool, alike: bool = True
+) -> OldLogProbs:
     """Where pi_old of the ratio comes from.
 
-    "self" are the trainer's own at the first use of a row in a step, from the same forward that its loss comes from, and
-    kept for later passes. They are those of the policy that sampled it when every first use is under the version that is
-    trained (`on_policy`). Else the trainer's recomputation under that version where a role makes it. Else, where an
-    importance correction makes up for the difference to the engine (`tis_high`), "self" again, which is then the proximal
-    policy of decoupled PPO (Hilton et al. 2022, arXiv 2110.00641); and what the engine reported where none does.
+    "self" is the trainer under the weights that the step begins with. For the rows of its first optimizer step that is the
+    forward of their own loss, detached and kept for later passes: no other forward is needed. Rows that later optimizer steps
+    begin with are scored before the first one moves the weights: after it their own forward would be compared with itself, and
+    the clip would never act. Against the engine it is the proximal policy of decoupled PPO (Hilton et al. 2022, arXiv
+    2110.00641), with the importance weight clip(pi_old / pi_engine, 0, tis_high) for what separates the two: numerics, and
+    versions.
+
+    "auto" takes it when every first use is under the version that a row was sampled from (`on_policy`), where pi_old and the
+    sampling policy are one; else the recomputation of a role where there is one (`has_actor_fwd`). Without, "self" again where
+    the engine does not compute as the trainer does (not `alike`) or a correction is asked for. Where both compute alike it is
+    what the engine reported, which then is the sampling policy to the last bits: the clip bounds the distance to it, and nothing
+    needs to be corrected or scored.
+
     A source that is asked for by name and missing is a ValueError.
     """
     if config.old_log_probs == "auto":
@@ -125,7 +145,7 @@ def old_log_probs_source(config: AlgorithmConfig, *, on_policy: bool, has_actor_
             return "self"
         if has_actor_fwd:
             return "actor_fwd"
-        return "rollout" if config.tis_high is None else "self"
+        return "rollout" if alike and config.tis_high is None else "self"
     if config.old_log_probs == "actor_fwd" and not has_actor_fwd:
         raise ValueError(
             "algorithm.old_log_probs must name a role of the run, got 'actor_fwd' without an actor_fwd role. "

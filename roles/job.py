@@ -48,6 +48,8 @@ class Job:
     """The trainer's tensors for the engine of this process, once the trainer has them; None where the engine has its own."""
     publishes: bool = True
     """Whether anybody reads published weights."""
+    has_actor_fwd: bool = False
+    """Whether a role of the run scores samples for pi_old."""
     takes_turns: bool = False
     """Whether this process generates and trains in turn: all samples of a step are of the version that it trains."""
 
@@ -71,11 +73,13 @@ async def _open(ctx: WorkerContext) -> Job:
     together = {"actor", "rollout"} <= roles.get(ctx.role_group, set())
     lends = together and ctx.world_size == 1 and config.can_lend_weights  # of several ranks each has a shard
     takes_turns = together and config.max_staleness == 0
-    others_read = any("actor_fwd" in each for each in roles.values()) or config.num_pinned > 0
+    has_actor_fwd = any("actor_fwd" in each for each in roles.values())
+    others_read = has_actor_fwd or config.num_pinned > 0
     lent = asyncio.get_running_loop().create_future() if lends else None
     return Job(
-        config, bus, model_path, device, Turns(), lent, publishes=others_read or not lends, takes_turns=takes_turns
-    )
+        config, bus, model_path, device, Turns(), lent,
+        publishes=others_read or not lends, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
+    )  # fmt: skip
 
 
 def _roles(run_dir: Path) -> dict[str, set[str]]:

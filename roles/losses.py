@@ -31,12 +31,14 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ClippedLoss:
-    """Per token [N]: the loss, the ratio pi_theta / pi_old, and whether the clip at either side was what counted."""
+    """Per token [N]: the loss, the ratio pi_theta / pi_old, and whether the clip at either side, or the dual clip, was what
+    counted."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
     clipped_low: torch.Tensor
     clipped_high: torch.Tensor
+    clipped_dual: torch.Tensor
 
 
 def ppo_clip(
@@ -57,11 +59,13 @@ def ppo_clip(
     ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     plain = -ratio * advantages
     loss = torch.maximum(plain, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    clipped_dual = torch.zeros_like(ratio, dtype=torch.bool)
     if dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+        clipped_dual = (advantages < 0) & (ratio > dual_clip)
+        loss = torch.where(clipped_dual, -dual_clip * advantages, loss)
     clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
-    return ClippedLoss(loss, ratio.detach(), clipped_low, clipped_high)
+    return ClippedLoss(loss, ratio.detach(), clipped_low, clipped_high, clipped_dual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +222,7 @@ def policy_sums(
     measured: dict[str, torch.Tensor] = {
         "clip_low_fraction": terms.clipped_low,
         "clip_high_fraction": terms.clipped_high,
+        "clip_dual_fraction": terms.clipped_dual,
         "ratio_mean": terms.ratio,
         "approx_kl": _k3(drift),
         "mismatch_mean": mismatch.abs(),

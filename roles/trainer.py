@@ -4,14 +4,15 @@ Owns model, optimizer and the sums of the step in progress. Does not own which r
 snapshots lie: `actor.py` does. Methods run on the compute thread, but for those that say otherwise; those marked collective run
 on every rank, in order.
 
-A step makes one *update* (optimizer step), or several: its mini-batches, and passes over all of them. Log-probs of the first
-forward of a row are its old ones in later passes, where no role gives others.
+A step makes one *update* (optimizer step), or several: its mini-batches, and passes over all of them. Where no role gives a row's
+old log-probs, they are those under the weights that the step begins with: of the forward that its loss comes from in the first
+update, of `score` before it for the rows of later mini-batches.
 
 Invariant: gradients are sums over tokens and samples, scaled once by the true update's count; so however an update is cut into
 micro-batches and ranks, it is the same gradient to rounding. A row is used once in every pass. The model computes in evaluation
 mode, as it does wherever it is scored: dropout and other noise of its family would come into the ratio, and train on that.
 
-    load or restore -> [[accumulate(rows) ...] -> update(step) ...] -> finish(step) -> snapshot -> publish
+    load or restore -> [score(rows) ...] -> [[accumulate(rows) ...] -> update(step) ...] -> finish(step) -> snapshot -> publish
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rondo.models.load import load_model, load_tokenizer
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.optimizer import learning_rate, make_optimizer
-from rondo.models.packing import Packing
+from rondo.models.packing import PackedBatch, Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.models.parts import freeze
 from rondo.models.routing import enable_replay
@@ -88,7 +89,7 @@ class Trainer:
         self._path = path
         self.rank, self.world_size = rank, world_size
         self.device = torch.device(device)
-        self._algorithm = config.algorithm.resolved()
+        self._algorithm = config.loss()
         settle(config)
         seed(config.seed, rank)
         train = config.train
@@ -120,7 +121,7 @@ class Trainer:
         self._updates: list[_Update] = []
         self._first: dict[
             tuple[int, ...], np.ndarray
-        ] = {}  # (group, sample, part) -> log-probs of its first forward in this step
+        ] = {}  # (group, sample, part) -> log-probs under the weights that the step began with
         self._uses: dict[tuple[int, ...], int] = {}  # (group, sample, part) -> passes of this step that used it
         self._whitening: Whitening | None = None
 
@@ -129,6 +130,15 @@ class Trainer:
     def whiten(self, parts: Sequence[Contribution]) -> None:
         """Bring the advantages of the step to mean 0 and deviation 1 (collective). parts: of every row of this rank, once."""
         self._whitening = Whitening.of(self._gathered(parts, 3, torch.float64))
+
+    def score(self, rows: Sequence[TrainRow], spans: Sequence[Span]) -> None:
+        """Before the first update: the old log-probs of rows of the step's later mini-batches (collective). No rows: a dummy
+        through the same modules."""
+        with torch.no_grad():
+            packed = self._packed(rows or [self._dummy_row()])
+            log_probs, _ = self._log_probs(packed, with_entropy=False)
+        if rows:
+            self._first |= zip(_keys(spans), _of_rows(log_probs, rows), strict=True)
 
     def accumulate(
         self, step: int, rows: Sequence[TrainRow], spans: Sequence[Span], *, last: bool, update: int = 0
@@ -142,45 +152,43 @@ class Trainer:
         parallel.set_sync(self.model, last)
         used = update // self.config.train.optimizer_steps_per_batch
         if rows:
-            rows = self._prepared(rows, spans, used)
+            rows = self._prepared(rows, spans, used, moved=update > 0)
             sums, log_probs = self._sums_of(rows)
             if used == 0:
-                mine = np.split(log_probs.float().cpu().numpy(), np.cumsum([len(row.mask) for row in rows])[:-1])
+                mine = _of_rows(log_probs, rows)
                 self._measure_gap(rows, mine, step, unchanged=update == 0)
-                if self.config.train.epochs > 1:
+                if update == 0 and self.config.train.epochs > 1:
                     self._first |= zip(_keys(spans), mine, strict=True)
         else:
-            sums = self._dummy()
+            sums = self._sums_of([self._dummy_row()])[0].weightless()
         sums.loss.backward()
         self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()
         if used == 0:
             self._trained += spans
 
-    def _prepared(self, rows: Sequence[TrainRow], spans: Sequence[Span], used: int) -> Sequence[TrainRow]:
-        """Rows with the step's whitening, and in later passes with the log-probs of their first use."""
+    def _prepared(
+        self, rows: Sequence[TrainRow], spans: Sequence[Span], used: int, *, moved: bool
+    ) -> Sequence[TrainRow]:
+        """Rows with the step's whitening, and once the weights have moved with the log-probs from before."""
         if self._whitening is not None:
             rows = [replace(row, advantages=self._whitening.apply(row.advantages, row.mask)) for row in rows]
-        if self.config.train.epochs == 1:
+        if self.config.train.epochs > 1:
+            for key in _keys(spans):
+                if self._uses.get(key, 0) != used:
+                    raise AssertionError(
+                        f"row {key} must be used once in every pass, got pass {used} after {self._uses.get(key)}"
+                    )
+                self._uses[key] = used + 1
+        if not moved:
             return rows
-        for key in _keys(spans):
-            if self._uses.get(key, 0) != used:
-                raise AssertionError(
-                    f"row {key} must be used once in every pass, got pass {used} after {self._uses.get(key)}"
-                )
-            self._uses[key] = used + 1
-        if used == 0:
-            return rows
-        first = [self._first[key] for key in _keys(spans)]
         return [
-            row if row.old_log_probs is not None else replace(row, old_log_probs=kept)
-            for row, kept in zip(rows, first, strict=True)
+            row if row.old_log_probs is not None else replace(row, old_log_probs=self._first[key])
+            for row, key in zip(rows, _keys(spans), strict=True)
         ]
 
     def _sums_of(self, rows: Sequence[TrainRow]) -> tuple[losses.LossSums, torch.Tensor]:
         """The undivided loss of some rows, and the log-probs of their response tokens behind each other, detached."""
-        sequences = [Packable(row.tokens, len(row.mask), row.media, row.routed_experts) for row in rows]
-        packed = self._packing.pack(sequences, train=True).to(self.device)
-        log_probs, entropy = self._log_probs(packed)
+        log_probs, entropy = self._log_probs(self._packed(rows), with_entropy=True)
         sums = losses.policy_sums(
             self._algorithm,
             log_probs=log_probs,
@@ -214,14 +222,18 @@ class Trainer:
             elif row.scored is not None and row.scored[0] == began:
                 self._gap.add(row.scored[1], row.rollout_log_probs, comparable, modalities)
 
-    def _log_probs(self, packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _packed(self, rows: Sequence[TrainRow]) -> PackedBatch:
+        sequences = [Packable(row.tokens, len(row.mask), row.media, row.routed_experts) for row in rows]
+        return self._packing.pack(sequences, train=True).to(self.device)
+
+    def _log_probs(self, packed: PackedBatch, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         config = self.config
         return response_log_probs(
             self.model,
             packed,
             temperature=config.rollout.temperature,
             chunk_tokens=config.train.log_prob_chunk_tokens,
-            with_entropy=True,
+            with_entropy=with_entropy,
         )
 
     def _column(self, arrays: Sequence[np.ndarray | None]) -> torch.Tensor | None:
@@ -230,12 +242,11 @@ class Trainer:
             return None
         return torch.from_numpy(np.concatenate(present)).to(self.device, torch.float32)
 
-    def _dummy(self) -> losses.LossSums:
-        row = TrainRow(
+    def _dummy_row(self) -> TrainRow:
+        return TrainRow(
             np.zeros(2, np.int32), np.zeros(1, np.uint8), np.zeros(1, np.float32), np.zeros(1, np.float32), None,
             np.zeros(1, np.float32) if self._algorithm.needs_reference else None, np.zeros(1, np.int32),
         )  # fmt: skip
-        return self._sums_of([row])[0].weightless()
 
     @property
     def moved(self) -> bool:
@@ -428,6 +439,11 @@ class Trainer:
             should_stop=should_stop,
         )
         return num_steps == config.sft.steps or self.sum_over_ranks([float(should_stop())])[0] == 0
+
+
+def _of_rows(log_probs: torch.Tensor, rows: Sequence[TrainRow]) -> list[np.ndarray]:
+    """float32 [R] of every row."""
+    return np.split(log_probs.float().cpu().numpy(), np.cumsum([len(row.mask) for row in rows])[:-1])
 
 
 def _keys(spans: Sequence[Span]) -> list[tuple[int, ...]]:

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from rondo.comm.config import BusConfig
 from rondo.models.config import ModelConfig
 from rondo.models.media.config import MediaConfig
+from rondo.roles.algorithms import Algorithm, OldLogProbs, old_log_probs_source, resolve
 from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
 from rondo.roles.config.training import AlgorithmConfig, SftConfig, TrainConfig
@@ -122,6 +123,22 @@ class JobConfig(Section):
     def on_policy(self) -> bool:
         """Whether every row is first trained on under the version that it was sampled from."""
         return self.max_staleness == 0 and self.train.optimizer_steps_per_batch == 1
+
+    @property
+    def computes_alike(self) -> bool:
+        """Whether engine and trainer give a token the same log-prob, to a millionth: both compute in float32, with torch. In
+        bfloat16 two ways to compute one product differ by thousandths of a nat, on one device too."""
+        return self.rollout.sglang is None and self.model.dtype == self.train.dtype == "float32"
+
+    def loss(self) -> Algorithm:
+        """The algorithm's record as the loss takes it: with the correction that engine and trainer of this job need."""
+        return resolve(self.algorithm, alike=self.computes_alike)
+
+    def old_log_probs(self, *, has_actor_fwd: bool) -> OldLogProbs:
+        """Where pi_old comes from (`algorithms.old_log_probs_source`)."""
+        return old_log_probs_source(
+            self.algorithm, on_policy=self.on_policy, has_actor_fwd=has_actor_fwd, alike=self.computes_alike
+        )
 
     @property
     def can_lend_weights(self) -> bool:

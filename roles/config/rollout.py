@@ -164,6 +164,11 @@ class RolloutConfig(Section):
     def _limits_make_sense(self) -> RolloutConfig:
         if "" in self.stop:
             raise ValueError("rollout.stop must hold texts of one character or more, got an empty one. Remove it")
+        if self.top_k == 1:
+            raise ValueError(
+                "rollout.top_k must leave more than one token to draw from, since samples of a prompt are equal else and teach "
+                "nothing, got 1. Remove it"
+            )
         if self.max_interruptions is not None and self.on_new_weights == "continue":
             raise ValueError(
                 "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue', which interrupts nothing, "

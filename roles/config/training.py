@@ -44,7 +44,7 @@ class AlgorithmConfig(Section):
     clip_high: float | None = Field(None, gt=0)
     """The ratio is clipped at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of tokens with negative advantage at -dual_clip x advantage."""
+    """Bounds the loss of tokens with negative advantage at -dual_clip x advantage (by default 3); 1e9 bounds nothing."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the reference model in the loss; 0 needs no reference."""
     kl: KlEstimator = "k3"
@@ -55,10 +55,12 @@ class AlgorithmConfig(Section):
     normalize_batch: BatchNormalization | None = None
     """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples."""
     old_log_probs: Literal["auto", "self", "actor_fwd", "rollout"] = "auto"
-    """pi_old of the ratio: `algorithms.old_log_probs_source` has the rule for auto."""
+    """pi_old of the ratio: `algorithms.old_log_probs_source` has the rule for auto. With a name, that and nothing else: no
+    correction but one that is set."""
     tis_low: float | None = Field(None, ge=0)
     tis_high: float | None = Field(None, gt=0)
-    """Importance correction, engine against trainer: the loss is weighted with pi_old / pi_rollout within these bounds."""
+    """Importance correction, engine against trainer: the loss is weighted with pi_old / pi_rollout within these bounds. By
+    default up to 2 where the two do not compute alike (SGLang, or bfloat16)."""
     tis_mode: TisMode | None = None
     """Beyond the bounds a weight is truncated to them (the default), or masked: 0."""
     tis_level: TisLevel | None = None

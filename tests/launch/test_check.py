@@ -63,6 +63,49 @@ def test_a_batch_that_cannot_fill_the_ranks_is_told(make: Make) -> None:
     assert judged(make("groups.1.processes=16")) == []
 
 
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (
+            (),
+            "the engine's, and the loss has no importance weight: the embedded engine and the trainer both compute in float32",
+        ),
+        (("max_staleness=0",), "the trainer's own, and the loss has no importance weight: the embedded engine and"),
+        (
+            ("model.dtype=bfloat16",),
+            "the trainer's own, and the loss is weighted with pi_old / pi_engine within 0 and 2.0: the embedded engine in "
+            "bfloat16 and the trainer in float32 do not give equal log-probs",
+        ),
+        (
+            ("rollout.sglang.python=PYTHON", "train.optimizer_steps_per_batch=4"),
+            "the trainer's own, by a forward more for 3 of 4 mini-batches, before the first optimizer step, and the loss is "
+            "weighted with pi_old / pi_engine within 0 and 2.0: SGLang in float32",
+        ),
+        (
+            ("model.dtype=bfloat16", "algorithm.old_log_probs=rollout"),
+            "the engine's, and the loss has no importance weight: algorithm.old_log_probs is 'rollout'",
+        ),
+    ],
+)
+def test_what_ratios_compare_with_is_said_with_the_reason(make: Make, sets: tuple[str, ...], said: str) -> None:
+    told = judge(make(*sets), FACTS, (8 * GIB, "the cgroup"))
+    [text] = [finding.text for finding in told if finding.text.startswith("old log-probs are ")]
+    assert text.removeprefix("old log-probs are ").startswith(said)
+
+
+def test_samples_that_are_drawn_from_a_part_of_the_vocabulary_are_told(make: Make) -> None:
+    for sets, cut in (
+        (("rollout.top_p=0.9",), "rollout.top_p 0.9"),
+        (("rollout.top_k=50",), "rollout.top_k 50"),
+        ((), None),
+    ):
+        told = judge(make(*sets), FACTS, (8 * GIB, "the cgroup"))
+        notes = [
+            each.text for each in told if each.level == "note" and "draws from a part of the vocabulary" in each.text
+        ]
+        assert [text.split(" draws")[0] for text in notes] == ([cut] if cut else [])
+
+
 def test_a_ring_that_cannot_hold_one_prompt_group_is_told(make: Make) -> None:
     config = make("bus.ring_bytes=1048576", "bus.column_ring_bytes=1048576", "rollout.samples_per_prompt=1000")
     row, needed = row_bytes(config.rollout), 1000 * row_bytes(config.rollout)

@@ -11,12 +11,12 @@ import pytest
 
 from rondo.comm.coordinator import CoordinatorConfig
 from rondo.comm.index import Index
-from rondo.launch.config import RunConfig
+from rondo.launch.config import RunConfig, override
 from rondo.launch.groups import RoleGroup
 from rondo.launch.modes import colocate, fully_async, hybrid
 from rondo.launch.plan import coordinator_config, coordinator_json, group_specs
 from rondo.models.config import ModelConfig
-from rondo.roles.algorithms import ALGORITHMS, old_log_probs_source
+from rondo.roles.algorithms import ALGORITHMS
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,11 @@ def test_old_log_probs_follow_staleness_and_updates(
     staleness: int, updates: tuple[int, int], fwd: bool, source: str
 ) -> None:
     config = run("hybrid", "grpo", staleness, updates, {}, fwd)
-    assert old_log_probs_source(config.algorithm, on_policy=config.on_policy, has_actor_fwd=fwd) == source
+    assert config.old_log_probs(has_actor_fwd=fwd) == source and config.loss().tis_high is None
+    for changed in ("train.dtype=bfloat16", "model.dtype=bfloat16", "rollout.sglang.python=PYTHON"):
+        other = override(config, [changed])
+        assert other.old_log_probs(has_actor_fwd=fwd) == {"rollout": "self"}.get(source, source)
+        assert other.loss().tis_high == 2.0
 
 
 def test_a_role_that_nobody_needs_is_refused_also_with_several_passes() -> None:

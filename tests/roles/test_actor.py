@@ -94,7 +94,9 @@ def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
 
 def role(config: JobConfig, path: str, made: list[Any]) -> tuple[ActorRole, Rounds]:
     actor, bus = ActorRole(Here()), Rounds(made)  # type: ignore[arg-type]
-    actor._job = SimpleNamespace(config=config, bus=bus, turns=Turns(), lent=None, publishes=True, takes_turns=False)  # type: ignore[assignment]
+    actor._job = SimpleNamespace(  # type: ignore[assignment]
+        config=config, bus=bus, turns=Turns(), lent=None, publishes=True, takes_turns=False, has_actor_fwd=False
+    )
     actor._trainer = trainer(config, path)
     tensors, state = actor._trainer.state()
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -142,3 +144,30 @@ async def test_whitening_of_a_step_whose_rounds_end_early_trains_nothing(model: 
     before = actor._trainer.checksum()
     assert await actor._train(0) is None
     assert bus.asked == [0, 1, 2] and actor._trainer.checksum() == before
+
+
+async def test_later_mini_batches_are_scored_before_the_first_optimizer_step_and_the_first_never(model: str) -> None:
+    batch = rows(3, num_rows=4)
+    forwards: list[tuple[int, bool]] = []
+    for options, scored in ({"tis_high": 2.0}, [(1, False), (1, False)]), ({"old_log_probs": "rollout"}, []):
+        actor, bus = role(several(model, 2, 1, **options), model, rounds(batch, [1, 1, 1, 1]))
+        inner = actor._trainer.score
+
+        def noted(chosen: list[TrainRow], spans: Any, actor: ActorRole = actor, inner: Any = inner) -> None:
+            forwards.append((len(chosen), actor._trainer.moved))
+            inner(chosen, spans)
+
+        actor._trainer.score = noted  # type: ignore[method-assign,assignment]
+        forwards.clear()
+        assert (
+            await actor._train(0) is None
+        )  # the last round closes its update, and a stop comes before the step is whole
+        assert forwards == scored
+        assert bus.asked == ([0, 1, 2, 3] * 2 if scored else [0, 1, 2, 3])
+
+
+async def test_a_rank_without_rows_of_a_round_reads_it_where_another_role_scores(model: str) -> None:
+    config = several(model, 1, 1, old_log_probs="actor_fwd")
+    actor, _ = role(config, model, [])
+    actor._job.has_actor_fwd = True  # type: ignore[misc]
+    assert actor._read(SimpleNamespace(rows=(), step=0)) == ([], [])  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from rondo.roles.advantage_functions import ADVANTAGES
-from rondo.roles.algorithms import ALGORITHMS, old_log_probs_source
+from rondo.roles.algorithms import ALGORITHMS, old_log_probs_source, resolve
 from rondo.roles.config import AlgorithmConfig
 from rondo.roles.losses import POLICY_LOSSES
 
@@ -29,7 +29,7 @@ def test_options_that_are_not_set_keep_the_record() -> None:
 def test_grpo_is_symmetric_and_normalised_and_samples_count_alike() -> None:
     grpo = AlgorithmConfig().resolved()
     assert (grpo.clip_low, grpo.clip_high, grpo.advantage, grpo.normalizer) == (0.2, 0.2, "group_mean_std", "sample")
-    assert not grpo.needs_reference
+    assert not grpo.needs_reference and grpo.dual_clip == 3.0
 
 
 def test_dr_grpo_drops_both_biases() -> None:
@@ -91,27 +91,38 @@ def test_contradictions_are_refused(options: dict[str, object], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("asked", "on_policy", "has_actor_fwd", "source"),
+    ("asked", "on_policy", "has_actor_fwd", "alike", "source", "bound"),
     [
-        ("auto", True, True, "self"),
-        ("auto", True, False, "self"),
-        ("auto", False, True, "actor_fwd"),
-        ("auto", False, False, "rollout"),
-        ("rollout", True, True, "rollout"),
-        ("actor_fwd", True, True, "actor_fwd"),
+        ("auto", True, True, True, "self", None),
+        ("auto", True, False, False, "self", 2.0),
+        ("auto", False, True, True, "actor_fwd", None),
+        ("auto", False, True, False, "actor_fwd", 2.0),
+        ("auto", False, False, True, "rollout", None),
+        ("auto", False, False, False, "self", 2.0),
+        # What is named is taken, and nothing besides.
+        ("rollout", True, True, False, "rollout", None),
+        ("actor_fwd", True, True, False, "actor_fwd", None),
+        ("self", False, False, False, "self", None),
     ],
 )
-def test_old_log_probs_come_from(asked: str, on_policy: bool, has_actor_fwd: bool, source: str) -> None:
+def test_old_log_probs_come_from(
+    asked: str, on_policy: bool, has_actor_fwd: bool, alike: bool, source: str, bound: float | None
+) -> None:
     config = AlgorithmConfig.model_validate({"old_log_probs": asked})
-    assert old_log_probs_source(config, on_policy=on_policy, has_actor_fwd=has_actor_fwd) == source
+    assert old_log_probs_source(config, on_policy=on_policy, has_actor_fwd=has_actor_fwd, alike=alike) == source
+    assert resolve(config, alike=alike).tis_high == bound
 
 
+@pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize(
     ("on_policy", "has_fwd", "source"), [(True, True, "self"), (False, True, "actor_fwd"), (False, False, "self")]
 )
-def test_with_a_correction_old_log_probs_are_never_the_engines(on_policy: bool, has_fwd: bool, source: str) -> None:
-    config = AlgorithmConfig(tis_high=2.0)
-    assert old_log_probs_source(config, on_policy=on_policy, has_actor_fwd=has_fwd) == source
+def test_with_a_correction_old_log_probs_are_never_the_engines(
+    on_policy: bool, has_fwd: bool, source: str, alike: bool
+) -> None:
+    config = AlgorithmConfig(tis_high=3.0)
+    assert old_log_probs_source(config, on_policy=on_policy, has_actor_fwd=has_fwd, alike=alike) == source
+    assert resolve(config, alike=alike).tis_high == 3.0
 
 
 def test_whitening_needs_the_whole_step() -> None:

@@ -114,6 +114,7 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
         ([("rollout.top_k", 0)], r"rollout.top_k must be -1 \(all tokens\) or from 1 to 2147483647, got 0"),
         ([("rollout.temperature", 1e-50)], r"rollout.temperature must be from 1e-06 to 1e\+06, got 1e-50"),
         ([("evaluation.top_p", 1e-46)], "evaluation.top_p must be from 1e-06 to 1, got 1e-46"),
+        ([("rollout.top_k", 1)], "rollout.top_k must leave more than one token to draw from"),
         (
             [("rollout.straggler_deadline_s", 60)],
             "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s",

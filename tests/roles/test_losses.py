@@ -68,7 +68,7 @@ def in_numpy(algorithm: Algorithm, made: dict[str, Any]) -> tuple[float, dict[st
     values = {name: made[name].double().numpy() for name in TENSORS}
     losses: list[list[float]] = []
     seen: dict[str, list[float]] = {
-        name: [] for name in ("low", "high", "ratio", "approx", "mismatch", "k3", "kl", "tis", "outside")
+        name: [] for name in ("low", "high", "dual", "ratio", "approx", "mismatch", "k3", "kl", "tis", "outside")
     }
     start = 0
     for length in made["lengths"]:
@@ -88,6 +88,7 @@ def in_numpy(algorithm: Algorithm, made: dict[str, Any]) -> tuple[float, dict[st
                 loss = min(loss, -algorithm.dual_clip * advantage)
             seen["low"].append(advantage < 0 and ratio < 1 - algorithm.clip_low)
             seen["high"].append(advantage > 0 and ratio > 1 + algorithm.clip_high)
+            seen["dual"].append(bool(algorithm.dual_clip and advantage < 0 and ratio > algorithm.dual_clip))
             seen["ratio"].append(ratio)
             seen["approx"].append(ratio - 1 - (new - old))
             seen["mismatch"].append(abs(new - rollout))
@@ -147,6 +148,16 @@ def test_the_dual_clip_by_hand() -> None:
         ratios(5, 2, 5), torch.zeros(3), torch.tensor([-2.0, -2, 2]), clip_low=0.2, clip_high=0.2, dual_clip=3
     )
     assert terms.loss.tolist() == pytest.approx([6, 4, -2.4])  # bounded at 3 x 2; below it; A > 0 is not touched
+    assert terms.clipped_dual.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
+def test_no_ratio_makes_a_token_of_negative_advantage_weigh_more_than_three(algorithm: Algorithm) -> None:
+    for log_ratio in (0.0, 1.0, 1.2, 5.0, 30.0):
+        made = {name: torch.zeros(1) for name in TENSORS}
+        made |= {"log_probs": torch.tensor([log_ratio]), "advantages": -torch.ones(1), "mask": torch.ones(1)}
+        sums, gradient = run(algorithm, made | {"lengths": [1]})
+        assert float(sums.loss) <= 3.0 and 0 <= float(gradient) <= 3.0
 
 
 @pytest.mark.parametrize(
@@ -206,8 +217,9 @@ def test_the_loss_and_its_metrics_equal_the_numpy_implementation(name: str, seed
     metrics = sums.metrics(algorithm, sums.denominator(algorithm.normalizer, MAX_NEW_TOKENS))
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     names = {
-        "low": "clip_low_fraction", "high": "clip_high_fraction", "ratio": "ratio_mean", "approx": "approx_kl",
-        "mismatch": "mismatch_mean", "k3": "mismatch_kl", "kl": "kl", "tis": "tis_weight_mean",
+        "low": "clip_low_fraction", "high": "clip_high_fraction", "dual": "clip_dual_fraction",
+        "ratio": "ratio_mean", "approx": "approx_kl", "mismatch": "mismatch_mean", "k3": "mismatch_kl", "kl": "kl",
+        "tis": "tis_weight_mean",
         "outside": "tis_clip_fraction" if algorithm.tis_mode == "truncate" else "tis_mask_fraction",
     }  # fmt: skip
     for theirs, value in seen.items():

@@ -73,6 +73,8 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
         mine = [at for cut in cuts for ranks in cut for at in range(*ranks[rank])]
         if whitens:
             made.whiten([contribution(every[at].advantages, every[at].mask, "tokens") for at in mine])
+            for ranks in cuts[1]:
+                made.score(every[slice(*ranks[rank])], [[at, 0, 0, 1] for at in range(*ranks[rank])])
         for use in range(config.train.epochs):
             for number, cut in enumerate(cuts):
                 update = use * len(cuts) + number
@@ -158,7 +160,13 @@ class Actor(ActorRole):
         self._parity: Any = SimpleNamespace(write=self._told, taken=tuple, add=lambda _: None)
         config = QUICKSTART.model_copy(update={"num_steps": 2})
         self._job: Any = SimpleNamespace(
-            config=config, bus=Bus(rank, store, log), turns=Turns(), lent=None, publishes=True, takes_turns=False
+            config=config,
+            bus=Bus(rank, store, log),
+            turns=Turns(),
+            lent=None,
+            publishes=True,
+            takes_turns=False,
+            has_actor_fwd=True,
         )
         self._step_began = 0.0
 

@@ -92,7 +92,13 @@ class Actor(ActorRole):
         self.bus, self.log = OneRound(log), log
         self._trainer: Any = Told(log)
         self._job: Any = SimpleNamespace(
-            config=CONFIG, bus=self.bus, turns=Turns(), lent=None, publishes=True, takes_turns=False
+            config=CONFIG,
+            bus=self.bus,
+            turns=Turns(),
+            lent=None,
+            publishes=True,
+            takes_turns=False,
+            has_actor_fwd=True,
         )
         self._snapshot, self._publisher, self._publishing, self._parity = None, None, None, None
         self._step_began = 0.0

@@ -25,7 +25,12 @@ def several(model: str, mini_batches: int, passes: int, **algorithm: Any) -> Job
 
 
 def run(made: Trainer, batch: list[TrainRow], cuts: list[list[int]], passes: int) -> tuple[dict[str, float], Any]:
-    """Train on `batch`; cuts: for each mini-batch the sizes of its rounds."""
+    """Train on `batch`; cuts: for each mini-batch the sizes of its rounds. Rows without old log-probs are scored first."""
+    at = sum(cuts[0])
+    for size in [size for sizes in cuts[1:] for size in sizes]:
+        if batch[0].old_log_probs is None:
+            made.score(batch[at : at + size], [[at, 0, 0, 1] for at in range(at, at + size)])
+        at += size
     for use in range(passes):
         at = 0
         for number, sizes in enumerate(cuts):
@@ -43,25 +48,20 @@ def run(made: Trainer, batch: list[TrainRow], cuts: list[list[int]], passes: int
 
 def plain(config: JobConfig, path: str, batch: list[TrainRow], sizes: list[int]) -> tuple[torch.Tensor, float]:
     """The same with one row at a time, whole logits and torch's own AdamW: (weights, mean loss of the updates)."""
-    policy = load_model(path, dtype="float32", device="cpu", attn=config.model.attn).train()
+    policy = load_model(path, dtype="float32", device="cpu", attn=config.model.attn)
     train, algorithm = config.train, config.algorithm.resolved()
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
     )
-    old: dict[int, torch.Tensor] = {}
-    losses = []
+    old, losses = [chosen(policy, row, config).detach() for row in batch], []
     for _ in range(train.epochs):
         at = 0
         for size in sizes:
             total = torch.zeros(())
-            chosen = range(at, at + size)
-            for i in chosen:
-                row, response = batch[i], len(batch[i].mask)
-                tokens = torch.from_numpy(row.tokens).long()
-                logits = policy(tokens[None]).logits[0].float() / config.rollout.temperature
-                log_probs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[-response:, 0]
-                given = row.old_log_probs
-                was = old.setdefault(i, log_probs.detach() if given is None else torch.from_numpy(given))
+            mine = range(at, at + size)
+            for i in mine:
+                row, given = batch[i], batch[i].old_log_probs
+                log_probs, was = chosen(policy, row, config), old[i] if given is None else torch.from_numpy(given)
                 ratio, advantage = (log_probs - was).exp(), torch.from_numpy(row.advantages)
                 bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
                 loss = -torch.minimum(ratio * advantage, bounded * advantage)
@@ -69,7 +69,7 @@ def plain(config: JobConfig, path: str, batch: list[TrainRow], sizes: list[int])
                 loss = loss + algorithm.kl_coef * ((-difference).exp() - 1 + difference)
                 total = total + (loss.sum() if algorithm.normalizer == "token" else loss.mean())
             at += size
-            tokens_or_samples = sum(len(batch[i].mask) for i in chosen) if algorithm.normalizer == "token" else size
+            tokens_or_samples = sum(len(batch[i].mask) for i in mine) if algorithm.normalizer == "token" else size
             total = total / tokens_or_samples
             optimizer.zero_grad()
             total.backward()
@@ -80,6 +80,13 @@ def plain(config: JobConfig, path: str, batch: list[TrainRow], sizes: list[int])
     made = trainer(config, path)
     made.model.load_state_dict(policy.state_dict())
     return weights(made), sum(losses) / len(losses)
+
+
+def chosen(policy: Any, row: TrainRow, config: JobConfig) -> torch.Tensor:
+    """The log-probs of a row's response."""
+    tokens = torch.from_numpy(row.tokens).long()
+    logits = policy(tokens[None]).logits[0].float() / config.rollout.temperature
+    return logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[-len(row.mask) :, 0]
 
 
 @pytest.mark.parametrize("normalizer", ["sample", "token"])
@@ -130,6 +137,33 @@ def test_later_passes_compare_with_the_first_forward_and_not_with_themselves(mod
     twice, _ = run(trainer(several(model, 1, 2), model), batch, [[6]], passes=2)
     assert once["ratio_max"] == 1.0 and once["approx_kl"] == 0.0
     assert twice["ratio_max"] > 1.01 and twice["approx_kl"] > 1e-4
+
+
+def test_later_mini_batches_compare_with_the_weights_that_the_step_began_with(model: str) -> None:
+    batch = [replace(row, old_log_probs=None) for row in rows(2)]
+    made = trainer(several(model, 2, 1, tis_high=2.0), model)
+    metrics, _ = run(made, batch, [[3], [3]], passes=1)
+    assert metrics["ratio_max"] > 1.01 and metrics["approx_kl"] > 1e-5
+    made.accumulate(1, batch[:1], [[0, 0, 0, 1]], last=True)
+    made.update(1)
+    with pytest.raises(KeyError):  # never with themselves
+        made.accumulate(1, batch[1:2], [[1, 0, 0, 1]], last=True, update=1)
+
+
+def test_a_correction_that_nobody_set_bounds_what_numerics_do_to_the_gradient(model: str) -> None:
+    config = job(model)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"dtype": "bfloat16"})})
+    (row,) = (
+        replace(row, old_log_probs=None) for row in rows(4, num_rows=1)
+    )  # the engine gave e^4 as much, or as little
+    norms = {}
+    for gap in (-4.0, 0.0, 4.0):
+        mine = np.array([-5.5] * len(row.mask), np.float32)
+        made = trainer(config, model)
+        metrics, _ = run(made, [replace(row, rollout_log_probs=mine + np.float32(gap))], [[1]], passes=1)
+        norms[gap] = metrics["tis_weight_mean"]
+        assert metrics["ratio_max"] == 1.0
+    assert norms[-4.0] == 2.0 and 0.5 < norms[0.0] < 1.6 and norms[4.0] < 0.04
 
 
 def test_whitened_advantages_are_what_the_loss_uses(model: str) -> None:
