@@ -58,6 +58,8 @@ class SGLangConfig(Section):
     """Servers give their memory back while the trainer of the same process trains, and take it for the next weights; None: where
     they share its device, and the two take turns."""
     start_deadline_s: float = Field(600.0, gt=0)
+    silent_deadline_s: float = Field(300.0, gt=0)
+    """A server that is not updated and does not sleep, and makes no token or answer for so long, is started again."""
 
     @model_validator(mode="after")
     def _one_source(self) -> SGLangConfig:

@@ -131,7 +131,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             connect_engine, settings=settings, folder=folder / f"weights-{index}", model_path=str(path),
             processed_media=False,
         )  # fmt: skip
-        return KeptEngine(server, connect, newest=newest, deadline_s=START_S, tell=tell)
+        return KeptEngine(server, connect, newest=newest, deadline_s=START_S, silent_s=START_S, tell=tell)
 
     servers: list[SGLangServer] = []
     with asyncio.Runner() as runner:

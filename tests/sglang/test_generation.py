@@ -209,10 +209,26 @@ async def test_a_prefix_is_the_beginning_of_the_sample_and_is_continued_as_itsel
     np.testing.assert_array_equal(np.sort(got.routed_experts, -1), np.sort(want, -1))
 
 
-async def test_what_does_not_fit_is_refused_and_harms_nobody(served: Served, tmp_path: Path) -> None:
+async def test_a_sample_ends_by_the_length_that_the_server_told_and_what_does_not_fit_is_refused_and_harms_nobody(
+    served: Served, tmp_path: Path
+) -> None:
     async with served.engine(tmp_path) as engine:
-        with pytest.raises(ConfigError, match="maximum context length"):
-            await engine.generate(request("long", 5, 5000))
+        lengths = engine.capabilities.lengths
+        assert lengths is not None
+        for num_prompt in (5, lengths.prompt):
+            done = await engine.generate(request(f"long/{num_prompt}", num_prompt, 5000))
+            assert (done.finish_reason, num_prompt + len(done.tokens)) == ("length", lengths.whole)
+        with pytest.raises(ConfigError, match=f"must have {lengths.prompt} tokens at most"):
+            await engine.generate(request("longer", lengths.prompt + 1, 1))
+        # What was counted here is what the server itself goes by.
+        for num_prompt, num_new in ((lengths.prompt + 1, 1), (5, lengths.whole - 5 + 1)):
+            body = {"input_ids": [7] * num_prompt, "sampling_params": {"max_new_tokens": num_new, "ignore_eos": True}}
+            if num_prompt > lengths.prompt:
+                with pytest.raises(ServerError, match="400"):
+                    await engine.client.post("/generate", body, deadline_s=STEP_S)
+            else:
+                told = await engine.client.post("/generate", body, deadline_s=STEP_S)
+                assert told["meta_info"]["completion_tokens"] == num_new - 1
         with pytest.raises(ConfigError, match="the model's vocabulary"):
             await engine.generate(request("strange", np.array([5, 700_000], np.int32), 4))
         with pytest.raises(ConfigError, match="unique"):

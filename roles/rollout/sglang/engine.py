@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -115,7 +115,8 @@ class SGLangEngine:
         self._version = self._given = version
         """What it serves, and the newest that it was ever given, perhaps just now."""
         self.asleep = False
-        """It has given the server's memory back. What is asked meanwhile waits there for the next weights."""
+        """It has given the server's memory back. What is asked meanwhile waits for `wake`, or there for the next weights."""
+        self.wake: Callable[[], Awaitable[None]] | None = None
         self._asked: dict[str, _Asked] = {}
         self._num_calls = 0
         self._name = secrets.token_hex(4)
@@ -166,6 +167,10 @@ class SGLangEngine:
     async def _generate(self, request: Request, asked: _Asked) -> Completion:
         """Asks until the sample is whole; what an answer brings is the beginning of the next question."""
         while not asked.cancelled:
+            self._raise_if_closed()
+            if self.asleep and self.wake is not None:
+                await self.wake()
+                continue
             room = self._room(request)
             if room < 1:  # only of what there is a beginning of
                 return self._completion(request, "length", request.prefix)
@@ -211,7 +216,6 @@ class SGLangEngine:
 
     async def _ask(self, request: Request, asked: _Asked, room: int) -> Answer:
         """One call, for `room` tokens. The answer has none where the request is aborted before its first one."""
-        self._raise_if_closed()
         self._num_calls += 1
         sent_under = self._version
         asked.rid = f"{request.id}#{self._name}.{self._num_calls}"

@@ -55,6 +55,7 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEn
             connect,
             newest=newest,
             deadline_s=settings.start_deadline_s,
+            silent_s=settings.silent_deadline_s,
             tell=ctx.report,
         )
 

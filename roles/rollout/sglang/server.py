@@ -47,6 +47,8 @@ _POLL_S = 0.25
 _ASK_S = 30.0
 _DEATH_S = 60.0
 """A process that a device's driver holds in the kernel outlives SIGKILL."""
+_MISSED = 3
+"""Calls in a row that a server which runs already leaves without an answer are its end."""
 _TAIL_BYTES = 4000
 _MAX_FOLDER_BYTES = 90
 """Of a folder in which a server's Unix sockets have room for their names."""
@@ -249,10 +251,13 @@ class SGLangServer:
 class AttachedServer:
     """A server that runs already, and is neither started nor ended here."""
 
-    def __init__(self, url: str, *, key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, key: str | None = None, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
         self.name = url
         self._url = url
         self._key = key
+        self._sleep = sleep
 
     async def start(self, deadline_s: float) -> SGLangClient:
         client = SGLangClient(self._url, api_key=self._key)
@@ -260,13 +265,20 @@ class AttachedServer:
         return client
 
     async def gone(self) -> str:
+        missed = 0
         async with SGLangClient(self._url, api_key=self._key) as client:
             while True:
-                await asyncio.sleep(8 * _POLL_S)
+                await self._sleep(8 * _POLL_S)
                 try:
                     await client.get("/model_info", deadline_s=_ASK_S)
                 except (PeerGone, DeadlineExceeded) as error:
-                    return str(error)
+                    missed += 1
+                    if missed == _MISSED:
+                        return str(error)
+                    continue
+                except ServerError:  # whatever it says, it is there
+                    pass
+                missed = 0
 
     async def close(self) -> None:
         return
