@@ -224,7 +224,7 @@ def put_group(bus: Bus, load: Load, grant: dict[str, Any], rows: Sequence[dict[s
     count = load.rows_per_put
     for first in range(0, load.samples_per_group, count):
         some = rows[first : first + count]
-        info = [[n, n // 2, 1.0, 0, 0] for n in (len(row["tokens"]) for row in some)]
+        info = [[n, n // 2, 1.0, 0, 0, 0] for n in (len(row["tokens"]) for row in some)]
         samples = range(first, first + len(some))
         bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns_of(load, some), info)
 

@@ -236,7 +236,7 @@ Put = tuple[list[list[int]], list[Column], dict[str, Any]]
 
 def puts(tokens: np.ndarray, media: MediaInputs, num_samples: int, num_response: int, *, shared: bool) -> list[Put]:
     """The records of group 0: its media once before its samples, or again in each of them."""
-    length = [len(tokens) + num_response, num_response, 1.0, 0, 0]
+    length = [len(tokens) + num_response, num_response, 1.0, 0, 0, 0]
     described = {"reservation": "group.0.0"}
     carried = [] if shared else media_columns(media)
     blob: Put = ([[0, GROUP_BLOB, 1]], media_columns(media), described | {"info": [[media.encoder_positions]]})

@@ -233,8 +233,8 @@ class ReplayGroups(PromptGroups):
         prompt, _ = await super().prepare(row, data)
         return prompt, MediaInputs(row.name, self._arrays) if self._arrays else None
 
-    def _columns(self, prompt: np.ndarray, done: Sequence[Completion]) -> list[Column]:
-        columns = super()._columns(prompt, done)
+    def _columns(self, prompt: np.ndarray, done: Sequence[Completion], scored: Sequence[bool]) -> list[Column]:
+        columns = super()._columns(prompt, done, scored)
         if self._replay.routed_bytes:
             columns.append(Column("routed_experts", "uint8", [self._experts[: len(c.tokens)] for c in done]))
         return columns

@@ -4,9 +4,9 @@ Owns the form of these answers, read off the index; changes nothing. Who gets wh
 (`index.py`, `rounds.py`, `coordinator.py`); `bus.py` reads them.
 
     lease   {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0",
-             "has_media": False, "have": [[sample, reward, response], ...]}     what earlier holders have put
+             "has_media": False, "have": [[sample, reward, response, finish], ...]}     what earlier holders put
     round   {"key", "index", "step", "last", "turn", "update", "closes", "ring",
-             "spans": [[7, 0, 0, 2], ...], "info": [lengths, responses, rewards],
+             "spans": [[7, 0, 0, 2], ...], "info": [lengths, responses, rewards, finishes],
              "groups": [{"group": 7, "step": 1, "samples": 8, "media": {column: place},
                          "extents": [[columns, part, first sample, count, place], ...]}, ...]}
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from rondo.comm.group import LENGTH, RESPONSE, REWARD, Group
+from rondo.comm.group import FINISH, LENGTH, RESPONSE, REWARD, Group
 from rondo.comm.index import Index
 from rondo.comm.rounds import Round, Stream
 
@@ -29,7 +29,10 @@ def lease_of(index: Index, group: Group) -> dict[str, Any]:
         "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
         "ring": index.space.ring_of(group.reservation()),
         "has_media": bool(group.media),
-        "have": [[sample, group.info[REWARD][sample], group.response(sample)] for sample in group.numbers()],
+        "have": [
+            [sample, group.info[REWARD][sample], group.response(sample), group.info[FINISH][sample]]
+            for sample in group.numbers()
+        ],
     }  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
         "spans": spans,
         "info": [
             list(chain.from_iterable([groups[span[0]].info[field][groups[span[0]].at(*span[1:])] for span in spans]))
-            for field in (LENGTH, RESPONSE, REWARD)
+            for field in (LENGTH, RESPONSE, REWARD, FINISH)
         ],
         "groups": [_group(group, spec) for group in groups.values()],
         "ring": reserve[0] if reserve else None,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from rondo.comm.ahead import Ahead
-from rondo.comm.group import INFO
+from rondo.comm.group import FINISHES, INFO
 from rondo.comm.partitions.client import Partition
 from rondo.comm.records import GROUP_BLOB, Column
 from rondo.comm.ring import Record, RecordRef, RingView, RingWriter
@@ -59,13 +59,14 @@ class Row:
     the round is acknowledged. So are the arrays of `media`: one mapping for all samples of a prompt group; None for text, and in
     streams that read no media."""
 
-    __slots__ = ("_held", "_number", "length", "response", "reward")
+    __slots__ = ("_held", "_number", "finish", "length", "response", "reward")
 
-    def __init__(self, held: _Held, number: int, length: int, response: int, reward: float) -> None:
+    def __init__(self, held: _Held, number: int, length: int, response: int, reward: float | None, finish: int) -> None:
         self._number = number  # among the rows of its group (`group.py`)
         self.length = length  # tokens, prompt and response
         self.response = response  # tokens of the response
-        self.reward = reward
+        self.reward = reward  # None: it failed
+        self.finish = FINISHES[finish]
         self._held = held
 
     @property
@@ -246,11 +247,11 @@ class Bus:
         epoch: int,
         samples: Sequence[int],
         columns: Sequence[Column],
-        info: Sequence[Sequence[float]],
+        info: Sequence[Sequence[float | None]],
         parts: Sequence[int] | None = None,
     ) -> RecordRef:
-        """Samples of a leased group, whole, which become visible together. info: [length, response tokens, reward, oldest
-        version, newest version] of each row; versions are NO_VERSION where no policy sampled a token.
+        """Samples of a leased group, whole, which become visible together. info: `INFO` of each row; versions are NO_VERSION
+        where no policy sampled a token.
 
         parts: how many rows each sample has; None: one each. The rows stand part by part: part 0 of every sample, then part 1 of
         those that have one, and so on.

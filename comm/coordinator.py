@@ -125,6 +125,9 @@ class Coordinator(PartitionEndpoints, Actor):
         self._put_at: dict[int, float] = {}  # group -> when its newest sample was seen
         self._committed_at = self._sent_back_at = clock()
         self._evaluators: dict[str, tuple[str, int]] = {}
+        self._evaluating: dict[
+            tuple[str, int], tuple[str, int, int]
+        ] = {}  # (label, part) -> (member, incarnation, rank)
         self._draining = False
         self._no_room: Wait | None = None  # since when the journal waits for room on the disk
         self._told_room_at = -math.inf  # when that was told last
@@ -312,7 +315,8 @@ class Coordinator(PartitionEndpoints, Actor):
         """Work for a rank of a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
 
         {"grants": [{group, epoch, step, position, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
-        {"evaluate": {"label", "version"}}: sample the held-out prompts with exactly this version (rank 0 alone);
+        {"evaluate": {"label", "version", "part", "of"}}: sample these of the held-out prompts with exactly this version; with
+        "parts", what was found of all of them: say what they are together;
         {"end": True}: the run needs nothing more.
 
         What was granted and is not held was in an answer that got lost: it is granted again, the same.
@@ -340,12 +344,7 @@ class Coordinator(PartitionEndpoints, Actor):
             return {"grants": [lease_of(self.index, group) for group in unheard]}
         if label is not None:
             target = 0 if label == "start" else self.index.version
-            holder = self._evaluators.get(label)
-            busy = holder is not None and self._is_living(*holder)
-            if rank or version != target or (busy and holder != (member, incarnation)):
-                return None
-            self._evaluators[label] = (member, incarnation)
-            return {"evaluate": {"label": label, "version": target}}
+            return self._part_of(label, version, (member, incarnation, rank)) if version == target else None
         grants = self._grants(member, incarnation, rank, version, min(max_groups, self._share(version) - len(mine)))
         return {"grants": grants} if grants else None
 
@@ -354,6 +353,21 @@ class Coordinator(PartitionEndpoints, Actor):
         first leaves some to the others."""
         rules, num_steps = self.index.rules, len(self.index.open_steps(version))
         return -(-num_steps * (rules.groups_per_step + rules.spare_groups) // max(1, self.index.versions.num_engines))
+
+    def _part_of(self, label: str, version: int, who: tuple[str, int, int]) -> dict[str, Any] | None:
+        """A part of an evaluation that no living engine works on, or the one that it was given; there is one for each engine that
+        the run begins with. Once all are there, they are a part themselves: to be put together."""
+        found = self.index.evaluation_parts.get(label, {})
+        of = sum(self.config.ranks[group] for group in self.config.rollout_groups)
+        left = [part for part in range(of) if str(part) not in found] or [of]
+        holders = {part: self._evaluating.get((label, part)) for part in left}
+        free = [part for part, holder in holders.items() if holder is None or not self._is_living(*holder[:2])]
+        part = next((part for part in left if holders[part] == who), free[0] if free else None)
+        if part is None:
+            return None
+        self._evaluating[label, part] = who
+        due = {"label": label, "version": version, "part": part, "of": of}
+        return {"evaluate": due | ({"parts": list(found.values())} if part == of else {})}
 
     def _due_evaluation(self) -> str | None:
         if self.config.evaluate_start and self.index.version == 0 and "start" not in self.index.evaluations:
@@ -472,7 +486,8 @@ class Coordinator(PartitionEndpoints, Actor):
 
     @endpoint
     async def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:
-        """A group ends before it is ready: `filtered`, or `error` when its data failed (retried, then quarantined)."""
+        """A group ends before it is ready: `filtered`; `failed`, without enough rewards; `error` when its data failed (retried,
+        then quarantined)."""
         self._fence(member, incarnation)
         held = self.index.groups.get(group)
         if held is None or held.state != "running" or held.epoch != epoch:
@@ -480,10 +495,11 @@ class Coordinator(PartitionEndpoints, Actor):
         if outcome == "error":
             self._emit({"event": "error", "group": group, "epoch": epoch, "why": why})
             left = self.index.groups.get(group)
-            state = left.state if left is not None else "quarantined"
-            self._report("group_error", {"group": group, "epoch": epoch, "why": why, "state": state})
+            outcome = left.state if left is not None else "quarantined"
         else:
             self._emit(self._settle(group, epoch, outcome, why))
+        if outcome != "filtered":
+            self._report("group_error", {"group": group, "epoch": epoch, "why": why, "state": outcome})
         self._check_written()
 
     @endpoint
@@ -785,6 +801,14 @@ class Coordinator(PartitionEndpoints, Actor):
             self._emit({"event": "evaluated", "label": label, "result": result})
             self._report("metrics", {"evaluation": {"label": label, **result}})
             self._check_written()
+
+    @endpoint
+    async def evaluated_part(self, member: str, incarnation: int, label: str, part: int, found: dict[str, Any]) -> None:
+        """What one engine found of its part; the first one counts."""
+        self._fence(member, incarnation)
+        if label not in self.index.evaluations and str(part) not in self.index.evaluation_parts.get(label, {}):
+            self._emit({"event": "evaluated_part", "label": label, "part": part, "found": found})
+        self._check_written()
 
     @endpoint
     async def checkpoint(self, member: str, incarnation: int, version: int) -> dict[str, Any]:

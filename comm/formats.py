@@ -4,7 +4,7 @@ Owns the number of the form and the ways from every older one to today's; not wh
 (`journal.py`). A dump names its format and the release that wrote it; the events behind a snapshot have the snapshot's. Format 0
 is what was written before there was a number.
 
-    index.dump()            -> {"format": 1, "release": "0.1.0", "attempt": 0, ...}
+    index.dump()            -> {"format": 2, "release": "0.1.0", "attempt": 0, ...}
     state_of(dump, path)    -> the same in today's form; ConfigError in one line where a newer release wrote it
 
 Invariant: a field that an older dump does not have is left out here too, and begins as in a new index; so only what changed its
@@ -18,7 +18,7 @@ from typing import Any
 
 from rondo.runtime import formats
 
-FORMAT = 1
+FORMAT = 2
 
 Fields = dict[str, Any]
 
@@ -57,9 +57,22 @@ def _event_of_0(event: Fields) -> Fields:
     return event
 
 
-_STATES: tuple[Callable[[Fields], Fields], ...] = (_state_of_0,)
+def _info_of_1(info: list[list[Any]]) -> list[list[Any]]:
+    """Of format 1, without how a response ended: those that a group's samples have; media have one field alone."""
+    return [*info, [0] * len(info[0])] if len(info) == 5 else info
+
+
+def _state_of_1(state: Fields) -> Fields:
+    return {**state, "groups": [{**group, "info": _info_of_1(group["info"])} for group in state["groups"]]}
+
+
+def _event_of_1(event: Fields) -> Fields:
+    return {**event, "info": _info_of_1(event["info"])} if "info" in event else event
+
+
+_STATES: tuple[Callable[[Fields], Fields], ...] = (_state_of_0, _state_of_1)
 """Step i makes a dump of format i one of format i + 1."""
-_EVENTS: tuple[Callable[[Fields], Fields], ...] = (_event_of_0,)
+_EVENTS: tuple[Callable[[Fields], Fields], ...] = (_event_of_0, _event_of_1)
 """Likewise for the events of a journal."""
 
 

@@ -6,7 +6,7 @@ with all of its parts, and for each column of a row. Does not own when a group c
 
     group 7, epoch 1, running      media    {"pixel_values": place, ...}         one record for all samples
     2 samples                      known    0b0111: samples 0 and 1, and part 1 of sample 0
-                                   info     [[length of row 0, of row 1, ...], [response of row 0, ...], rewards, oldest, newest]
+                                   info     [[length of row 0, of row 1, ...], [response of row 0, ...], rewards, and so on]
                                    extents  [columns, part, first sample, count, place], ...    one a record and run of samples
     place = [ring, position, sequence, row in the record]
 
@@ -32,9 +32,12 @@ Place = list[Any]  # [ring, position, sequence, row in the record]
 Extent = list[Any]  # [columns, part, first sample, how many samples, place of the first one]
 
 
-INFO = ("length", "response", "reward", "oldest", "newest")
-"""What is said of a row: tokens, tokens of the response, reward, and the oldest and newest policy version of its tokens."""
-LENGTH, RESPONSE, REWARD, OLDEST, NEWEST = range(len(INFO))
+INFO = ("length", "response", "reward", "oldest", "newest", "finish")
+"""What is said of a row: tokens, tokens of the response, reward (None: it failed), the oldest and newest policy version of its
+tokens, and how the response ended, as its place in `FINISHES`."""
+LENGTH, RESPONSE, REWARD, OLDEST, NEWEST, FINISH = range(len(INFO))
+FINISHES = ("stop", "length", "aborted")
+"""By itself, at the limit of its length, or by somebody."""
 NO_VERSION = -1
 """Policy version of tokens that no policy sampled (an environment's), and of a row that has no others: staleness leaves it
 out."""

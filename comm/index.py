@@ -84,6 +84,7 @@ class Index:
         self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
         self.members: dict[str, list[int]] = {}  # group name -> [incarnation, ranks, 1 if alive]
         self.evaluations: dict[str, Event] = {}
+        self.evaluation_parts: dict[str, dict[str, Any]] = {}  # label without a result -> part -> what was found of it
         self.space = Space()
         self.versions = Versions(rules.num_slots)
         self.rounds = Rounds(rules.streams)
@@ -125,6 +126,7 @@ class Index:
         self.rounds = Rounds(self.rules.streams)
         self.partitions.forget_all()
         self.prepared.clear()
+        self.evaluation_parts.clear()
         for group in self._outstanding():
             self._hold(group, None)
             self._move(group, "waiting")
@@ -368,6 +370,11 @@ class Index:
     def _on_evaluated(self, event: Event) -> None:
         self.evaluations[event["label"]] = event["result"]
         self.versions.pins.pop(event["label"], None)
+        self.evaluation_parts.pop(event["label"], None)
+
+    def _on_evaluated_part(self, event: Event) -> None:
+        if event["label"] not in self.evaluations:
+            self.evaluation_parts.setdefault(event["label"], {}).setdefault(str(event["part"]), event["found"])
 
     # ---- state changes shared by handlers ---------------------------------------------------------------------------
 
@@ -593,6 +600,7 @@ class Index:
         "last_error",
         "members",
         "evaluations",
+        "evaluation_parts",
     )
 
     def dump(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def evaluation_lines(evaluations: list[dict[str, Any]]) -> dict[str, list[tuple[
             for figure in (*(f for f in figures if f.startswith("mean@")), *passes[-1:]):
                 if figure != "pass@1":  # the share of solved prompts: the mean, where rewards are 0 and 1
                     lines.setdefault(f"{name} {figure}", []).append((found["version"], figures[figure]))
-        if "sets" not in found:
+        if "sets" not in found and found["reward"] is not None:
             lines.setdefault("held-out prompts", []).append((found["version"], found["reward"]))
     return lines
 

@@ -29,11 +29,18 @@ def step_records(path: Path) -> list[dict[str, Any]]:
 
 
 def evaluation_records(path: Path) -> list[dict[str, Any]]:
-    """One evaluation a policy version, in order of versions: {"version", "reward", "num_prompts", "sets"}. One that was made
-    again after a restart counts as its last."""
+    """One evaluation a policy version, in order of versions: {"version", "reward", "num_samples", "num_failed", "sets"}.
+    One that was made again after a restart counts as its last."""
     found = (record["evaluation"] for record in read_records(path) if "evaluation" in record)
     versions = {record["version"]: record for record in found}
     return [versions[version] for version in sorted(versions)]
+
+
+def shown_reward(mean: float | None, record: Mapping[str, Any]) -> str:
+    """The mean reward of a step or an evaluation as text, with how many of its samples have none because their reward failed."""
+    failed = record.get("num_failed", 0)
+    text = "-" if mean is None else f"{mean:.3f}"
+    return f"{text} (of {record['num_samples']}, {failed} failed)" if failed else text
 
 
 def evaluation_figures(evaluation: Mapping[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from rondo.launch.records import evaluation_records, step_records
+from rondo.launch.records import evaluation_records, shown_reward, step_records
 from rondo.launch.rundir import SupervisorRecord, existing_run, owner, read_json, supervisor_record
 from rondo.launch.summary import print_table, read
 from rondo.runtime.checkpoints import newest_complete
@@ -126,7 +126,9 @@ def _print_unfinished(run: Path, as_json: bool) -> int:
     if as_json:
         _print_json({"run": run.name, "alive": False, "summary": None, "last_step": last, "evaluations": evaluations})
         return 1
-    reached = f"step {last['step'] + 1}, reward {last['reward_mean']:.3f}" if last is not None else "no step"
+    reached = (
+        f"step {last['step'] + 1}, reward {shown_reward(last['reward_mean'], last)}" if last is not None else "no step"
+    )
     saved = newest_complete(run / "checkpoints") is not None
     advice = f"Go on with `rondo resume {run}`" if saved else "It has no checkpoint: start it again with `rondo train`"
     print(f"run {run.name} ended without a summary after {reached}. {advice}")

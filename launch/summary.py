@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rondo.launch.records import evaluation_figures, evaluation_records, read_records, step_records
+from rondo.launch.records import evaluation_figures, evaluation_records, read_records, shown_reward, step_records
 from rondo.launch.rundir import read_json, write_json
 from rondo.models.media.inputs import MODALITIES
 from rondo.runtime.errors import ConfigError
@@ -40,9 +40,13 @@ class Summary:
     steps: int
     wall_s: float
     reward_before: float | None = None
-    """Mean reward of sampled answers to held-out prompts under the first policy version that was evaluated."""
+    """Mean reward of sampled answers to held-out prompts under the first policy version that was evaluated; None where the reward
+    of all of them failed."""
     reward_after: float | None = None
     """The same under the last one; None when only one version was evaluated."""
+    failed_rewards: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of the rewards "before", "after" and "trained": how many samples, and how many of them have none because it failed. Those
+    without a failure are left out."""
     evaluations: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Policy version -> mean@k and pass@k of each evaluated set."""
     samples_admitted: int | None = None
@@ -53,6 +57,8 @@ class Summary:
     """Samples whose prompt groups ended in another way than by being trained."""
     quarantined: Mapping[str, int] = field(default_factory=dict)
     """Why prompt groups were quarantined, and how many for each cause; the most frequent ones."""
+    failed: Mapping[str, int] = field(default_factory=dict)
+    """The same of those that failed, too few of whose samples have a reward."""
     log_prob_gap: Mapping[str, float] = field(default_factory=dict)
     """Mean absolute gap between the log-probs of engine and trainer under the same weights, in nats, the largest of any
     step: of all tokens, and of rows with each modality."""
@@ -115,7 +121,9 @@ def summarize(
         reward_after=evaluations[-1]["reward"] if len(evaluations) > 1 else None,
         evaluations={str(found["version"]): evaluation_figures(found) for found in evaluations},
         **counts,
-        quarantined=quarantine_causes(run / "events.jsonl"),
+        quarantined=causes(run / "events.jsonl", "quarantined"),
+        failed=causes(run / "events.jsonl", "failed"),
+        failed_rewards=failed_rewards(steps, evaluations),
         log_prob_gap=largest_gaps(steps),
         restarts=dict(restarts or {}),
         recovery_s=dict(recovery_s or {}),
@@ -137,11 +145,24 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def quarantine_causes(events: Path) -> dict[str, int]:
-    """Cause -> prompt groups, most frequent first. A cause is told without the row's name, so that equal ones add up."""
+def failed_rewards(
+    steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[int, int]]:
+    """As in `Summary`."""
+    parts = {"before": evaluations[:1], "after": evaluations[1:][-1:], "trained": steps}
+    found = {
+        name: (sum(r.get("num_samples", 0) for r in records), sum(r.get("num_failed", 0) for r in records))
+        for name, records in parts.items()
+    }
+    return {name: counts for name, counts in found.items() if counts[1]}
+
+
+def causes(events: Path, state: str) -> dict[str, int]:
+    """Cause -> prompt groups that ended in this state, most frequent first. A cause is told without the row's name, so that equal
+    ones add up."""
     last: dict[tuple[str, int], str] = {}
     for record in read_records(events):
-        if record.get("kind") == "group_error" and record.get("state") == "quarantined":
+        if record.get("kind") == "group_error" and record.get("state") == state:
             last[record["source"], record["group"]] = _cause(record["why"])
     return dict(collections.Counter(last.values()).most_common(_NUM_CAUSES))
 
@@ -218,10 +239,12 @@ def print_table(summary: Summary, console: Console | None = None) -> None:
 
 def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """The summary as pairs of text, in order of interest. What was not measured is left out."""
-    if summary.reward_before is not None:
-        yield "reward_before", f"{summary.reward_before:.3f}"
-    if summary.reward_after is not None:
-        yield "reward_after", f"{summary.reward_after:.3f}"
+    for name, reward in (("before", summary.reward_before), ("after", summary.reward_after)):
+        of, failed = summary.failed_rewards.get(name, (0, 0))
+        if failed or reward is not None:
+            yield f"reward_{name}", shown_reward(reward, {"num_samples": of, "num_failed": failed})
+    if "trained" in summary.failed_rewards:
+        yield "failed_rewards", "of {}, {} failed".format(*summary.failed_rewards["trained"])
     for version, figures in summary.evaluations.items():
         if len(figures) > 1:  # a lone mean is the reward above
             yield f"evaluation.{version}", "  ".join(f"{name}={value:.3f}" for name, value in figures.items())
@@ -234,6 +257,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "samples_by_outcome", _pairs(summary.samples_by_outcome)
     for cause, count in summary.quarantined.items():
         yield "quarantined", f"{count} x {cause}"
+    for cause, count in summary.failed.items():
+        yield "failed", f"{count} x {cause}"
     if summary.log_prob_gap:
         yield "log_prob_gap", " ".join(f"{name}={value:.2g}" for name, value in summary.log_prob_gap.items())
     yield "restarts", _pairs(summary.restarts) or "0"

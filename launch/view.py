@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rondo.launch.machine import show_bytes
-from rondo.launch.records import evaluation_figures
+from rondo.launch.records import evaluation_figures, shown_reward
 from rondo.runtime.telling import tell_every, telling
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class Progress:
     """The newest step's record."""
     rewards: list[float] = field(default_factory=list)
     step_times: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=_RECENT_STEPS + 1))
-    evaluations: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, str] = field(default_factory=dict)
+    """Policy version -> its reward, as it is shown."""
     events: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_NUM_EVENTS))
 
     def add(self, record: Mapping[str, Any]) -> str | None:
@@ -96,7 +97,7 @@ class Progress:
             return f"{_clock(record)} {step_line(record, self.num_steps)}"
         if "evaluation" in record:
             evaluation = record["evaluation"]
-            self.evaluations[evaluation["version"]] = evaluation["reward"]
+            self.evaluations[evaluation["version"]] = shown_reward(evaluation.get("reward"), evaluation)
             figures = {name.replace(" ", "."): value for name, value in evaluation_figures(evaluation).items()}
             line = f"{_clock(record)} evaluation {pairs({**evaluation, **figures})}"
         elif record.get("kind") in _COUNTED:
@@ -217,11 +218,12 @@ class LiveView:
             roles.add_row(group.name, Text(state, style=style), str(group.restarts), show_bytes(group.rss_bytes))
         parts: list[RenderableType] = [head]
         if progress.rewards:
-            parts.append(Text(f"reward {progress.rewards[-1]:.3f} {sparkline(progress.rewards)}", no_wrap=True))
+            reward = shown_reward(progress.rewards[-1], progress.last)
+            parts.append(Text(f"reward {reward} {sparkline(progress.rewards)}", no_wrap=True))
             parts.append(Text(pairs({k: progress.last[k] for k in _FIGURES if k in progress.last}), overflow="fold"))
         if progress.evaluations:
             newest = list(progress.evaluations.items())[-_NUM_EVALUATIONS:]
-            shown = "  ".join(f"version {version}: {reward:.3f}" for version, reward in newest)
+            shown = "  ".join(f"version {version}: {reward}" for version, reward in newest)
             parts.append(Text(f"held-out reward  {shown}", style="bold"))
         parts.append(roles)
         parts.extend(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in progress.events)
@@ -243,7 +245,8 @@ def say(text: str) -> None:
 def step_line(record: Mapping[str, Any], num_steps: int) -> str:
     """A step as one line: `step=3/40 reward=0.412 loss=...`."""
     figures = {name: record[name] for name in _FIGURES if name in record}
-    return f"step={record['step'] + 1}/{num_steps} reward={record['reward_mean']:.3f} {pairs(figures)}".rstrip()
+    reward = shown_reward(record["reward_mean"], record)
+    return f"step={record['step'] + 1}/{num_steps} reward={reward} {pairs(figures)}".rstrip()
 
 
 def pairs(values: Mapping[str, Any]) -> str:

@@ -156,7 +156,8 @@ class ActorRole:
         """Train step `step` and commit version `step + 1`; None when no more rounds will come."""
         config, trainer = self._job.config, self._trainer
         busy, num_tokens, whole = 0.0, 0, False
-        rewards: list[float] = []
+        rewards: list[float | None] = []
+        num_cut_off = 0
         ages: list[np.ndarray] = []
         if self._parity is not None:
             self._parity.taken()  # of a step that ran before and was not whole
@@ -186,6 +187,7 @@ class ActorRole:
             if made.update < config.train.optimizer_steps_per_batch:  # later passes use the same rows
                 num_tokens += sum(row.length for row in made.rows)
                 rewards += [row.reward for row in made.rows]
+                num_cut_off += sum(row.finish == "length" for row in made.rows)
                 ages += seen
             whole = made.last
             self._ctx.progress()
@@ -202,11 +204,16 @@ class ActorRole:
         num_ages = config.max_staleness + 1
         by_age = np.bincount([int(each.max()) for each in ages if len(each)], minlength=num_ages)
         by_token = np.bincount(np.concatenate([np.zeros(0, np.int64), *ages]), minlength=num_ages)
-        sums = [sum(rewards), float(len(rewards)), float(num_tokens), *map(float, by_age), *map(float, by_token)]
-        reward, num_samples, tokens, *counts = await self._ctx.compute(trainer.sum_over_ranks, sums)
+        scores = [reward for reward in rewards if reward is not None]
+        sums = [sum(scores), *map(float, (len(scores), len(rewards), num_cut_off, num_tokens, *by_age, *by_token))]
+        reward, num_scored, num_samples, num_cut_off_all, tokens, *counts = await self._ctx.compute(
+            trainer.sum_over_ranks, sums
+        )
         by_age_all, by_token_all = counts[:num_ages], counts[num_ages:]
         metrics: dict[str, Any] = figures | {
-            "step": step, "version": step + 1, "reward_mean": reward / num_samples, "tokens": int(tokens),
+            "step": step, "version": step + 1, "reward_mean": reward / num_scored, "tokens": int(tokens),
+            "num_samples": int(num_samples), "num_failed": int(num_samples - num_scored),
+            "truncated_fraction": num_cut_off_all / num_samples,
             "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
             "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / num_samples,
             "staleness_max": max(age for age, count in enumerate(by_age_all) if count),

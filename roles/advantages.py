@@ -43,7 +43,8 @@ class AdvantagesRole:
 
 
 def _advantages(rows: list[Row], compute: advantage_functions.AdvantageFunction) -> list[np.ndarray]:
-    """float32 [R] for each row of one prompt group: the advantage of its sample on sampled tokens, 0 elsewhere."""
-    rewards = {row.sample: row.reward for row in rows}
+    """float32 [R] for each row of one prompt group: the advantage of its sample among those that have a reward on the tokens that
+    train, 0 elsewhere."""
+    rewards = {row.sample: row.reward for row in rows if row.reward is not None}
     values = dict(zip(rewards, compute(np.array(list(rewards.values()), np.float32)), strict=True))
-    return [row.array("loss_mask").astype(np.float32) * values[row.sample] for row in rows]
+    return [row.array("loss_mask").astype(np.float32) * values.get(row.sample, 0.0) for row in rows]

@@ -6,8 +6,9 @@ nor their media and derived columns, which are cheap to make again.
     checkpoints/step_000050/samples.safetensors
         tokens            int32   all rows end to end, and so every base column
         tokens.lengths    int64   [rows]
-        header            "format": "1"
-                          "rows": [[group, position, sample, part, length, response, reward, oldest, newest], ...]
+        header            "format": "2"
+                          "rows": [[group, position, sample, part, length, response, reward, oldest, newest, finish],
+                           ...]
 
 Invariant: what is given back is what was put, to the bit, for the same group at the same position of the data and with the same
 prompt; so the bound on staleness, which held when it was put, holds.
@@ -46,8 +47,8 @@ class KeptRow:
     position: int
     sample: int
     part: int
-    info: tuple[float, ...]
-    """As `Bus.put_samples` takes it: length, response tokens, reward, oldest and newest policy version."""
+    info: tuple[float | None, ...]
+    """`INFO`, as `Bus.put_samples` takes it."""
     columns: Mapping[str, np.ndarray]
 
 
@@ -93,7 +94,7 @@ def write_samples(folder: Path, kept: Sequence[KeptRow]) -> None:
         tensors[name] = np.concatenate([array for array in arrays if len(array)] or arrays[:1])
         tensors[name + _LENGTHS] = np.array([len(array) for array in arrays], np.int64)
     rows = [[row.group, row.position, row.sample, row.part, *row.info] for row in kept]
-    save_file(tensors, folder / FILE, metadata={_FORMAT: "1", _ROWS: orjson.dumps(rows).decode()})
+    save_file(tensors, folder / FILE, metadata={_FORMAT: "2", _ROWS: orjson.dumps(rows).decode()})
 
 
 class KeptSamples:
@@ -145,7 +146,9 @@ def put_kept(bus: Bus, ring: str, group: int, epoch: int, kept: Sequence[KeptRow
 
 
 def _rows(metadata: Mapping[str, str]) -> list[list[Any]]:
-    """The header of a file; one without a format has samples of one part."""
-    if _FORMAT in metadata:
+    """The header of a file. One of format 1 does not say how responses ended; one without a format has samples of one part."""
+    if metadata.get(_FORMAT) == "2":
         return list(orjson.loads(metadata[_ROWS]))
-    return [[group, position, sample, 0, *info] for group, position, sample, *info in orjson.loads(metadata["samples"])]
+    if _FORMAT in metadata:
+        return [[*row, 0] for row in orjson.loads(metadata[_ROWS])]
+    return [[*row[:3], 0, *row[3:], 0] for row in orjson.loads(metadata["samples"])]

@@ -188,10 +188,11 @@ class RewardConfig(Section):
     """The reward function and the processes that run it."""
 
     function: FunctionRef
-    """`def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log."""
+    """`def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log. It
+    may ask for `finish_reason`, `num_tokens` and `max_new_tokens` by name too."""
     num_workers: int = Field(1, ge=1)
     """Processes for each rollout replica."""
     deadline_s: float = Field(10.0, gt=0)
-    """What one call may take; then its process is killed and its sample counts as failed."""
+    """What one call may take; then its process is killed and its sample has no reward, as where the function raises."""
     max_failures: int = Field(2, ge=1)
-    """Failed scorings that one prompt group may have; one more puts it into quarantine."""
+    """How often a prompt group is given out again whose row cannot be used; one more failure puts it into quarantine."""

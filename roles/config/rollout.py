@@ -157,6 +157,8 @@ class RolloutConfig(Section):
     """A sample that was recomputed or interrupted so often goes on in place; None: as often as new weights come."""
     mask_old_tokens: bool = False
     """Leaves tokens out of the loss that are older than the newest version among their sample's tokens."""
+    mask_truncated: bool = False
+    """Leaves samples that `max_new_tokens` cut off out of the loss; their rewards still count in their prompt group."""
     lease_deadline_s: float = Field(120.0, gt=0)
     """A prompt group of whose requests and rewards none comes further for so long is granted again, to any replica."""
     straggler_deadline_s: float | None = Field(None, gt=0)

@@ -3,8 +3,10 @@
 Owns what is asked (every set's prompts, each with its own sampling), the figures of a set, and the check that one version alone
 answered. Does not own which version is due (the coordinator) or the engine, which is handed in.
 
-    found = await evaluator.evaluate(engine, "version_20", 20, num_slots=16)
-    found -> {"version": 20, "reward": 0.4, "num_prompts": 64, "sets": {"math": {"mean@4": 0.4, "pass@1": 0.4, "pass@4": 0.7}}}
+    part = await evaluator.evaluate(engine, "version_20", 20, num_slots=16, part=0, of=2)      # of two replicas
+    evaluator.result(20, [part, other])
+      -> {"version": 20, "reward": 0.4, "num_prompts": 64, "num_samples": 256, "num_failed": 0,
+          "sets": {"math": {"mean@4": 0.4, "pass@1": 0.4, "pass@4": 0.7, "num_prompts": 64}}}
 
 Invariant: no sample of an evaluation reaches the bus; its seed comes from (run seed, set, prompt, sample), so that the same
 weights give the same samples wherever and however often they are asked.
@@ -24,11 +26,15 @@ import numpy as np
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig, EvalSet, JobConfig
 from rondo.roles.datasets import Row, RowError, Rows
+from rondo.roles.rollout.columns import finish_of
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.rewards import RewardItem, RewardPool
 from rondo.roles.rollout.stops import Stops, whole_sample
 from rondo.runtime.errors import RondoError
 
+Part = dict[str, Any]
+"""What one replica found, as JSON: {"rewards": [[set, number of the prompt, rewards of its samples], ...], "failed": why one has
+none}."""
 Prepare = Callable[[Row, DataConfig], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
 
 
@@ -54,13 +60,17 @@ def ks_of(config: EvalSet) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*powers, config.samples_per_prompt)))
 
 
-def figures(config: EvalSet, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of a set whose prompts' samples got these rewards: `mean@n`, the mean reward of all n samples, and every `pass@k`."""
-    n = config.samples_per_prompt
-    found = {f"mean@{n}": float(np.mean(rewards))}
-    solved = [sum(reward >= config.solved_from for reward in each) for each in rewards]
+def figures(config: EvalSet, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
+    """Of a set whose prompts' samples got these rewards, None where one failed: `mean@n`, the mean of those that have one, and
+    every `pass@k`, over the prompts of which k have. A figure that nothing is known of is left out."""
+    scored = [[reward for reward in each if reward is not None] for each in rewards]
+    found: dict[str, float] = {}
+    if any(scored):
+        found[f"mean@{config.samples_per_prompt}"] = float(np.mean([reward for each in scored for reward in each]))
+    solved = [(len(each), sum(reward >= config.solved_from for reward in each)) for each in scored]
     for k in ks_of(config):
-        found[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for c in solved]))
+        if passes := [pass_at_k(n, c, k) for n, c in solved if n >= k]:
+            found[f"pass@{k}"] = float(np.mean(passes))
     return found
 
 
@@ -77,43 +87,57 @@ class Evaluator:
     prepare: Prepare
     params: SamplingParams
 
-    async def evaluate(self, engine: Engine, label: str, version: int, *, num_slots: int) -> dict[str, Any]:
-        """Every set under exactly this version, which the engine has and keeps; one wave decodes, one waits."""
-        assert self.config.evaluation is not None
-        configs = self.config.evaluation.named_sets()
+    async def evaluate(
+        self, engine: Engine, label: str, version: int, *, num_slots: int, part: int = 0, of: int = 1
+    ) -> Part:
+        """Every `of`-th prompt under exactly this version, which the engine has and keeps; one wave decodes, one waits."""
+        configs = self._configs
         room = asyncio.Semaphore(max(1, -(-2 * num_slots // max(c.samples_per_prompt for c in configs.values()))))
+        first_failed: list[str] = []
 
-        async def one(name: str, index: int) -> list[float | str]:
+        async def one(name: str, index: int) -> list[Any]:
             async with room:
                 try:
-                    return await self._prompt(engine, label, version, name, configs[name], index)
+                    rewards, failed = await self._prompt(engine, label, version, name, configs[name], index)
                 except RowError as error:
-                    return [str(error)] * configs[name].samples_per_prompt
+                    rewards, failed = [None] * configs[name].samples_per_prompt, str(error)
+            if failed:
+                first_failed.append(failed)
+            return [name, index, rewards]
 
+        every = [(name, index) for name in configs for index in range(len(self.sets[name]))]
         async with asyncio.TaskGroup() as tasks:
-            asked = {
-                name: [tasks.create_task(one(name, index)) for index in range(len(self.sets[name]))] for name in configs
-            }
-        found, unusable = {}, list[str]()
-        for name, config in configs.items():
-            scored = [task.result() for task in asked[name]]
-            # Told, counted as no reward, and the run goes on.
-            unusable += [failed[0] for each in scored if (failed := [why for why in each if isinstance(why, str)])]
-            rewards = [[0.0 if isinstance(reward, str) else reward for reward in each] for each in scored]
+            asked = [tasks.create_task(one(*each)) for each in every[part::of]]
+        return {"rewards": [task.result() for task in asked], "failed": min(first_failed, default="")}
+
+    def result(self, version: int, parts: Sequence[Part]) -> dict[str, Any]:
+        """What all parts together say. Samples whose reward failed are counted and told, and in no mean; without any reward the
+        mean is None."""
+        told = sorted((name, index, rewards) for part in parts for name, index, rewards in part["rewards"])
+        found = {}
+        for name, config in self._configs.items():
+            rewards = [each for of, _, each in told if of == name]
             found[name] = {**figures(config, rewards), "num_prompts": len(rewards)}
-        means = [found[name][f"mean@{config.samples_per_prompt}"] for name, config in configs.items()]
+        means = [value for each in found.values() for figure, value in each.items() if figure.startswith("mean@")]
+        every = [reward for _, _, rewards in told for reward in rewards]
+        num_failed = every.count(None)
         result: dict[str, Any] = {
-            "version": version, "reward": float(np.mean(means)),
-            "num_prompts": sum(len(tasks) for tasks in asked.values()), "sets": found,
+            "version": version, "reward": float(np.mean(means)) if means else None, "num_prompts": len(told),
+            "num_samples": len(every), "num_failed": num_failed, "sets": found,
         }  # fmt: skip
-        if unusable:
-            result |= {"num_unusable": len(unusable), "first_unusable": unusable[0]}
-        return result
+        return result | (
+            {"first_failed": min(part["failed"] for part in parts if part["failed"])} if num_failed else {}
+        )
+
+    @property
+    def _configs(self) -> Mapping[str, EvalSet]:
+        assert self.config.evaluation is not None
+        return self.config.evaluation.named_sets()
 
     async def _prompt(
         self, engine: Engine, label: str, version: int, name: str, config: EvalSet, index: int
-    ) -> list[float | str]:
-        """The rewards of one prompt's samples, or why the reward of one failed."""
+    ) -> tuple[list[float | None], str]:
+        """The rewards of one prompt's samples, and why the first of those failed that did."""
         row = await asyncio.to_thread(self.sets[name].row, index)
         prompt, media = await self.prepare(row, config.data or self.config.data)
         assert self.config.evaluation is not None
@@ -133,11 +157,14 @@ class Evaluator:
                 f"the evaluation of version {version} must sample under that version alone, got tokens of {sorted(others)}. "
                 "The engine took other weights meanwhile"
             )
-        results = await self.rewards.score([item_of(self.tokenizer, row, completion) for completion in done])
-        return [
-            result.score if result.score is not None else f"reward of {row.name}, sample {number}: {result.error}"
+        items = [item_of(self.tokenizer, row, completion, params.max_new_tokens) for completion in done]
+        results = await self.rewards.score(items)
+        errors = [
+            f"reward of {row.name}, sample {number}: {result.error}"
             for number, result in enumerate(results)
+            if result.score is None
         ]
+        return [result.score for result in results], errors[0] if errors else ""
 
     def _sampling(self, config: EvalSet) -> SamplingParams:
         rollout = self.params
@@ -150,7 +177,8 @@ class Evaluator:
         )
 
 
-def item_of(tokenizer: Any, row: Row, completion: Completion) -> RewardItem:
+def item_of(tokenizer: Any, row: Row, completion: Completion, max_new_tokens: int) -> RewardItem:
     """What the reward function is told of one sample."""
     text = tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
-    return RewardItem(response=text, label=row.label, prompt=row.prompt, metadata=row.metadata)
+    num_tokens = len(completion.tokens)
+    return RewardItem(text, row.label, row.prompt, row.metadata, finish_of(completion), num_tokens, max_new_tokens)

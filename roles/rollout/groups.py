@@ -4,8 +4,11 @@ Owns the way of each sample through engine and reward, what is put, and how a gr
 leases (`role.py`), how tokens are made (an `Engine`) or scored (`rewards.py`).
 
     lease -> prompt, media -> engine -> reward -> (filter) -> put          every group ends in exactly one of:
-                                   |          |         put of its n samples, settled as filtered, error, lease lost
-                                 error     filtered
+                  |                        |          |        put of its n samples, settled as filtered or failed, error,
+                error                    failed    filtered    lease lost
+
+A reward that fails, or is late, fails its sample alone: the sample is put without one, trains nothing, and its siblings count as
+they are. A group in which fewer samples have a reward than its algorithm compares fails, and another prompt takes its place.
 
 Invariant: a sample that was put is never generated again (a new lease names what is there). The media of a prompt are read,
 decoded and processed once a group, by workers beside this process, when its lease begins; so what is looked ahead is bounded by
@@ -16,11 +19,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from rondo.comm.group import REWARD
 from rondo.comm.records import Column
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
@@ -30,7 +34,7 @@ from rondo.roles.job import Job
 from rondo.roles.kept import KeptSamples, put_kept
 from rondo.roles.media import MediaPool
 from rondo.roles.prompts import render_prompt, without_media_section
-from rondo.roles.rollout.columns import columns_of, info_of
+from rondo.roles.rollout.columns import columns_of, finish_of, info_of
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.evaluation import item_of, sample_seed
 from rondo.roles.rollout.leases import Progress
@@ -43,26 +47,27 @@ from rondo.runtime.values import as_json
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on one prompt group. `have`: sample -> reward of what an earlier lease has put; `has_media`: it has
-    put the media."""
+    """The right to work on one prompt group. `have`: sample -> reward of what an earlier lease has put, None of one that failed;
+    `has_media`: it has put the media."""
 
     group: int
     epoch: int
     step: int
     position: int
     ring: str
-    have: Mapping[int, float]
+    have: Mapping[int, float | None]
     has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scored completion."""
+    """One completion with its reward; None with the `error` where that failed."""
 
     number: int
     completion: Completion
-    reward: float
-    details: Mapping[str, Any]
+    reward: float | None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
 
 
 @dataclass
@@ -89,14 +94,14 @@ class PromptGroups:
             prompt, media = await self.prepare(row, config.data)
         if media is not None and not lease.has_media:
             self._put_media(lease, media)
-        rewards = dict(lease.have)
-        rewards |= self._put_kept(lease, prompt)
-        missing = [number for number in range(config.rollout.samples_per_prompt) if number not in rewards]
+        rewards = dict(lease.have) | self._put_kept(lease, prompt)
         params = self.params(config.rollout.temperature)
         tasks = {
             asyncio.create_task(self._generate_of(lease, self._request(lease, number, prompt, media, params))): number
-            for number in missing
+            for number in range(config.rollout.samples_per_prompt)
+            if number not in rewards
         }
+        errors: list[str] = []
         try:
             while tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -106,20 +111,33 @@ class PromptGroups:
                     self.progress.scoring((lease.group, lease.epoch)),
                 ):
                     samples = await self._score(row, finished)
-                if isinstance(samples, str):
-                    await self.job.bus.call("settle", lease.group, lease.epoch, "error", samples)
-                    return
                 rewards |= {sample.number: sample.reward for sample in samples}
-                if not tasks and config.rollout.filter == "zero_std" and len(set(rewards.values())) == 1:
-                    await self.job.bus.call(
-                        "settle", lease.group, lease.epoch, "filtered", "equal rewards, which rollout.filter leaves out"
-                    )
+                errors += [
+                    f"reward of {row.name}, sample {each.number}: {each.error}" for each in samples if each.error
+                ]
+                if not tasks and (outcome := self._outcome(list(rewards.values()), errors)) is not None:
+                    await self.job.bus.call("settle", lease.group, lease.epoch, *outcome)
                     return
                 self._put(lease, prompt, samples)
                 self._log(lease, row, samples)
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _outcome(self, rewards: Sequence[float | None], errors: Sequence[str]) -> tuple[str, str] | None:
+        """What a group with these rewards is settled as, and why; None where it is trained. Of errors the first is told."""
+        config = self.job.config
+        scores = [reward for reward in rewards if reward is not None]
+        least = min(len(rewards), config.algorithm.resolved().min_group_size)
+        if len(scores) < least:
+            why = errors[0] if errors else "under an earlier lease"
+            return (
+                "failed",
+                f"{len(scores)} of {len(rewards)} samples have a reward, {least} must. The first that failed: {why}",
+            )
+        if config.rollout.filter == "zero_std" and len(set(scores)) == 1:
+            return "filtered", "equal rewards, which rollout.filter leaves out"
+        return None
 
     async def prepare(self, row: Row, data: DataConfig) -> tuple[np.ndarray, MediaInputs | None]:
         """The prompt's tokens, int32 [T], and what its media became. RowError for a row that cannot be used."""
@@ -157,27 +175,24 @@ class PromptGroups:
             stop_token_ids=self.stops.ids,
         )
 
-    async def _score(self, row: Row, finished: Sequence[tuple[int, Completion]]) -> list[Sample] | str:
-        """Samples with their rewards, or why this group's reward failed."""
-        items = [item_of(self.tokenizer, row, completion) for _, completion in finished]
+    async def _score(self, row: Row, finished: Sequence[tuple[int, Completion]]) -> list[Sample]:
         config = self.job.config
+        items = [item_of(self.tokenizer, row, completion, config.rollout.max_new_tokens) for _, completion in finished]
         # Of a group one after the other, by workers of which each starts anew.
         slowest_s = 2 * config.reward.deadline_s * config.rollout.samples_per_prompt + self.ctx.load_s
         with self.ctx.work("reward", slowest_s):
             results: Sequence[RewardResult] = await self.rewards.score(items)
-        samples = []
-        for (number, completion), result in zip(finished, results, strict=True):
-            if result.score is None:
-                return f"reward of {row.name}, sample {number}: {result.error}"
-            samples.append(Sample(number, completion, result.score, result.details))
-        return samples
+        return [
+            Sample(number, completion, result.score, result.details, result.error)
+            for (number, completion), result in zip(finished, results, strict=True)
+        ]
 
-    def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, float]:
+    def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, float | None]:
         """What the checkpoint that this run goes on from has of the group, on the bus again: sample -> reward."""
         kept = [each for each in self.kept.take(lease.group, lease.position, prompt) if each.sample not in lease.have]
         if kept:
             put_kept(self.job.bus, lease.ring, lease.group, lease.epoch, kept)
-        return {each.sample: each.info[2] for each in kept}
+        return {each.sample: each.info[REWARD] for each in kept}
 
     def _put_media(self, lease: Lease, media: MediaInputs) -> None:
         """Before the first sample, so that a group that is ready has its media."""
@@ -185,24 +200,31 @@ class PromptGroups:
         self.job.bus.put_media(lease.ring, lease.group, lease.epoch, columns, media.encoder_positions)
 
     def _put(self, lease: Lease, prompt: np.ndarray, samples: Sequence[Sample]) -> None:
-        columns = self._columns(prompt, [sample.completion for sample in samples])
+        scored = [sample.reward is not None for sample in samples]
+        columns = self._columns(prompt, [sample.completion for sample in samples], scored)
         info = [info_of(prompt, sample.completion, sample.reward) for sample in samples]
         numbers = [sample.number for sample in samples]
         self.job.bus.put_samples(lease.ring, lease.group, lease.epoch, numbers, columns, info)
 
-    def _columns(self, prompt: np.ndarray, done: Sequence[Completion]) -> list[Column]:
-        return columns_of(self.job.config, prompt, done)
+    def _columns(self, prompt: np.ndarray, done: Sequence[Completion], scored: Sequence[bool]) -> list[Column]:
+        return columns_of(self.job.config, prompt, done, scored)
 
     def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
-        """The group's first sample, for people to read: one line in samples/step_N.jsonl."""
-        first = next((sample for sample in samples if sample.number == 0), None)
-        if first is None:
-            return
-        line = {
-            "group": lease.group, "prompt": as_json(row.prompt), "label": as_json(row.label), "reward": first.reward,
-            "response": self.tokenizer.decode(first.completion.tokens.tolist()), "details": as_json(first.details),
-            "finish_reason": first.completion.finish_reason, "versions": sorted(set(first.completion.policy_versions.tolist())),
-        }  # fmt: skip
+        """The group's first sample, and every one that failed, for people to read: a line each in samples/step_N.jsonl."""
         path = self.ctx.run_dir / "samples" / f"step_{lease.step:06d}.jsonl"
-        with JsonLines(path, what="samples") as lines:
-            lines.write(line)
+        lines = [self._line(lease, row, sample) for sample in samples if sample.number == 0 or sample.error]
+        if lines:
+            with JsonLines(path, what="samples") as file:
+                for line in lines:
+                    file.write(line)
+
+    def _line(self, lease: Lease, row: Row, sample: Sample) -> dict[str, Any]:
+        done = sample.completion
+        line = {
+            "group": lease.group, "sample": sample.number, "prompt": as_json(row.prompt), "label": as_json(row.label),
+            "reward": sample.reward,
+            "response": self.tokenizer.decode(done.tokens.tolist()), "details": as_json(sample.details),
+            "finish_reason": finish_of(done), "num_tokens": len(done.tokens),
+            "versions": sorted(set(done.policy_versions.tolist())),
+        }  # fmt: skip
+        return line if sample.error is None else line | {"error": sample.error}

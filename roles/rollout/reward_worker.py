@@ -5,7 +5,9 @@ Owns loading the function, the waiting for one that is `async`, and checking wha
 user's module imports.
 
     score = open_function("rewards.py:exact")
-    score(["1234", "1234", "s3142>", {}])      # [1.0, {}]: response, label, prompt, metadata -> score, details
+    score(["1234", "1234", "s3142>", {}, ["stop", 5, 64]])      # [1.0, {}]: score, details
+
+A function is called with response, label, prompt and metadata, and with those of `ASKED_FOR` that are among its parameters.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
 
+ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens")
+"""What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, and their limit."""
 _SHOWN_CHARACTERS = 80
 
 
@@ -34,8 +38,11 @@ def open_function(function: str) -> Callable[[list[Any]], Encoded]:
         raise ConfigError(
             f"reward.function must be a function, got the class {function}. Give it a `def` that makes or uses an object of it"
         )
+    names: list[str] = []
     try:
-        inspect.signature(reward).bind("", "", prompt="", metadata={})
+        signature = inspect.signature(reward)
+        names = [name for name in ASKED_FOR if _takes(signature, name)]
+        signature.bind("", "", prompt="", metadata={}, **dict.fromkeys(names))
     except TypeError as error:
         raise ConfigError(
             f"reward.function must take (response, label, *, prompt, metadata), got {function} ({error}). "
@@ -45,11 +52,19 @@ def open_function(function: str) -> Callable[[list[Any]], Encoded]:
         pass  # a builtin without a signature
 
     def score(item: list[Any]) -> Encoded:
-        response, label, prompt, metadata = item
-        value = reward(response, label, prompt=prompt, metadata=metadata)
+        response, label, prompt, metadata, told = item
+        more = {name: value for name, value in zip(ASKED_FOR, told, strict=True) if name in names}
+        value = reward(response, label, prompt=prompt, metadata=metadata, **more)
         return scored(_loop().run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value)
 
     return score
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    """Whether a parameter takes an argument of this name."""
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds = {each.name: each.kind for each in signature.parameters.values()}
+    return kinds.get(name) in by_name or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def scored(value: Any) -> Encoded:

@@ -18,18 +18,23 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from rondo.roles.rollout.reward_worker import ASKED_FOR
 from rondo.runtime.pool import Item, Outcome, Pool
 from rondo.runtime.values import encode
 
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score. `label` and `metadata` come from the data set and reach the function as they are."""
+    """One response to score. `label` and `metadata` come from the data set and reach the function as they are. How the response
+    ended (one of `FINISHES`), its tokens and their limit reach one that asks for them by name (`reward_worker.ASKED_FOR`)."""
 
     response: str
     label: Any = None
     prompt: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str = "stop"
+    num_tokens: int = 1
+    max_new_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,8 @@ def _result(outcome: Outcome) -> RewardResult:
 def encoded_item(item: RewardItem) -> Item | RewardResult:
     """The item as it travels, or the result that says why it cannot."""
     try:
-        return Item.of([item.response, item.label, item.prompt, item.metadata])
+        told = [getattr(item, name) for name in ASKED_FOR]
+        return Item.of([item.response, item.label, item.prompt, item.metadata, told])
     except TypeError:
         problem = problem_of({"prompt": item.prompt, "label": item.label, "metadata": item.metadata})
         return RewardResult(None, {}, problem, brief=problem)

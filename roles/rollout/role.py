@@ -28,7 +28,7 @@ from rondo.roles.media import MediaPool
 from rondo.roles.prompts import TooLong
 from rondo.roles.rollout.dispatch.dispatcher import Dispatcher
 from rondo.roles.rollout.embedded import EmbeddedEngine
-from rondo.roles.rollout.evaluation import Evaluator
+from rondo.roles.rollout.evaluation import Evaluator, Part
 from rondo.roles.rollout.groups import Lease, PromptGroups
 from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.replica import ROLE, Replica
@@ -118,7 +118,7 @@ class RolloutRole:
                 answer = await self._next(limit - len(self._running))
             if "grants" in answer:
                 for grant in answer["grants"]:
-                    lease = Lease(**{**grant, "have": {sample: reward for sample, reward, _ in grant["have"]}})
+                    lease = Lease(**{**grant, "have": {sample: reward for sample, reward, *_ in grant["have"]}})
                     self._progress.begin((lease.group, lease.epoch))
                     self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
             elif "evaluate" in answer:
@@ -205,11 +205,17 @@ class RolloutRole:
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
-    async def _evaluate(self, label: str, version: int) -> None:
-        """With the engine itself, before and after the training: it has this version, and gets no other meanwhile."""
+    async def _evaluate(self, label: str, version: int, part: int, of: int, parts: list[Part] | None = None) -> None:
+        """With the engine itself, before and after the training: it has this version, and gets no other meanwhile. `parts` are
+        there where all prompts were asked."""
+        if parts is not None:
+            await self._job.bus.call("evaluated", label, self._evaluator.result(version, parts))
+            return
         num_slots = self._job.config.rollout.num_slots
-        found = await self._evaluator.evaluate(self._replica.engine, label, version, num_slots=num_slots)
-        await self._job.bus.call("evaluated", label, found)
+        found = await self._evaluator.evaluate(
+            self._replica.engine, label, version, num_slots=num_slots, part=part, of=of
+        )
+        await self._job.bus.call("evaluated_part", label, part, found)
 
     async def _evaluate_beside(self) -> None:
         """Beside the training, with an engine whose weights change only here."""
@@ -234,4 +240,4 @@ class RolloutRole:
                 found = await self._evaluator.evaluate(
                     self._replica.beside, label, version, num_slots=evaluation.num_slots
                 )
-            await self._job.bus.call("evaluated", label, found)
+            await self._job.bus.call("evaluated", label, self._evaluator.result(version, [found]))

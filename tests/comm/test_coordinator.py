@@ -120,7 +120,7 @@ async def test_a_dead_replica_s_groups_go_to_another_which_makes_only_what_is_mi
         put_group(rollout, first, [1])
         await run.die("rollout-0")
         again = next(g for g in (await other.call("lease", 8, []))["grants"] if g["group"] == first["group"])
-        assert again["epoch"] == first["epoch"] + 1 and again["have"] == [[1, 1.0, 4]]
+        assert again["epoch"] == first["epoch"] + 1 and again["have"] == [[1, 1.0, 4, 0]]
         with pytest.raises(Refused, match="living incarnation"):
             await rollout.call("renew", [])
 
@@ -330,12 +330,19 @@ async def test_evaluations_come_before_the_first_lease_and_after_the_last_commit
         object.__setattr__(run.config, "evaluate_start", True)
         object.__setattr__(run.config, "evaluate_end", True)
         rollout, fwd, advantages, actor = await everyone(run)
-        assert (await rollout.call("lease", 8, []))["evaluate"] == {"label": "start", "version": 0}
+        parts = [{"label": "start", "version": 0, "part": part, "of": 2} for part in range(3)]
+        for part in parts[:2]:  # two engines; the other has not come yet
+            for _ in range(2):  # its answer was lost
+                assert (await rollout.call("lease", 8, []))["evaluate"] == part
+            await rollout.call("evaluated_part", "start", part["part"], {"rewards": [part["part"]]})
+        whole = {"parts": [{"rewards": [0]}, {"rewards": [1]}]}
+        assert (await rollout.call("lease", 8, []))["evaluate"] == parts[2] | whole
         await rollout.call("evaluated", "start", {"version": 0, "reward": 0.25, "num_prompts": 4})
+        assert run.coordinator.index.evaluation_parts == {}
         await whole_step(run, rollout, fwd, advantages, actor, 0)
         asking = asyncio.create_task(rollout.call("lease", 8, []))
         await prove(rollout, 1)
-        assert (await asking)["evaluate"] == {"label": "end", "version": 1}
+        assert (await asking)["evaluate"] == {"label": "end", "version": 1, "part": 0, "of": 2}
         await rollout.call("evaluated", "end", {"version": 1, "reward": 0.5, "num_prompts": 4})
         assert await rollout.call("lease", 8, []) == {"end": True}
         assert await actor.call("next_rounds", "actor", 0, 0, 1) == {"end": True}

@@ -165,3 +165,27 @@ def test_pins_survive_a_dump() -> None:
     versions.begin(2, 5)
     versions.publish(2, 5, 9)
     assert versions.writable() == 0
+
+
+async def test_every_engine_evaluates_a_part_at_the_end_and_one_that_dies_loses_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, evaluate_every=None, evaluate_end=True, num_pinned=0) as run:
+        one, other = await run.bus("rollout-0"), await run.bus("rollout-1")
+        reach(run, 4)
+        for bus in (one, other):
+            await bus.call("proved", "rollout.0", 4)
+        assert [(await bus.call("lease", 1, []))["evaluate"]["part"] for bus in (one, other)] == [0, 1]
+        await other.call("evaluated_part", "end", 1, {"rewards": [["s", 1, [1.0]]]})
+        await other.call("evaluated_part", "end", 1, {"rewards": []})  # the first one counts
+        assert await ask(other.call("lease", 1, [])) is None  # the rest is with the first replica
+        await run.die("rollout-0", 1)
+        taken_up = {"label": "end", "version": 4, "part": 0, "of": 2}
+        assert (await other.call("lease", 1, []))["evaluate"] == taken_up
+        await run.stop()
+        await run.start()  # a coordinator that forgot who works on it, and not what was found
+        assert (await other.call("lease", 1, []))["evaluate"] == taken_up
+        await other.call("evaluated_part", "end", 0, {"rewards": [["s", 0, [0.5]]]})
+        due = (await other.call("lease", 1, []))["evaluate"]
+        assert sorted(part["rewards"][0] for part in due["parts"]) == [["s", 0, [0.5]], ["s", 1, [1.0]]]
+        await evaluated(other, "end", 4)
+        assert await other.call("lease", 1, []) == {"end": True}
+        assert run.coordinator.index.evaluation_parts == {}

@@ -590,7 +590,7 @@ def put_rows(bus: Driver, group: int, rows: list[list[int]], oldest: list[int] |
     versions = oldest or [0] * len(rows)
     bus._put(
         "ring/rollout-0/0", [[group, *row] for row in rows], list(BASE), epoch=found.epoch, reservation=found.reservation(),
-        info=by_field([[10, 4, 1.0, each, each] for each in versions]), **more,
+        info=by_field([[10, 4, 1.0, each, each, 0] for each in versions]), **more,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def puts(draw: st.DrawFn) -> Event:
         "reservation": draw(reservations), "entries": num,
     }  # fmt: skip
     if draw(st.booleans()):
-        made["info"] = [[draw(small) for _ in range(num)] for _ in range(5)]
+        made["info"] = [[draw(small) for _ in range(num)] for _ in range(6)]
     return made
 
 
@@ -84,6 +84,7 @@ EVENTS = st.one_of(
     event("proved", reader=members.map(lambda member: f"{member}/rollout.0"), version=small),
     event("pin", label=st.just("version_1"), slot=st.integers(0, 2)),
     event("evaluated", label=st.just("version_1"), result=st.just({"reward": 0.5})),
+    event("evaluated_part", label=st.just("version_1"), part=st.integers(0, 1), found=st.just({"rewards": []})),
     event("attempt", attempt=st.integers(0, 1)),
 )  # fmt: skip
 

@@ -46,7 +46,7 @@ config = RunConfig(
             "own": EvalSet(num_prompts=4, data=DataConfig(rows=other_words), temperature=0, max_new_tokens=3),
         },
     ),
-    reward=RewardConfig(function=moody, deadline_s=3.0, max_failures=1),
+    reward=RewardConfig(function=moody, deadline_s=3.0),
     rollout=RolloutConfig(
         prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=100, num_slots=2,
         on_new_weights="interrupt", max_interruptions=1, mask_old_tokens=True,

@@ -19,10 +19,11 @@ def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_rais
     summary, metrics = ended.summary, ended.run_dir / "metrics.jsonl"
     assert (summary["steps"], summary["restarts"]) == (8, {"rollout": 2})
     assert (summary["samples_lost"], summary["samples_trained_twice"], summary["samples_trained"]) == (0, 0, 8 * 4 * 2)
-    assert summary["samples_by_outcome"]["quarantined"] == 2 * 2  # two prompts of two samples
+    assert summary["samples_by_outcome"]["failed"] == 2 * 2  # two prompts of two samples
     events = [orjson.loads(text) for text in (ended.run_dir / "events.jsonl").read_bytes().splitlines()]
-    failed = {event["group"]: event["why"] for event in events if event.get("state") == "quarantined"}
+    failed = {event["group"]: event["why"] for event in events if event.get("state") == "failed"}
     raised, hung = (failed[group] for group in sorted(failed))
+    assert sum(summary["failed"].values()) == 2 and summary["quarantined"] == {}
     assert "ZeroDivisionError" in raised and "within 3 s" in hung
     found = evaluation_records(metrics)
     assert [each["version"] for each in found] == [4, 8] and list(summary["evaluations"]) == ["4", "8"]

@@ -40,6 +40,22 @@ def test_rewards_before_and_after_are_those_of_the_first_and_last_version(tmp_pa
     assert (summary.steps, summary.first_step_s, summary.wall_s) == (2, 5.0, 9.5)
 
 
+def test_rewards_that_failed_are_told_beside_the_mean_of_the_others_and_are_no_0(tmp_path: Path) -> None:
+    none, some = evaluation(0, 0.5), evaluation(2, 0.7)
+    none["evaluation"] |= {"reward": None, "num_samples": 8, "num_failed": 8, "sets": {"kept": {"num_prompts": 8}}}
+    some["evaluation"] |= {"num_samples": 8, "num_failed": 1}
+    steps = [step(number, 1.0, num_samples=64, num_failed=number) for number in range(3)]
+    summary = summarize(run_with(tmp_path, [none, *steps, some]), exit_code=0, wall_s=1.0)
+    assert (summary.reward_before, summary.reward_after) == (None, 0.7)
+    assert summary.failed_rewards == {"before": (8, 8), "after": (8, 1), "trained": (192, 3)}
+    assert list(rows(summary))[:3] == [
+        ("reward_before", "- (of 8, 8 failed)"),
+        ("reward_after", "0.700 (of 8, 1 failed)"),
+        ("failed_rewards", "of 192, 3 failed"),
+    ]
+    assert evaluation_lines([none["evaluation"]]) == {}
+
+
 def test_one_evaluation_says_nothing_about_after(tmp_path: Path) -> None:
     summary = summarize(run_with(tmp_path, [evaluation(0, 0.1)]), exit_code=75, wall_s=1.0)
     assert (summary.reward_before, summary.reward_after, summary.steps) == (0.1, None, 0)

@@ -40,6 +40,8 @@ def test_a_step_is_one_line_of_pairs() -> None:
     line = Progress(num_steps=40).add(step(2, 0.41234, loss=-0.5, staleness_max=1, text="no", notes={}))
     assert line is not None
     assert without_clock(line) == "step=3/40 reward=0.412 loss=-0.5 staleness_max=1"
+    line = Progress(num_steps=40).add(step(2, 0.41234, num_samples=64, num_failed=3))
+    assert line is not None and without_clock(line) == "step=3/40 reward=0.412 (of 64, 3 failed)"
 
 
 def test_an_evaluation_and_any_other_event_are_lines_and_other_metrics_are_not() -> None:

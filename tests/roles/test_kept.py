@@ -18,7 +18,7 @@ from rondo.comm.bus import Bus
 from rondo.comm.group import REWARD
 from rondo.comm.records import Column, record_bytes
 from rondo.comm.ring import Record
-from rondo.roles.config import RolloutConfig
+from rondo.roles.config import AlgorithmConfig, RolloutConfig
 from rondo.roles.datasets import Row
 from rondo.roles.kept import FILE, KeptRow, KeptSamples, copy_samples, write_samples
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
@@ -50,7 +50,7 @@ def put(bus: Bus, grant: Mapping[str, Any], samples: list[int], parts: list[int]
     rows = [(s, part) for part in range(max(parts)) for s, num in zip(samples, parts, strict=True) if part < num]
     made = [columns(grant["group"], sample, part) for sample, part in rows]
     fields = [Column(name, made[0][name].dtype.name, [each[name] for each in made]) for name in BASE_COLUMNS]
-    info = [[3 + 2 * sample + part, 2 * sample + part, 0.25 * sample, 0, 0] for sample, part in rows]
+    info = [[3 + 2 * sample + part, 2 * sample + part, 0.25 * sample, 0, 0, 0] for sample, part in rows]
     bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, fields, info, parts)
 
 
@@ -58,7 +58,7 @@ def equal(kept: list[KeptRow], expected: list[tuple[int, ...]]) -> None:
     assert [(each.group, each.sample, each.part) for each in kept] == [(*row, 0)[:3] for row in expected]
     for each in kept:
         response = 2 * each.sample + each.part
-        assert each.info == (3 + response, response, 0.25 * each.sample, 0, 0)
+        assert each.info == (3 + response, response, 0.25 * each.sample, 0, 0, 0)
         for name, array in columns(each.group, each.sample, each.part).items():
             assert each.columns[name].dtype == array.dtype and np.array_equal(each.columns[name], array)
 
@@ -150,7 +150,7 @@ def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave
     write_samples(tmp_path, [])
     assert not (tmp_path / FILE).exists()
     assert len(KeptSamples.read(tmp_path)) == len(KeptSamples.read(None)) == 0
-    sample = KeptRow(4, 9, 1, 0, (5, 2, 0.25, 0, 0), columns(4, 1))
+    sample = KeptRow(4, 9, 1, 0, (5, 2, 0.25, 0, 0, 0), columns(4, 1))
     assert KeptSamples([sample]).take(4, 8, PROMPT) == []
     assert KeptSamples([sample]).take(4, 9, PROMPT + 1) == []
     equal(KeptSamples([sample]).take(4, 9, PROMPT), [(4, 1)])
@@ -159,12 +159,14 @@ def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave
 class Groups(PromptGroups):
     """Those of a replica whose engine answers at once; it notes what it was asked for."""
 
-    def __init__(self, bus: Bus, kept: KeptSamples, *, replay: bool = False) -> None:
+    def __init__(self, bus: Bus, kept: KeptSamples, *, replay: bool = False, num_samples: int = 2) -> None:
         rollout = SimpleNamespace(
-            samples_per_prompt=2, temperature=1.0, filter=None, on_new_weights="continue", max_interruptions=None,
-            mask_old_tokens=False,
+            samples_per_prompt=num_samples, temperature=1.0, filter=None, on_new_weights="continue", max_interruptions=None,
+            mask_old_tokens=False, mask_truncated=False, max_new_tokens=3,
         )  # fmt: skip
-        config = SimpleNamespace(rollout=rollout, data=None, seed=0, train=SimpleNamespace(router_replay=replay))
+        config = SimpleNamespace(
+            rollout=rollout, algorithm=AlgorithmConfig(), data=None, seed=0, train=SimpleNamespace(router_replay=replay)
+        )
         super().__init__(
             ctx=cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))),
             job=cast(Any, SimpleNamespace(bus=bus, config=config)),
@@ -189,7 +191,7 @@ class Groups(PromptGroups):
         experts = None if request.id == "1.0/0" else np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
         return Completion(request.id, tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "length", experts)
 
-    async def _score(self, row: Row, finished: Any) -> list[Sample] | str:
+    async def _score(self, row: Row, finished: Any) -> list[Sample]:
         return [Sample(number, completion, 1.0, {}) for number, completion in finished]
 
     def _log(self, lease: Lease, row: Row, samples: Any) -> None:

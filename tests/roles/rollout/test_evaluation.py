@@ -6,9 +6,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import orjson
 import pytest
 
 from rondo.models.parallel import full_tensors
@@ -96,24 +97,37 @@ SETS = EvalConfig(
 )
 
 
+async def whole(asking: Evaluator, engine: EmbeddedEngine, *, num_slots: int = 8, of: int = 1) -> dict[str, Any]:
+    """The result of an evaluation in `of` parts, as JSON carries them."""
+    parts = [
+        await asking.evaluate(engine, "end", 0, num_slots=num_slots, part=part, of=of) for part in reversed(range(of))
+    ]
+    return asking.result(0, orjson.loads(orjson.dumps(parts)))
+
+
 async def test_equal_weights_get_equal_scores_whoever_asks_and_other_weights_get_others() -> None:
     asking = evaluator(SETS, easy=Numbers(3), hard=Numbers(2))
-    first = await asking.evaluate(engine(), "version_4", 0, num_slots=8)
-    again = await asking.evaluate(engine(num_slots=4), "version_4", 0, num_slots=4)
-    assert first == again
-    assert first["sets"].keys() == {"easy", "hard"} and first["num_prompts"] == 5
+    first = await whole(asking, engine())
+    assert first == await whole(asking, engine(num_slots=4), num_slots=4)
+    assert first["sets"].keys() == {"easy", "hard"} and (first["num_prompts"], first["num_samples"]) == (5, 14)
     assert first["sets"]["easy"].keys() == {"mean@4", "pass@1", "pass@2", "pass@4", "num_prompts"}
     assert first["reward"] == (first["sets"]["easy"]["mean@4"] + first["sets"]["hard"]["mean@1"]) / 2
-    assert (await asking.evaluate(engine(1), "version_4", 0, num_slots=8))["sets"] != first["sets"]
+    assert first["num_failed"] == 0 and "first_failed" not in first
+    assert (await whole(asking, engine(1)))["sets"] != first["sets"]
 
 
-async def test_a_prompt_that_cannot_be_used_counts_as_unsolved_and_is_told() -> None:
+@pytest.mark.parametrize("of", [2, 3, 7])
+async def test_several_replicas_find_together_what_one_finds(of: int) -> None:
+    config = EvalConfig(num_prompts=5, samples_per_prompt=4)
+    asking = replace(evaluator(config, held_out=Numbers(5, broken=3)), rewards=cast(Any, Moody()))
+    assert await whole(asking, engine(), of=of) == await whole(asking, engine())
+
+
+async def test_a_prompt_that_cannot_be_used_is_in_no_mean_and_is_told() -> None:
     config = EvalConfig(num_prompts=3, solved_from=0.0)
-    found = await evaluator(config, held_out=Numbers(3, broken=1)).evaluate(engine(), "end", 0, num_slots=8)
-    assert found["num_unusable"] == 1 and found["first_unusable"] == "row 1: broken"
-    assert (
-        found["num_prompts"] == 3 and found["sets"]["held_out"]["pass@1"] == 1.0
-    )  # no reward is 0.0, which solves here
+    found = await whole(evaluator(config, held_out=Numbers(3, broken=1)), engine())
+    assert (found["num_samples"], found["num_failed"], found["first_failed"]) == (3, 1, "row 1: broken")
+    assert found["num_prompts"] == 3 and found["sets"]["held_out"]["pass@1"] == 1.0
 
 
 class Moody(Scores):
@@ -124,13 +138,25 @@ class Moody(Scores):
         return [found[0], RewardResult(None, {}, "planted"), *found[2:]] if items[0].prompt == "1" else found
 
 
-async def test_a_reward_that_fails_counts_as_none_and_is_told() -> None:
+class Failing(Scores):
+    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        return [RewardResult(None, {}, "planted") for _ in items]
+
+
+async def test_a_reward_that_fails_is_in_no_mean_and_is_told() -> None:
     asking = evaluator(EvalConfig(num_prompts=3, samples_per_prompt=4), held_out=Numbers(3))
-    whole = await asking.evaluate(engine(), "end", 0, num_slots=8)
-    rewards: Any = Moody()
-    found = await replace(asking, rewards=rewards).evaluate(engine(), "end", 0, num_slots=8)
-    assert found["num_unusable"] == 1 and found["first_unusable"] == "reward of row 1, sample 1: planted"
-    assert found["reward"] < whole["reward"] and "num_unusable" not in whole
+    [every] = [each["rewards"] for each in [await asking.evaluate(engine(), "end", 0, num_slots=8)]]
+    found = await whole(replace(asking, rewards=cast(Any, Moody())), engine())
+    assert (found["num_samples"], found["num_failed"]) == (12, 1)
+    assert found["first_failed"] == "reward of row 1, sample 1: planted"
+    scores = [score for _, index, scores in every for number, score in enumerate(scores) if (index, number) != (1, 1)]
+    assert found["reward"] == pytest.approx(sum(scores) / 11)
+    # Of three samples nothing is known of pass@4.
+    assert found["sets"]["held_out"]["pass@4"] == np.mean(
+        [pass_at_k(4, sum(score >= 1 for score in scores), 4) for _, index, scores in every if index != 1]
+    )
+    found = await whole(replace(asking, rewards=cast(Any, Failing())), engine())
+    assert found["reward"] is None and found["num_failed"] == 12 and found["sets"]["held_out"] == {"num_prompts": 3}
 
 
 async def test_an_evaluation_whose_engine_took_other_weights_meanwhile_has_no_result() -> None:

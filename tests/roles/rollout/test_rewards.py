@@ -32,6 +32,12 @@ import numpy as np  # a function may bring what it likes
 def exact(response, label, *, prompt, metadata):
     return float(response == label)
 
+def asks(response, label, *, prompt, metadata, num_tokens, finish_reason=None):
+    return {"score": 1.0, "told": [finish_reason, num_tokens]}
+
+def takes_all(response, label, **told):
+    return {"score": 1.0, "told": told}
+
 async def waited(rest):
     global loop
     import asyncio
@@ -150,6 +156,20 @@ async def test_a_group_is_scored_in_order(functions: str) -> None:
         items = [RewardItem(str(i % 3), label="1", prompt="p") for i in range(9)]
         assert scores(await pool.score(items)) == [0, 1, 0] * 3
         assert pool.stats().num_scored == 9
+
+
+async def test_a_function_is_told_how_a_response_ended_where_it_asks_by_name(functions: str) -> None:
+    item = RewardItem("x", "y", "p", {"m": 1}, "length", 7, 64)
+    for name, told in (
+        ("asks", ["length", 7]),
+        (
+            "takes_all",
+            {"prompt": "p", "metadata": {"m": 1}, "finish_reason": "length", "num_tokens": 7, "max_new_tokens": 64},
+        ),
+    ):
+        async with pool_of(functions, name) as pool:
+            (result,) = await pool.score([item])
+        assert result.details == {"told": told}
 
 
 async def test_an_empty_group_has_no_results(functions: str) -> None:

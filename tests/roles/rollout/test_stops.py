@@ -128,7 +128,7 @@ async def test_every_engine_and_the_server_end_it_alike() -> None:
             come([orjson.dumps(part)])
 
     streamed.stream = stream  # type: ignore[attr-defined]
-    done = await whole_sample(sglang_engine(streamed), asked(len(tokens)), STOPS)
+    done = await whole_sample(sglang_engine(streamed, vocabulary=300), asked(len(tokens)), STOPS)
     assert (TOKENIZER.decode(done.tokens), done.finish_reason) == ("so <b>7</b>", "stop")
     desk = Desk(cast(Any, Growing("so <b>7</b> and")), TOKENIZER)
     answer = await desk.answer(Ask("r", asked().prompt, asked().params, 7, stops=("</b>",)))
