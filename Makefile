@@ -23,6 +23,7 @@ test: $(READY)
 
 # The same tests; those that try random examples, schedules and kills try all of them (tests/strength.py).
 test-long: export RONDO_TEST_LONG = 1
+test-long: export PYTEST_TIMEOUT = 3600
 test-long: test
 
 # What touches numbers, as on a processor whose widest instructions are AVX2: paths that this one has and others lack are not taken.

@@ -8,14 +8,15 @@ child with it.
     inspect(config) -> findings          `rondo check` prints them all
     inspect(config, target)              `rondo check --nodes 2 --devices 8 ...`: for other machines than this one
     judge(config, facts, memory)         the part without a child
-    require(config, folder) -> facts     `rondo train` raises ConfigError with every error, a line each
+    require(config, folder, nursery) -> facts     `rondo train` raises ConfigError with every error, a line each
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
-import subprocess
-import sys
+import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from typing import Any
 import orjson
 
 from rondo.comm.litmus import litmus
+from rondo.launch.check_child import ANSWER, QUESTION
 from rondo.launch.check_estimate import Shape, routed_bytes
 from rondo.launch.check_findings import Finding
 from rondo.launch.check_sglang import context_of, look_at_sglang
@@ -34,11 +36,18 @@ from rondo.launch.machine import folder_problem, num_cores, port_problem, show_b
 from rondo.launch.rundir import owner
 from rondo.roles.rollout.sglang.lengths import of_context
 from rondo.roles.streams import media_bytes, row_bytes
+from rondo.runtime import process
 from rondo.runtime.admin_token import read_token_file
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
+from rondo.runtime.launcher import Job
 from rondo.runtime.memory import free_memory_bytes
+from rondo.runtime.nursery import Forked, Nursery
+from rondo.runtime.record import last_lines
+from rondo.runtime.waits import wait_for
 
 _CHILD_S = 600.0
+_LOADED = ("transformers.modeling_utils", "rondo.models.load", "rondo.launch.check_child")
+"""What the child takes seconds to load; the run's processes use it too."""
 _LAST_PORT = 65535
 
 
@@ -60,9 +69,10 @@ class Facts:
     """Of every data set: the number of its rows, and their digest (`roles/fingerprints.py`)."""
 
 
-def require(config: RunConfig, folder: Path) -> Facts:
-    """Checks all; ConfigError with every error, a line each. A model that is built stays in `folder`, for the run."""
-    child, facts = _in_child(config, folder)
+def require(config: RunConfig, folder: Path, nursery: Nursery) -> Facts:
+    """Checks all; ConfigError with every error, a line each. A model that is built stays in `folder`, for the run, and what was
+    loaded in `nursery`."""
+    child, facts = _in_child(config, folder, nursery)
     findings = [*child, *judge(config, facts, free_memory_bytes())]
     errors = [finding.text for finding in findings if finding.level == "error"]
     if errors:
@@ -72,8 +82,8 @@ def require(config: RunConfig, folder: Path) -> Facts:
 
 def inspect(config: RunConfig, target: Target | None = None) -> list[Finding]:
     """Looks at everything, for this machine or for those of `target`; never raises for what it finds."""
-    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
-        child, facts = _in_child(config, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder, Nursery() as nursery:
+        child, facts = _in_child(config, Path(folder), nursery)
     if target is None:
         return [*child, *judge(config, facts, free_memory_bytes())]
     sizes = (facts.num_parameters, facts.num_tensors)
@@ -301,24 +311,40 @@ def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator
         yield Finding("ok", f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} that are free ({shown})")
 
 
-def _in_child(config: RunConfig, folder: Path) -> tuple[list[Finding], Facts]:
+def _in_child(config: RunConfig, folder: Path, nursery: Nursery) -> tuple[list[Finding], Facts]:
     """Runs `check_child.py`; its crash is a finding like any other. A model that is built is written into `folder`."""
-    command = [sys.executable, "-m", "rondo.launch.check_child", str(folder)]
+    (folder / QUESTION).write_bytes(orjson.dumps(resolve(config)))
+    job = Job("rondo.launch.check_child:main", (str(folder),), dict(os.environ), folder / "check.log")
+    child: Forked | None = None
+
+    async def look() -> int:
+        nonlocal child
+        nursery.belong(lambda _: (folder / "nursery.log", os.environ), _LOADED)
+        child = await nursery.start(job)
+        return await wait_for(child.ended(), name="check", peer="its child", deadline_s=_CHILD_S)
+
+    process.set_child_subreaper()
     try:
-        done = subprocess.run(
-            command, input=orjson.dumps(resolve(config)), capture_output=True, timeout=_CHILD_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+        code = asyncio.run(look())
+    except DeadlineExceeded:
         text = f"looking at model, data and reward must end within {_CHILD_S:g} s, got no end. See what they wait for"
         return [Finding("error", text)], Facts()
-    if done.returncode != 0:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-5:]
+    except WorkerDied as error:
+        return [Finding("error", str(error))], Facts()
+    finally:
+        if child is not None and child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has no session of its own yet
+                os.killpg(child.pid, signal.SIGKILL)
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    if code != 0:
+        last = last_lines(job.log, num_lines=5)
         text = (
-            f"looking at model, data and reward must end with exit code 0, got {done.returncode}: "
+            f"looking at model, data and reward must end with exit code 0, got {code}: "
             f"{' | '.join(last) or 'no output'}. Run the functions that the settings name by themselves"
         )
         return [Finding("error", text)], Facts()
-    answer: dict[str, Any] = orjson.loads(done.stdout)
+    answer: dict[str, Any] = orjson.loads((folder / ANSWER).read_bytes())
     # Demonstrations can come from the rows that are trained on: what is wrong with those is told once.
     findings = dict.fromkeys(Finding(item["level"], item["text"]) for item in answer["findings"])
     found = answer["facts"]

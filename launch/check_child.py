@@ -1,17 +1,15 @@
 """The part of the check that needs torch, transformers, datasets or the user's code, in a process of its own.
 
-Reads a resolved config as JSON on stdin, writes one JSON object on stdout: {"findings": [...], "facts": {...}}. What user
-code prints goes to stderr. Owns no rule about numbers: it reports facts, and `check.py` judges them.
+A job of the nursery. Reads a resolved config as JSON in FOLDER/question.json, writes one JSON object to FOLDER/answer.json:
+{"findings": [...], "facts": {...}}. Owns no rule about numbers: it reports facts, and `check.py` judges them.
 
-    python -m rondo.launch.check_child FOLDER < runs/latest/config.resolved.json
+    Job("rondo.launch.check_child:main", (FOLDER,), environment, log)
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -25,6 +23,9 @@ from rondo.launch.config import RunConfig, unresolve
 from rondo.roles.datasets import Row
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import in_one_line, in_users_words, uncollected
+
+QUESTION = "question.json"
+ANSWER = "answer.json"
 
 if TYPE_CHECKING:
     from rondo.models.families.family import Family
@@ -56,16 +57,14 @@ class Report:
             )
 
 
-def main() -> int:
-    # The answer has stdout for itself; prints of user code and of libraries go to stderr.
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    config = unresolve(orjson.loads(sys.stdin.buffer.read()))
+def main() -> None:
+    folder = Path(sys.argv[1])
+    config = unresolve(orjson.loads((folder / QUESTION).read_bytes()))
     report = Report()
     beside = Elsewhere(config) if is_made(config) else None  # while this process loads the model
     tokenizers: list[Any] = []
     rows: list[Row] = []
-    report.look(lambda: look_at_model(config, Path(sys.argv[1]) / "model", report, tokenizers), "model")
+    report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
     report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
     report.look(lambda: look_at_reward(config, report, rows), "reward.function")
     if beside is not None and "fingerprints" in report.facts:
@@ -76,10 +75,7 @@ def main() -> int:
         report.facts["num_devices"] = num = torch.cuda.device_count()
         if num:
             report.facts["device_bytes"] = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
-    gc.freeze()  # nothing is left to do: the end of the process need not walk all of torch and transformers
-    answer.write(orjson.dumps({"findings": report.findings, "facts": report.facts}))
-    answer.close()
-    return 0
+    (folder / ANSWER).write_bytes(orjson.dumps({"findings": report.findings, "facts": report.facts}))
 
 
 def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
@@ -220,7 +216,3 @@ def look_at_media(config: RunConfig, path: str, model_type: str, family: Family 
             f"train.encoders must be left out for a model without encoders, got {config.train.encoders!r} with {model}. "
             "Remove it"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

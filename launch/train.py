@@ -44,6 +44,7 @@ from rondo.runtime import timeline
 from rondo.runtime.admin import AdminServer, listen
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.nursery import Nursery
 from rondo.runtime.orders import EXIT_FAILED
 from rondo.runtime.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
 from rondo.runtime.supervision import Limits
@@ -70,10 +71,10 @@ def main(
 
     `groups`: other role classes than the plan's, in the same places. `before` sees the directory before anything is started.
     """
-    with _prepared(config, config.name, options) as (run, admin):
+    with Nursery() as nursery, _prepared(config, config.name, options, nursery) as (run, admin):
         if before is not None:
             before(run)
-        return _run(config, run, options, admin, attempt=0, groups=groups)
+        return _run(config, run, options, admin, nursery, attempt=0, groups=groups)
 
 
 def resume_or_start(config: RunConfig, options: TrainOptions) -> int:
@@ -103,8 +104,8 @@ def fine_tune(config: RunConfig, options: TrainOptions) -> int:
     assert actor is not None
     group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft_role:SftRole",), actor.threads)
     placed = {"extra": {"sft-0": 0} if actor.devices else {}, "ranks": {"sft-0": actor.processes}}
-    with _prepared(config, f"{config.name}-sft", options, **placed) as (run, admin):
-        return _run(config, run, options, admin, attempt=0, groups=(group,))
+    with Nursery() as nursery, _prepared(config, f"{config.name}-sft", options, nursery, **placed) as (run, admin):
+        return _run(config, run, options, admin, nursery, attempt=0, groups=(group,))
 
 
 def resume(
@@ -114,7 +115,7 @@ def resume(
 
     ConfigError when data, packages or code are not those that the run has, unless `accept_changes`.
     """
-    with RunDir.claim(path) as run:
+    with RunDir.claim(path) as run, Nursery() as nursery:
         checkpoint = newest_complete(run.checkpoints)
         if checkpoint is None:
             raise ConfigError(
@@ -126,11 +127,11 @@ def resume(
         _work_where_it_began(run.path)
         _compare(config, run, accept_changes=accept_changes)
         if sets:
-            config = _placed_anew(config, run, sets)
+            config = _placed_anew(config, run, sets, nursery)
         with listen(config.admin) as admin:
             say(f"run {run.path.name} goes on from {checkpoint.name}")
             options = options or TrainOptions(run.path / "config.py")
-            return _run(config, run, options, admin, attempt=run.next_attempt())
+            return _run(config, run, options, admin, nursery, attempt=run.next_attempt())
 
 
 def _compare(config: RunConfig, run: RunDir, *, accept_changes: bool) -> None:
@@ -158,7 +159,7 @@ def _work_where_it_began(run: Path) -> None:
         ) from error
 
 
-def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str]) -> RunConfig:
+def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str], nursery: Nursery) -> RunConfig:
     """The run's settings with its roles in other places, written down for its processes. What is trained, and the roles that a
     checkpoint knows, stay."""
     for text in sets:
@@ -175,7 +176,7 @@ def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str]) -> RunConf
             "Its checkpoint knows these alone"
         )
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
-        facts = require(changed, Path(folder))
+        facts = require(changed, Path(folder), nursery)
     assert facts.num_rows is not None
     prepared = read_json(run.path / PREPARED)
     write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.groups)})
@@ -190,6 +191,7 @@ def _run(
     run: RunDir,
     options: TrainOptions,
     admin: socket.socket,
+    nursery: Nursery,
     *,
     attempt: int,
     groups: tuple[GroupSpec, ...] | None = None,
@@ -199,7 +201,7 @@ def _run(
     timeline.begin(run.path, "supervisor", incarnation=attempt, attempt=attempt)
     with _stops_kept() as asked:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            outcome = runner.run(_supervise(config, run, options, admin, attempt, groups, asked))
+            outcome = runner.run(_supervise(config, run, options, admin, nursery, attempt, groups, asked))
         timeline.end()
         with telling("steps"):
             Records(run.path).advance(final=True)
@@ -254,7 +256,7 @@ def _stops_kept() -> Iterator[list[str]]:
 
 @contextmanager
 def _prepared(
-    config: RunConfig, name: str, options: TrainOptions, **placed: Mapping[str, int]
+    config: RunConfig, name: str, options: TrainOptions, nursery: Nursery, **placed: Mapping[str, int]
 ) -> Iterator[tuple[RunDir, socket.socket]]:
     """A new run directory with all that its processes read, once every check has passed, and the socket of its admin endpoint.
     The folder that a model was built in is gone before anything starts, so that a killed run leaves none."""
@@ -262,7 +264,7 @@ def _prepared(
         with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
             # Checked is what will run: the copy, from its first moment on.
             taken = take(config, options.config_path, Path(folder) / FOLDER)
-            facts = require(taken, Path(folder))
+            facts = require(taken, Path(folder), nursery)
             kept = resolve(as_kept(taken, Path(folder)))
             admin = stack.enter_context(listen(config.admin))
             run = stack.enter_context(RunDir.create(config.run_dir, name, kept, Path(folder) / FOLDER))
@@ -297,6 +299,7 @@ async def _supervise(
     run: RunDir,
     options: TrainOptions,
     listening: socket.socket,
+    nursery: Nursery,
     attempt: int,
     groups: tuple[GroupSpec, ...],
     asked: list[str],
@@ -312,7 +315,7 @@ async def _supervise(
             with telling("events as they come"):
                 listener(record)
 
-    supervisor = Supervisor(_supervisor_config(config, run, options, attempt, groups), on_event)
+    supervisor = Supervisor(_supervisor_config(config, run, options, attempt, groups), on_event, nursery)
     view = open_view(run.path.name, config.num_steps, lambda: supervisor.snapshot().groups, plain=options.plain)
     listeners.append(view.on_event)
     running = asyncio.create_task(supervisor.run())

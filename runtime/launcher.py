@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ _LOG = re.compile(r"(.+)\.(\d+)\.log")
 @dataclass(frozen=True, slots=True)
 class Job:
     """A program in a process of its own. `call` names its main function ("module:function"), which finds `arguments` in
-    sys.argv; `fds` are the descriptors that it keeps."""
+    sys.argv, and after them the numbers of the descriptors that it keeps: `fds`, as this process has them."""
 
     call: str
     arguments: tuple[str, ...]
@@ -69,6 +69,10 @@ class Surroundings:
         folder = self.run_dir / "logs" / f"attempt_{attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{name}.{incarnation}.log"
+
+    def place(self, name: str, attempt: int) -> Callable[[int], tuple[Path, dict[str, str]]]:
+        """Log and environment of a process of that name, by its incarnation."""
+        return lambda number: (self.log_path(name, number, attempt), self.environment(name, number, attempt))
 
     def group_job(self, spec: GroupSpec, incarnation: int, attempt: int, limits: Limits) -> Job:
         """The root of a role group, and its torchrun."""
@@ -105,7 +109,7 @@ class Surroundings:
         """The run's store, on the socket that it listens on already."""
         environment = {**self.environment(name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
         log = self.log_path(name, incarnation, attempt)
-        return Job(STORE_MAIN, (str(fd),), environment, log, (fd,))
+        return Job(STORE_MAIN, (), environment, log, (fd,))
 
     def start_service(self, spec: ServiceSpec, incarnation: int, attempt: int) -> subprocess.Popen[bytes]:
         """Starts a plain Python process."""

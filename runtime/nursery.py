@@ -9,13 +9,15 @@ Loading torch and transformers takes seconds of a core, and each process would d
 role group comes back. A forked one is there in milliseconds and shares the memory of what was loaded.
 
 Owns the nursery's process, and how a job becomes a child of the supervisor: with a session, an environment and a log of its own,
-dying with the supervisor. Does not own what is started, or when.
+dying with the supervisor. Does not own what is started, or when. It begins before its run: the first job is the check of the
+settings, and only where that finds no fault is there a run to belong to.
 
 Invariants: a fork is whole: where the nursery has more than one thread, or CUDA is in use, a job is started anew (`exec`) and
 told why; what `start` returns is a child of this process; a job whose start was given up never begins; a nursery that died or
 stands still is replaced with the next job, and its silence blocks nobody.
 
-    with Nursery(surroundings, attempt=0, keep=[store_fd], modules=["rondo.roles.actor"]) as nursery:
+    with Nursery() as nursery:
+        nursery.belong(surroundings.place(NAME, attempt=0), modules=["rondo.roles.actor"])
         main = await nursery.start(surroundings.group_job(spec, incarnation=1, attempt=0, limits=Limits()))
 """
 
@@ -32,14 +34,15 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from rondo.runtime.errors import DeadlineExceeded, WorkerDied
 from rondo.runtime.guard import PARENT_PID, die_with_parent
-from rondo.runtime.launcher import STORE_MAIN, TORCHRUN_MAIN, Job, Surroundings, start
+from rondo.runtime.launcher import STORE_MAIN, TORCHRUN_MAIN, Job, start
 from rondo.runtime.process import exit_text
 from rondo.runtime.record import last_lines
 from rondo.runtime.reference import load_reference
@@ -53,7 +56,13 @@ ANSWER_S = 30.0
 _LAST_S = 1.0
 _PAUSE_S = 0.005
 _GO = b"\n"
+_BELONG = b"="
+_MOST_FDS = 8
 _JOB = "--job"
+
+
+Place = Callable[[int], tuple[Path, Mapping[str, str]]]
+"""Log and environment of a nursery's process, by its number."""
 
 
 class Forked:
@@ -73,6 +82,18 @@ class Forked:
         assert code is not None
         return code
 
+    async def ended(self) -> int:
+        """Waits for its end, however long it takes, and returns how it ended."""
+        over = asyncio.Event()
+        watched = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(watched, over.set)
+        try:
+            await over.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(watched)
+            os.close(watched)
+        return self.wait()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:  # it was not collected: its pid is nobody else's
             os.kill(self.pid, number)
@@ -85,26 +106,34 @@ class Forked:
 
 
 class Nursery:
-    """The supervisor's side. For the main thread's event loop, in a process that is a subreaper.
+    """The supervisor's side. For the main thread, and the event loops that run on it, in a process that is a subreaper."""
 
-    `keep` are descriptors that jobs may have; no job has others than those it names. `modules` are what to load beside torch;
-    one that is not there is passed over. `load_s` limits the loading, from a cold network disk perhaps.
-    """
-
-    def __init__(
-        self,
-        around: Surroundings,
-        attempt: int,
-        keep: Sequence[int] = (),
-        modules: Sequence[str] = (),
-        load_s: float = 600.0,
-    ) -> None:
-        self._around, self._attempt, self._keep = around, attempt, tuple(keep)
-        self._modules, self._load_s = tuple(modules), load_s
+    def __init__(self) -> None:
+        self._place: Place | None = None
+        self._modules: tuple[str, ...] = ()
+        self._load_s = 0.0
         self._number = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
         self._loading: asyncio.Task[None] | None = None
+
+    def belong(self, place: Place, modules: Sequence[str] = (), load_s: float = 600.0) -> None:
+        """From now on its processes belong there. `modules` are what to load beside torch; one that is not there is passed over.
+        `load_s` limits the loading, from a cold network disk perhaps."""
+        self._place, self._modules, self._load_s = place, tuple(modules), load_s
+        if self._orders is None or self._ended():
+            return  # the next job opens another one, which belongs there
+        self._log, _ = place(self._number)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with (
+            theirs,
+            self._log.open("ab") as log,
+            contextlib.suppress(OSError),
+        ):  # it has ended: so says what waits for it
+            socket.send_fds(self._orders, [_BELONG], [theirs.fileno(), log.fileno()])
+            ours.sendall(json.dumps(self._modules).encode() + b"\n")
+        self._load(ours)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -114,13 +143,15 @@ class Nursery:
     async def start(self, job: Job) -> Forked:
         """The job's process, which has begun. Cancelled before that, nothing ever begins. WorkerDied and DeadlineExceeded when it
         cannot be had: the next call tries a new nursery."""
-        loading = None
-        while loading is not self._loading or loading is None:  # another job may have replaced it meanwhile
-            if self._loading is None or (self._loading.done() and (self._loading.exception() or self._ended())):
+        while True:
+            if self._loading is None or _in_vain(self._loading) or (self._loading.done() and self._ended()):
                 self.close()
-                self._loading = self._open()
+                self._open()
             loading = self._loading
+            assert loading is not None
             await asyncio.shield(loading)
+            if loading is self._loading:  # no other job has replaced it meanwhile
+                break
         assert self._orders is not None and self._process is not None
         loop, asked = asyncio.get_running_loop(), self._process
         ours, theirs = socket.socketpair()
@@ -128,7 +159,7 @@ class Nursery:
             ours.setblocking(False)
             with theirs:
                 try:
-                    socket.send_fds(self._orders, [_GO], [theirs.fileno()])
+                    socket.send_fds(self._orders, [_GO], [theirs.fileno(), *job.fds])
                 except OSError:  # it has ended, or has read nothing for hundreds of jobs
                     raise await self._died(asked) from None
             try:
@@ -162,27 +193,28 @@ class Nursery:
     def _ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
-    def _open(self) -> asyncio.Task[None]:
+    def _open(self) -> None:
+        assert self._place is not None, "a nursery belongs somewhere before it starts anything"
         self._number += 1
-        self._log = self._around.log_path(NAME, self._number, self._attempt)
+        self._log, environment = self._place(self._number)
         self._orders, theirs = socket.socketpair()
         self._orders.setblocking(False)
         with theirs:
-            descriptors = [theirs.fileno(), *self._keep]
-            numbers = ",".join(map(str, descriptors))
-            command = [sys.executable, "-m", "rondo.runtime.nursery", numbers, *self._modules]
-            environment = self._around.environment(NAME, self._number, self._attempt)
+            command = [sys.executable, "-m", "rondo.runtime.nursery", str(theirs.fileno()), *self._modules]
             # Whether there is a GPU is asked of the driver's management library while modules load: asking CUDA would begin it.
-            environment |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            self._process = start(command, environment, self._log, descriptors)
-        loading = asyncio.get_running_loop().create_task(self._loaded(self._orders), name="start of nursery")
-        loading.add_done_callback(lambda done: done.cancelled() or done.exception())  # those who wait are told
-        return loading
+            environment = {**environment, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            self._process = start(command, environment, self._log, [theirs.fileno()])
+        self._load(self._orders.dup())
 
-    async def _loaded(self, orders: socket.socket) -> None:
+    def _load(self, told: socket.socket) -> None:
+        self._loading = asyncio.get_running_loop().create_task(self._loaded(told), name="start of nursery")
+        self._loading.add_done_callback(lambda done: done.cancelled() or done.exception())  # those who wait are told
+
+    async def _loaded(self, told: socket.socket) -> None:
         async with waiting("start of nursery", peer=NAME, deadline_s=self._load_s):
             try:
-                word = await asyncio.get_running_loop().sock_recv(orders, 1)
+                with told:
+                    word = await asyncio.get_running_loop().sock_recv(told, 1)
             except ConnectionError:
                 word = b""
         if not word:
@@ -211,6 +243,10 @@ class Nursery:
         self.close()
 
 
+def _in_vain(loading: asyncio.Task[None]) -> bool:
+    return loading.cancelled() or (loading.done() and loading.exception() is not None)
+
+
 async def _end_of(nursery: subprocess.Popen[bytes]) -> int:
     async with waiting("end of nursery", peer=NAME, deadline_s=_LAST_S):
         while (code := nursery.poll()) is None:  # noqa: ASYNC110 - a moment
@@ -221,42 +257,48 @@ async def _end_of(nursery: subprocess.Popen[bytes]) -> int:
 # ---- the process ----------------------------------------------------------------------------------------------------
 
 
-def serve(orders_fd: int, keep: Sequence[int]) -> dict[str, Any] | None:
+def serve(orders: socket.socket) -> dict[str, Any] | None:
     """Forks for every job on the socket; returns it in the process that is to do it, and None at the socket's end."""
-    for descriptor in (orders_fd, *keep):
-        os.set_inheritable(descriptor, False)
     supervisor = os.getppid()
-    with socket.socket(fileno=orders_fd) as orders:
-        orders.sendall(_GO)
-        while True:
-            _, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
-            if not descriptors:
-                return None
-            with socket.socket(fileno=descriptors[0]) as asked:
-                reason = why_not_fork()
-                if _fork_for(supervisor):
-                    continue
-                if not reason:
-                    return _job(asked, keep)
-                kept = (asked.fileno(), *keep)
-                for descriptor in kept:
-                    os.set_inheritable(descriptor, True)
-                os.environ[PARENT_PID] = str(supervisor)
-                numbers = ",".join(map(str, kept))
-                os.execv(sys.executable, [sys.executable, "-m", "rondo.runtime.nursery", _JOB, numbers, reason])
+    orders.sendall(_GO)
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(orders, 1, _MOST_FDS)
+        if not descriptors:
+            return None
+        if order == _BELONG:
+            _belong(*descriptors)
+            continue
+        reason = why_not_fork()
+        if _fork_for(supervisor):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        orders.close()
+        if not reason:
+            return _job(*descriptors)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, True)
+        os.environ[PARENT_PID] = str(supervisor)
+        numbers = ",".join(map(str, descriptors))
+        os.execv(sys.executable, [sys.executable, "-m", "rondo.runtime.nursery", _JOB, numbers, reason])
 
 
-def _job(asked: socket.socket, keep: Sequence[int]) -> dict[str, Any] | None:
+def _belong(told: int, log: int) -> None:
+    _write_to(log)
+    with socket.socket(fileno=told) as supervisor, supervisor.makefile("rb") as lines, contextlib.suppress(OSError):
+        load(json.loads(lines.readline() or b"[]"))
+        supervisor.sendall(_GO)
+
+
+def _job(told: int, *descriptors: int) -> dict[str, Any] | None:
     """What this process is to do; None where it is to begin nothing, since whoever asked has given it up."""
-    with asked.makefile("rb") as lines, contextlib.suppress(ConnectionError):
+    with socket.socket(fileno=told) as asked, asked.makefile("rb") as lines, contextlib.suppress(ConnectionError):
         line = lines.readline()
         if line:
             asked.sendall(str(os.getpid()).encode())
         if line and lines.read(1):
             job: dict[str, Any] = json.loads(line)
-            for descriptor in {*keep} - {*job["fds"]}:
-                os.close(descriptor)
-            return job
+            return job | {"fds": descriptors}
     return None
 
 
@@ -278,14 +320,11 @@ def _fork_for(supervisor: int) -> int:
 def become(job: dict[str, Any]) -> NoReturn:
     """Does a job as if this process had been started for it, but for its end: taking down all that was loaded costs a second."""
     os.setsid()
-    output = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+    _write_to(os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
     os.environ.clear()
     os.environ.update(job["environment"])
     os.environ[PARENT_PID] = str(os.getpid())
-    sys.argv[1:] = job["arguments"]
+    sys.argv[1:] = [*job["arguments"], *map(str, job["fds"])]
     code: object = 1
     try:
         load_reference(job["call"], "a job")()
@@ -297,6 +336,13 @@ def become(job: dict[str, Any]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)
+
+
+def _write_to(log: int) -> None:
+    sys.stdout.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 def load(modules: Sequence[str]) -> None:
@@ -315,16 +361,15 @@ def load(modules: Sequence[str]) -> None:
 
 def main() -> None:
     die_with_parent()
+    numbers = map(int, (sys.argv[2] if sys.argv[1] == _JOB else sys.argv[1]).split(","))
     if sys.argv[1] == _JOB:
-        asked_fd, *keep = map(int, sys.argv[2].split(","))
-        with socket.socket(fileno=asked_fd) as asked:
-            job = _job(asked, keep)
+        job = _job(*numbers)
         if job is not None:
             job["environment"][NOT_FORKED] = sys.argv[3]
     else:
         load(sys.argv[2:])
-        orders_fd, *keep = map(int, sys.argv[1].split(","))
-        job = serve(orders_fd, keep)
+        with socket.socket(fileno=next(numbers)) as orders:
+            job = serve(orders)
     if job is not None:
         become(job)
 

@@ -34,6 +34,7 @@ from rondo.runtime.heartbeat import Beat, segment_bytes, segment_name
 from rondo.runtime.incarnation import Incarnation, Main, Worker
 from rondo.runtime.launcher import Job, used_incarnations
 from rondo.runtime.ledger import Ledger
+from rondo.runtime.nursery import NAME as NURSERY
 from rondo.runtime.nursery import Nursery
 from rondo.runtime.orders import (
     Action,
@@ -70,12 +71,17 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class Supervisor(Actor):
-    """One run. `on_event` gets every record that is written, as a dict, in the event loop."""
+    """One run. `on_event` gets every record that is written, as a dict, in the event loop. `nursery`: one that has loaded
+    something before there was a run; it ends with this one."""
 
     def __init__(
-        self, config: SupervisorConfig, on_event: Callable[[dict[str, Any]], None] = lambda record: None
+        self,
+        config: SupervisorConfig,
+        on_event: Callable[[dict[str, Any]], None] = lambda record: None,
+        nursery: Nursery | None = None,
     ) -> None:
         self._config = config
+        self._nursery = nursery or Nursery()
         self._on_event = on_event
         self._groups = {group.name: group for group in config.groups}
         self._machine = Supervision(
@@ -116,16 +122,9 @@ class Supervisor(Actor):
             self._ledger = ends.enter_context(Ledger(run_dir, self._on_event))
             self._coordinator = ends.enter_context(self._ref(COORDINATOR_NAME))
             self._announcer = Announcer(self._coordinator, self._on_undelivered)
-            keep = [self._estate.store_socket.fileno()]
-            self._nursery = ends.enter_context(
-                Nursery(
-                    self._estate.surroundings,
-                    self._config.attempt,
-                    keep,
-                    self._config.loaded(),
-                    self._config.limits.start_s,
-                )
-            )
+            ends.enter_context(self._nursery)
+            place = self._estate.surroundings.place(NURSERY, self._config.attempt)
+            self._nursery.belong(place, self._config.loaded(), self._config.limits.start_s)
             ends.callback(self._close_lives)
             async with await serve(
                 self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import psutil
@@ -68,6 +69,7 @@ _SESSION = "RONDO_TEST_SESSION"
 
 
 def pytest_configure() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` runs would not hear one, and some are sent one
     os.environ.setdefault(_SESSION, str(os.getpid()))  # whatever the tests start inherits it, workers of pytest first
 
 

@@ -19,6 +19,7 @@ from rondo.launch.rundir import RunDir, read_json, write_json
 from rondo.launch.summary import Summary, write
 from rondo.runtime.admin import listen
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.nursery import Nursery
 from rondo.runtime.orders import Limits
 from rondo.runtime.spec import GroupSpec
 
@@ -40,7 +41,7 @@ async def supervise(config, run, options, *_):
     return Outcome(75, None, {}, {}, 1.0, 0, {}, {}, 0.5, {"rollout-0 samples": 2})
 
 @contextlib.contextmanager
-def prepared(config, name, options):
+def prepared(config, name, options, nursery):
     with RunDir.create(Path(sys.argv[1]), name, {}) as run, listen(config.admin) as admin:
         yield run, admin
 
@@ -82,7 +83,7 @@ async def test_an_error_of_the_supervisor_itself_is_an_outcome(
     modules: list[str] = []
 
     class Broken:
-        def __init__(self, config: Any, on_event: Any) -> None:
+        def __init__(self, config: Any, on_event: Any, *_: object) -> None:
             self.on_event = on_event
             limits.append(config.limits)
             modules.extend(config.modules)
@@ -101,7 +102,7 @@ async def test_an_error_of_the_supervisor_itself_is_an_outcome(
         write_json(run.path / train.PREPARED, {"model_path": train.MODEL})  # which the quickstart builds
         (run.path / train.MODEL).mkdir()
         write_json(run.path / train.MODEL / "config.json", {"model_type": "qwen3"})
-        outcome = await train._supervise(config, run, options, admin, 3, groups, [])
+        outcome = await train._supervise(config, run, options, admin, Nursery(), 3, groups, [])
     assert (outcome.exit_code, outcome.attempt) == (1, 3)
     assert modules == ["transformers.models.qwen3.modeling_qwen3"]
     assert [(each.start_s, each.load_s) for each in limits] == [(80, 90)]

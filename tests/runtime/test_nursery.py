@@ -33,7 +33,7 @@ def tell() -> None:
         "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "arguments": sys.argv[1:],
         "environment": {name: os.environ.get(name) for name in ("WORD", "ONLY_OF_THE_SUPERVISOR", "RONDO_PARENT_PID")},
         "has": [_same_file(int(fd), int(sys.argv[2])) for fd in os.listdir("/proc/self/fd")].count(True),  # noqa: PTH208
-        "loaded": "torch" in sys.modules,
+        "loaded": [name in sys.modules for name in ("torch", "xml.dom.pulldom")],
     }  # fmt: skip
     sys.stdout.write(orjson.dumps(found).decode() + "\n")
     sys.stdout.flush()
@@ -53,7 +53,9 @@ async def drive(folder: Path) -> None:
     """Two jobs to their ends, one of which keeps a descriptor; one of a nursery that is stopped, and of the next one; then one
     that is there when this process is killed."""
     around = Surroundings(folder, folder, ("127.0.0.1", 1))
-    with tempfile.TemporaryFile() as kept, Nursery(around, 0, [kept.fileno()]) as nursery:
+    with tempfile.TemporaryFile() as kept, Nursery() as nursery:
+        (folder / "before").mkdir()
+        nursery.belong(Surroundings(folder / "before", folder, ("127.0.0.1", 1)).place("nursery", 0))
 
         def job(end: str, fds: tuple[int, ...] = ()) -> Job:
             inode = str(os.fstat(kept.fileno()).st_ino)
@@ -62,8 +64,11 @@ async def drive(folder: Path) -> None:
             return Job("tests.runtime.test_nursery:tell", (end, inode), environment, folder / f"{end}.log", fds)
 
         one, two = await asyncio.gather(nursery.start(job("0", (kept.fileno(),))), nursery.start(job("3")))
-        ended = [one.wait(), two.wait(), one.poll(), two.poll()]
+        ended = [await one.ended(), two.wait(), one.poll(), two.poll()]
         (pid,) = nursery.pids.values()
+        nursery.belong(around.place("nursery", 0), ["xml.dom.pulldom", "there_is_no_such_module"])
+        ended.append((await nursery.start(job("4"))).wait())
+        assert nursery.pids == {"nursery": pid}
         os.kill(pid, signal.SIGSTOP)
         late = asyncio.create_task(nursery.start(job("late")))
         given_up = asyncio.create_task(nursery.start(job("given_up")))
@@ -105,7 +110,9 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         while not log.exists() or not log.read_bytes().endswith(b"\n"):
             assert driver.poll() is None
         told["given_up"] = (folder / "given_up.log").exists()
-        told["jobs"] = {end: orjson.loads((folder / f"{end}.log").read_bytes()) for end in ("0", "3", "wait")}
+        told["jobs"] = {end: orjson.loads((folder / f"{end}.log").read_bytes()) for end in ("0", "3", "4", "wait")}
+        logs = [folder / place / "logs" / "attempt_0" / "nursery.1.log" for place in ("before", ".")]
+        told["logs"] = ["there_is_no_such_module is not loaded" in log.read_text() for log in logs]
         watched = [os.pidfd_open(told[name]) for name in ("nursery", "three")]
         driver.kill()
         told["gone"] = [bool(select.select([descriptor], [], [], PATIENCE_S)[0]) for descriptor in watched]
@@ -119,18 +126,25 @@ def test_a_job_is_a_child_of_the_supervisor_with_a_session_and_an_environment_of
 ) -> None:
     for end, job in driven["jobs"].items():
         assert job["parent"] == driven["pid"] and job["session"] == job["pid"] != driven["nursery"]
-        assert job["arguments"][0] == end and job["loaded"] is True
+        assert job["arguments"][0] == end
         assert job["environment"] == {
             "WORD": end, "ONLY_OF_THE_SUPERVISOR": None, "RONDO_PARENT_PID": str(job["pid"]),
         }  # fmt: skip
 
 
 def test_how_a_job_ended_is_told_as_of_any_child(driven: dict[str, Any]) -> None:
-    assert driven["ended"] == [0, 3, 0, 3]
+    assert driven["ended"] == [0, 3, 0, 3, 4]
 
 
 def test_a_job_has_the_descriptors_that_it_names_and_no_other_s(driven: dict[str, Any]) -> None:
     assert [driven["jobs"][end]["has"] for end in ("0", "3", "wait")] == [1, 0, 0]
+    assert len(driven["jobs"]["0"]["arguments"]) == 3  # the number of its descriptor is the last
+
+
+def test_a_nursery_comes_to_belong_to_a_run_and_loads_what_that_needs(driven: dict[str, Any]) -> None:
+    loaded = {end: job["loaded"] for end, job in driven["jobs"].items()}
+    assert loaded == {"0": [True, False], "3": [True, False], "4": [True, True], "wait": [True, True]}
+    assert driven["logs"] == [False, True]
 
 
 def test_a_nursery_has_one_thread_so_that_forks_are_whole(driven: dict[str, Any]) -> None:
@@ -164,7 +178,8 @@ async def test_a_nursery_that_loads_for_too_long_is_replaced_with_the_next_job(
         return begun[-1]
 
     monkeypatch.setattr(module, "start", slow)
-    with Nursery(Surroundings(tmp_path, tmp_path, ("127.0.0.1", 1)), 0, load_s=0.001) as nursery:
+    with Nursery() as nursery:
+        nursery.belong(lambda _: (tmp_path / "log", {}), load_s=0.001)
         for _ in range(2):
             with pytest.raises(DeadlineExceeded, match="start of nursery"):
                 await nursery.start(Job("any:thing", (), {}, tmp_path / "log"))
@@ -172,7 +187,7 @@ async def test_a_nursery_that_loads_for_too_long_is_replaced_with_the_next_job(
 
 
 async def test_a_job_that_is_killed_before_it_begins_fails_alone(tmp_path: Path) -> None:
-    nursery: Any = Nursery(Surroundings(tmp_path, tmp_path, ("127.0.0.1", 1)), 0)
+    nursery: Any = Nursery()
     loop = asyncio.get_running_loop()
     nursery._loading = loop.create_task(asyncio.sleep(0))
     nursery._process = SimpleNamespace(poll=lambda: None)  # without `kill`: it has done nothing
