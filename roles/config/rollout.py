@@ -60,6 +60,8 @@ class SGLangConfig(Section):
     start_deadline_s: float = Field(600.0, gt=0)
     silent_deadline_s: float = Field(300.0, gt=0)
     """A server that is not updated and does not sleep, and makes no token or answer for so long, is started again."""
+    update_deadline_s: float | None = Field(None, gt=0)
+    """One server's weight update; None: four times what updates took so far, and ten minutes or more for the first one."""
 
     @model_validator(mode="after")
     def _one_source(self) -> SGLangConfig:

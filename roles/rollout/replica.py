@@ -80,6 +80,8 @@ class Replica:
         from rondo.roles.rollout.sglang.kept import kept
         from rondo.roles.rollout.sglang.open import kept_engines, one_engine, releases_memory
 
+        settings = self._job.config.rollout.sglang
+        assert settings is not None
         engines = kept_engines(self._ctx, self._job, newest=self.newest_weights)
         await ends.enter_async_context(kept(engines))
         if releases_memory(self._job):
@@ -88,7 +90,7 @@ class Replica:
                 await asyncio.gather(*(engine.sleep() for engine in engines))
 
             self._job.turns.make_room = make_room
-        return one_engine(engines, newest=self.newest_weights)
+        return one_engine(engines, newest=self.newest_weights, update_deadline_s=settings.update_deadline_s)
 
     @asynccontextmanager
     async def newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:

@@ -23,8 +23,10 @@ import numpy as np
 
 from rondo.models.load import end_ids
 from rondo.roles.rollout.engine import Completion, Engine, Prefix, Request, Top
+from rondo.roles.rollout.faults import fault_of
 from rondo.roles.rollout.serve.text import TextReader
-from rondo.runtime.errors import ConfigError
+from rondo.roles.sources import RowError
+from rondo.runtime.errors import ConfigError, RondoError
 
 
 class Reading:
@@ -129,7 +131,8 @@ def stops_of(path: str, tokenizer: Any, stops: Sequence[str], max_new_tokens: in
 
 
 async def whole_sample(engine: Engine, request: Request, stops: Stops) -> Completion:
-    """One sample to its end. Where new weights interrupt it, it is asked for again with what it has; prompt and media stay."""
+    """One sample to its end. Where new weights interrupt it, it is asked for again with what it has; prompt and media stay.
+    RowError where the failure is the request's own, so that no other sample fails for it."""
     reading = Reading(stops.tokenizer, stops.texts) if stops.texts else None
 
     def grown(so_far: Prefix) -> None:
@@ -140,7 +143,12 @@ async def whole_sample(engine: Engine, request: Request, stops: Stops) -> Comple
         request = replace(request, progress=grown)
     asked = request
     while True:
-        done = await engine.generate(asked)
+        try:
+            done = await engine.generate(asked)
+        except RondoError as error:
+            if fault_of(error) != "request":
+                raise
+            raise RowError(f"sample {request.id} must be answered, got {type(error).__name__}: {error}") from error
         if reading is not None:
             reading.check(done.tokens, shown=False, whole=True)
             if reading.torn:  # the tokens that ended it are lost with their server

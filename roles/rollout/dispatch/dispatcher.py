@@ -1,21 +1,25 @@
 """The dispatcher: several engines behind the `Engine` protocol, of which any may die.
 
 Owns every request from its call to its one outcome: its place in the queue, the attempts it took, what they left. Does not
-own the engines' health (`fleet.py`), the choice (`placement.py`), the order of those that wait (`queue.py`) or updates
-(`rolling.py`).
+own what a failure says (`faults.py`), the engines' health (`fleet.py`), the choice (`placement.py`), the order of those that wait
+(`queue.py`) or updates (`rolling.py`).
 
     generate -> queue -> place -> attempt on A ----------------------------> completion
-                  ^                  |  A dies, or its breaker opens: what this attempt made is gone, but for what was told
+                  ^                  |  A is full, or answers with an error: A rests, and it goes elsewhere
+                  |                  |  A dies: what this attempt made is gone, but for what was told
                   |                  |  A ends it early (it leaves, its server aborts): its tokens become the prefix
                   +------------------+
 
 Invariant: a request ends exactly once, with the completion of its last attempt or with one error. An attempt that is lost is
-abandoned before the next begins, and nothing that it may still bring is looked at; each attempt has an id of its own.
+abandoned before the next begins, and nothing that it may still bring is looked at; each attempt has an id of its own. No attempt
+ends for what befalls another request, or another engine. A request that may be what its engine died of (`suspicion.py`) is given
+one that has no other such request, the one with the least to lose.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,22 +28,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rondo.roles.rollout.dispatch.breaker import State
-from rondo.roles.rollout.dispatch.fleet import DispatchLimits, Fleet, Member, NoEngine, Reload
+from rondo.roles.rollout.dispatch.fleet import DispatchLimits, Fleet, Member, NoEngine
+from rondo.roles.rollout.dispatch.installing import Installer, Reload
 from rondo.roles.rollout.dispatch.placement import Key, Placement
 from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
 from rondo.roles.rollout.dispatch.rolling import Rolling
+from rondo.roles.rollout.dispatch.suspicion import Suspicion
 from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Request
-from rondo.roles.rollout.sglang.client import ServerError
+from rondo.roles.rollout.faults import RequestFailed, fault_of, is_full, may_have_killed
 from rondo.roles.rollout.told import Told
-from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused, WorkerDied
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, Refused, RondoError
 from rondo.runtime.waits import waiting
 
 if TYPE_CHECKING:
     import torch
 
 
-class EnginesFailed(PeerGone):
-    """So many engines failed under one request that the request may be the reason."""
+_MOST_STRIKES = 2
+"""Answers with an error that a request gets of engines which serve others: it is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,9 @@ class DispatchStats:
     num_in_flight: int
     num_waiting: int
     num_lost_attempts: int
+    """Under way, and without an outcome."""
+    num_put_off: int
+    """Attempts that an engine would not begin with, since it was full."""
     num_continued: int
     """Attempts that ended early, or were lost, and left tokens, which the next one began with."""
     tokens_delivered: int
@@ -82,11 +91,12 @@ class _Job:
     """One request under way."""
 
     __slots__ = (
-        "age", "attempts", "begun", "cancelled", "cancelling", "cost", "engine_id", "key", "lost", "member", "place",
-        "queued", "request", "since", "task", "told", "why",
+        "age", "attempts", "begun", "cancelled", "cancelling", "cost", "engine_id", "failed_on", "has_token", "key", "lost",
+        "member", "place", "put_off_at", "queued", "request", "silenced", "since", "strikes", "suspicion", "task", "told",
+        "why",
     )  # fmt: skip
 
-    def __init__(self, request: Request, task: asyncio.Task[object]) -> None:
+    def __init__(self, request: Request, task: asyncio.Task[object], most_kills: int) -> None:
         self.request = request  # as the next attempt asks it: with the prefix that earlier ones left
         self.task, self.cancelling = task, task.cancelling()
         self.told = None if request.progress is None else Told(request.progress)
@@ -97,9 +107,15 @@ class _Job:
         self.engine_id = ""
         self.begun = self.attempts = 0
         self.cancelled = self.lost = self.queued = False
+        self.silenced = False  # it was lost with its engine, which was not heard of again
+        self.has_token = False  # of the engine that has it
         self.cost = 0.0
         self.key: Key | None = None
         self.why: list[str] = []
+        self.suspicion = Suspicion(most_kills)
+        self.strikes = 0
+        self.failed_on: set[Member] = set()
+        self.put_off_at: float | None = None
 
     @property
     def withdrawn(self) -> bool:
@@ -113,7 +129,7 @@ class Dispatcher:
     promised. It never falls, since an engine comes back only with what was promised. Closing it closes its engines.
 
     `reload` opens the newest published weights for an engine that lost its own between two updates; without it such an engine
-    waits for the next update.
+    waits for the next update. `seed`: of the chance by which rests differ.
     """
 
     def __init__(
@@ -126,20 +142,22 @@ class Dispatcher:
         placement: Placement[Member] | None = None,
         reload: Reload | None = None,
         clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
     ) -> None:
         self._limits = limits or DispatchLimits()
         self._clock = clock
         self._jobs: dict[str, _Job] = {}
         self._queue: FairQueue[_Job] = FairQueue(shares)
+        self._suspects: list[_Job] = []  # that wait, the oldest first
         self._placement: Placement[Member] = placement or Placement()
-        self._fleet = Fleet(
-            self._limits, clock, changed=self._changed, lost=self._lose, broken=self._break, reload=reload
-        )
-        self._rolling = Rolling(self._fleet)
+        self._fleet = Fleet(self._limits, clock, self, self._repair, random.Random(seed))
+        self._installer = Installer(self._fleet, reload)
+        self._rolling = Rolling(self._fleet, self._installer)
         self._absent_since: float | None = None
         self._absent: asyncio.TimerHandle | None = None
         self._ended: BaseException | None = None
-        self._num = dict.fromkeys(("requests", "completed", "cancelled", "failed", "dropped", "lost", "continued"), 0)
+        counts = ("requests", "completed", "cancelled", "failed", "dropped", "lost", "put_off", "continued")
+        self._num = dict.fromkeys(counts, 0)
         self._tokens = 0
         self._gone = [0] * 5  # what engines that were removed had counted
         for index, engine in enumerate(engines):
@@ -170,7 +188,7 @@ class Dispatcher:
             try:
                 await self._until_idle(member, "engine handed back", limits.probe_deadline_s)
             except DeadlineExceeded:
-                self._lose(member)
+                self.lose(member, silent=False)
         self._placement.forget(member)
         stats = member.engine.stats()
         self._gone = [one + more for one, more in zip(self._gone, _counts(stats), strict=True)]
@@ -211,7 +229,7 @@ class Dispatcher:
             version=self.version,
             num_slots=sum(stats.num_slots for stats in each),
             num_running=sum(stats.num_running for stats in each),
-            num_waiting=sum(stats.num_waiting for stats in each) + self._queue.num_waiting,
+            num_waiting=sum(stats.num_waiting for stats in each) + self._num_waiting,
             num_completed=self._num["completed"],
             num_cancelled=self._num["cancelled"],
             tokens_generated=tokens,
@@ -232,8 +250,9 @@ class Dispatcher:
             num_failed=num["failed"],
             num_dropped=num["dropped"],
             num_in_flight=sum(member.in_flight for member in self._fleet.members),
-            num_waiting=self._queue.num_waiting,
+            num_waiting=self._num_waiting,
             num_lost_attempts=num["lost"],
+            num_put_off=num["put_off"],
             num_continued=num["continued"],
             tokens_delivered=self._tokens,
             engines=tuple(
@@ -249,19 +268,20 @@ class Dispatcher:
         if self._ended is None:
             self._end(Closed("the dispatcher must be open, got a call after close. Start another one"))
         await self._fleet.close()
+        await self._installer.close()
         await asyncio.gather(*(member.engine.close() for member in self._fleet.members))
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        """As `Engine.generate`; besides raises NoEngine when no engine was there in time, EnginesFailed when too many failed
-        under this one request, and DeadlineExceeded when its turn did not come."""
+        """As `Engine.generate`; besides raises NoEngine when no engine was there, or had room, in time, RequestFailed when
+        engines fail or die under this one request, and DeadlineExceeded when its turn did not come."""
         self._check_open()
         if request.id in self._jobs:
             raise ConfigError(f"the id of a request must be unique, got {request.id!r} twice. Rename one")
         task = asyncio.current_task()
         assert task is not None
-        job = self._jobs[request.id] = _Job(request, task)
+        job = self._jobs[request.id] = _Job(request, task, self._limits.most_kills)
         self._num["requests"] += 1
         outcome = "failed"
         try:
@@ -314,20 +334,17 @@ class Dispatcher:
         except asyncio.CancelledError:
             if not job.lost or job.task.uncancel() > job.cancelling:
                 raise
-            self._again(job, "abandoned")
+            self._again(job, "abandoned", killed=job.silenced)
             return None
-        except (PeerGone, ProtocolError, DeadlineExceeded, WorkerDied, Closed, Refused) as error:
-            failing = job.member
-            if failing is None or self._ended is not None or (isinstance(error, ServerError) and error.status < 500):
+        except RondoError as error:
+            failing, fault = job.member, fault_of(error)
+            if failing is None or self._ended is not None or fault == "request":
                 raise
             if job.lost:  # its own error came first
                 job.task.uncancel()
             self._release(job)
-            if isinstance(error, Refused) and not isinstance(error, ServerError):
-                self._fleet.doubt(failing, error)
-            else:
-                self._fleet.failed(failing, error, gone=not isinstance(error, ServerError))
-            self._again(job, f"{failing.name}: {error}")
+            self._fleet.failed(failing, job.request.id, error, fault)
+            self._went_wrong(job, failing, error)
             return None
         finally:
             self._release(job)
@@ -337,11 +354,41 @@ class Dispatcher:
         self._fleet.served(member)
         return self._taken(job, completion)
 
+    def _went_wrong(self, job: _Job, member: Member, error: RondoError) -> None:
+        """What a failed attempt is to its request. Raises where that is at fault, or has been put off for too long."""
+        job.failed_on.add(member)
+        why = f"{member.name}: {error}"
+        if fault_of(error) == "engine":
+            self._again(job, why, killed=may_have_killed(error))
+            return
+        if is_full(error) or not member.breaker.fails_only(job.request.id):
+            self._put_off(job, why)
+            return
+        job.strikes += 1  # this engine serves others
+        if job.strikes >= _MOST_STRIKES and not job.cancelled:
+            raise RequestFailed(
+                f"request {job.request.id!r} must be answered by engines that answer others, got {why}. Look at what it asks for"
+            ) from error
+        self._again(job, why)
+
+    def _put_off(self, job: _Job, why: str) -> None:
+        """It goes elsewhere, or waits until an engine has rested. Raises NoEngine when that has lasted too long."""
+        now, deadline_s = self._clock(), self._limits.queue_deadline_s
+        self._num["put_off"] += 1
+        job.lost = False
+        if job.put_off_at is None:
+            job.put_off_at = now
+        if now - job.put_off_at > deadline_s and not job.cancelled:
+            what = (
+                f"an engine must have room for request {job.request.id!r} within {deadline_s:g} s (the last said {why})"
+            )
+            raise NoEngine(what, self._fleet.missing())
+
     def _check_weights(self, member: Member, asked: Request, completion: Completion, floor: int | None) -> None:
         """Weights only go forward: an older token is of a server that was started anew and not looked at yet."""
         new = completion.policy_versions[0 if asked.prefix is None else len(asked.prefix.tokens) :]
         if floor is not None and new.size and new.min() < floor:
-            raise PeerGone(
+            raise Refused(
                 f"the engine {member.name} must sample under version {floor} or newer, got {new.min()}. "
                 "Its server was started anew, or somebody else gave it weights"
             )
@@ -362,22 +409,28 @@ class Dispatcher:
         if num_tokens > before:
             job.request = replace(job.request, prefix=completion.as_prefix())
             job.why.clear()
+            job.strikes, job.put_off_at = 0, None
             self._num["continued"] += 1
         self._again(job, f"ended early as {reason!r}")
         return None
 
-    def _again(self, job: _Job, why: str) -> None:
-        """The attempt is over without an outcome."""
-        job.lost = False
+    def _again(self, job: _Job, why: str, *, killed: bool = False) -> None:
+        """The attempt is over without an outcome; `killed`: it had an engine that ended meanwhile. Raises RequestFailed."""
+        job.lost = job.silenced = False
         if job.told is not None and (kept := job.told.lost(job.request)) is not job.request:
             job.request = kept
             self._num["continued"] += 1
         self._num["lost"] += 1
         job.why.append(why)
-        if len(job.why) >= self._limits.most_attempts and not job.cancelled:
-            raise EnginesFailed(
-                f"request {job.request.id!r} must be answered within {self._limits.most_attempts} attempts, "
-                f"got {'; '.join(job.why)}. Look at the engines' logs for what this request does to them"
+        if killed:
+            job.suspicion.died(begun=job.has_token)
+        if job.cancelled:
+            return
+        if job.suspicion.found_out or len(job.why) >= self._limits.most_attempts:
+            rule = "leave its engines alive" if job.suspicion.found_out else f"be answered in {len(job.why)} attempts"
+            raise RequestFailed(
+                f"request {job.request.id!r} must {rule}, got {'; '.join(job.why)}. "
+                "Look at the engines' logs for what this request does to them"
             )
 
     def _cancelled(self, job: _Job) -> Completion:
@@ -390,25 +443,40 @@ class Dispatcher:
 
     # ---- places -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _num_waiting(self) -> int:
+        return self._queue.num_waiting + len(self._suspects)
+
+    def _all_waiting(self) -> list[_Job]:
+        return [*self._suspects, *self._queue.all()]
+
     def _place(self, job: _Job) -> bool:
         """Gives it an engine, if one has room and nobody waits for it."""
-        if self._queue.num_waiting or not (candidates := self._fleet.candidates()):
-            return False
-        self._give(job, candidates)
-        return True
+        return not self._num_waiting and self._give(job, self._fleet.candidates())
 
-    def _give(self, job: _Job, candidates: list[Member]) -> None:
-        request = job.request
+    def _give(self, job: _Job, candidates: list[Member]) -> bool:
+        """Gives it one of these; False if none is for it."""
+        request, suspected = job.request, job.suspicion.suspected
         job.cost = self._placement.cost(request)
-        if job.key is None:
-            job.key = self._placement.key(request)
-        member = self._placement.choose(job.key, job.cost, candidates)
-        assert member is not None
+        if suspected:
+            free = [m for m in candidates if m.trial is None]
+            member = min(free, key=lambda m: m.in_flight, default=None)
+        else:
+            if job.key is None:
+                job.key = self._placement.key(request)
+            elsewhere = [m for m in candidates if m not in job.failed_on]
+            member = self._placement.choose(job.key, job.cost, elsewhere or candidates)
+        if member is None:
+            return False
+        if suspected:
+            member.trial = job
+            member.wake.set()
         member.jobs.add(job)
         member.in_flight += 1
         member.load += job.cost
-        job.member, job.begun = member, False
+        job.member, job.begun, job.has_token = member, False, False
         self._queue.began(request.kind)
+        return True
 
     def _release(self, job: _Job) -> None:
         member = job.member
@@ -418,19 +486,24 @@ class Dispatcher:
         member.jobs.discard(job)
         member.in_flight -= 1
         member.load = member.load - job.cost if member.in_flight else member.foreign
+        if member.trial is job:
+            member.trial = None
         self._queue.ended(job.request.kind)
-        if self._queue.num_waiting or member.leaving:
+        if self._num_waiting or member.leaving:
             self._fleet.moved.set()
             self._pump()
 
     async def _wait_for_place(self, job: _Job) -> None:
         """Until an engine is given, or the request is cancelled. Raises NoEngine or DeadlineExceeded."""
-        kind = job.request.kind
+        kind, suspected = job.request.kind, job.suspicion.suspected
         if job.age is None:
             job.age = self._queue.age()
         job.place, job.since = asyncio.get_running_loop().create_future(), self._clock()
         job.queued = True
-        self._queue.add(kind, job.request.priority, job.age, job)
+        if suspected:
+            self._suspects.append(job)
+        else:
+            self._queue.add(kind, job.request.priority, job.age, job)
         self._watch_absence()
         peer = ", ".join(m.name for m in self._fleet.members) or "no engine yet"
         try:
@@ -440,36 +513,62 @@ class Dispatcher:
             job.place = None
             if job.queued:
                 job.queued = False
-                self._queue.remove(kind, job.age)
+                if suspected:
+                    self._suspects.remove(job)
+                else:
+                    self._queue.remove(kind, job.age)
 
     def _pump(self) -> None:
-        """Gives places to those that wait, in their order."""
-        queue = self._queue
-        while queue.num_waiting:
-            candidates = self._fleet.candidates()
-            if not candidates:
-                break
-            job = queue.pop()
-            job.queued = False
-            if job.place is not None and not job.place.done():  # else it is being cancelled or failed
-                self._give(job, candidates)
-                job.place.set_result(None)
+        """Gives places to those that wait: suspects, as long as engines are free of them, then the others in their order."""
+        for job in list(self._suspects):
+            if self._give_waiting(job, self._fleet.candidates()):
+                self._suspects.remove(job)
+        while self._queue.num_waiting and (candidates := self._fleet.candidates()):
+            self._give_waiting(self._queue.pop(), candidates)
 
-    def _changed(self) -> None:
+    def _give_waiting(self, job: _Job, candidates: list[Member]) -> bool:
+        """Whether it no longer waits."""
+        if job.place is not None and not job.place.done():  # else it is being cancelled or failed
+            if not self._give(job, candidates):
+                return False
+            job.place.set_result(None)
+        job.queued = False
+        return True
+
+    def changed(self) -> None:
         self._watch_absence()
         self._pump()
 
-    def _lose(self, member: Member) -> None:
+    def seen(self, member: Member) -> None:
+        """Which of the requests there it has begun with; a suspect that is among them is cleared."""
+        told = member.engine.progress() if member.jobs else {}
+        for job in member.jobs:
+            if not job.has_token and told.get(job.engine_id, 0) > 0:
+                job.has_token = True
+                if job.suspicion.has_token() and member.trial is job:
+                    member.trial = None
+        if self._suspects and member.trial is None:
+            self._pump()
+
+    def lose(self, member: Member, *, silent: bool) -> None:
         """Ends the attempts on an engine, so that its requests go elsewhere."""
         for job in list(member.jobs):
             if not job.lost:
-                job.lost = True
+                job.lost, job.silenced = True, silent
                 if job.begun:
                     job.task.cancel()
 
+    def broken(self, error: BaseException) -> None:
+        closed = Closed(f"the dispatcher must be able to watch its engines, got {error!r}. Start another one")
+        closed.__cause__ = error
+        self._end(closed)
+
+    async def _repair(self, member: Member) -> None:
+        await self._installer.repair(member)
+
     def _watch_absence(self) -> None:
         """Requests wait only so long while there is no engine at all."""
-        if self._fleet.routable or not self._queue.num_waiting:
+        if self._fleet.routable or not self._num_waiting:
             if self._fleet.routable:
                 self._absent_since = None
             if self._absent is not None:
@@ -484,7 +583,7 @@ class Dispatcher:
 
     def _absent_due(self) -> float:
         """When the first of those that wait has waited long enough for any engine at all."""
-        since = min((job.since for job in self._queue.all()), default=self._clock())
+        since = min((job.since for job in self._all_waiting()), default=self._clock())
         return max(since, self._absent_since or 0.0) + self._limits.absent_deadline_s
 
     def _give_up(self) -> None:
@@ -492,7 +591,7 @@ class Dispatcher:
         self._absent = None
         since, deadline_s = self._clock() - self._limits.absent_deadline_s, self._limits.absent_deadline_s
         error = NoEngine(f"an engine must take a request within {deadline_s:g} s", self._fleet.missing())
-        for job in self._queue.all():
+        for job in self._all_waiting():
             if job.since <= since and job.place is not None and not job.place.done():
                 job.place.set_exception(error)
         asyncio.get_running_loop().call_soon(self._watch_absence)
@@ -503,16 +602,11 @@ class Dispatcher:
         if self._ended is not None:
             raise self._ended
 
-    def _break(self, error: BaseException) -> None:
-        closed = Closed(f"the dispatcher must be able to watch its engines, got {error!r}. Start another one")
-        closed.__cause__ = error
-        self._end(closed)
-
     def _end(self, error: BaseException) -> None:
         self._ended = error
         if self._absent is not None:
             self._absent.cancel()
-        for job in self._queue.all():
+        for job in self._all_waiting():
             if job.place is not None and not job.place.done():
                 job.place.set_exception(error)
 

@@ -1,38 +1,38 @@
 """The engines of a dispatcher: which there are, which may be given work, and how one that failed comes back.
 
 Owns every engine's health, breaker, proved version, and the task that watches it. Does not own the requests (`dispatcher.py`),
-the choice among engines (`placement.py`) or the order of an update (`rolling.py`).
+the choice among engines (`placement.py`), how one of them takes weights (`installing.py`) or in which order (`rolling.py`).
 
-    routable:  answers `ready()`, breaker not open, weights proved and no older than what was promised, not being updated,
+    routable:  answers `ready()`, breaker closed, weights proved and no older than what was promised, not being updated,
                not leaving
 
-Invariant: an engine that failed a request by going away, failed an update or was silent is `suspect`: nothing is sent to it until
-it has answered again and said which weights it serves. An engine whose weights are too old, or unknown, is given the newest ones
-(`reload`) before it is routable. So no token is sampled under weights that nobody proved.
+Invariant: an engine that a request says is gone or strange (`faults.py`), that failed an update or was silent is `suspect`:
+nothing is sent to it until it has answered again and said which weights it serves. An engine whose weights are too old, or
+unknown, is given the newest ones (`reload`) before it is routable. So no token is sampled under weights that nobody proved. What
+an engine has in flight is given up when it has been silent for `silent_s`, or when its weights are not known any more, and for
+no other reason.
 
 An engine may offer, beside `Engine`: `ready() -> bool` (it takes requests now), `load()` (`EngineLoad`) and
-`proved_version() -> int | None` (what it serves, asked of the server itself; without it `version` is believed).
+`proved_version() -> int | None` (what it serves, asked of the server itself; without it `version` is believed). One that is away
+is asked again for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from rondo.roles.rollout.dispatch.breaker import Breaker
-from rondo.roles.rollout.engine import Engine
-from rondo.runtime.errors import ConfigError, PeerGone, RondoError
+from rondo.roles.rollout.engine import Engine, Request, SamplingParams
+from rondo.roles.rollout.faults import Fault, fault_of, is_full
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone
 from rondo.runtime.waits import wait_for
-
-if TYPE_CHECKING:
-    import torch
-
-Reload = Callable[[], AbstractAsyncContextManager[tuple[int, "Mapping[str, torch.Tensor]"]]]
-"""Opens the newest published weights: (version, tensors), readable inside `async with`."""
 
 _UNKNOWN_SLOTS = 256
 
@@ -64,27 +64,29 @@ class DispatchLimits:
     """Requests that one engine is given at a time; None: a quarter more than it runs at once, which hides the way there while
     what waits can still be ordered here."""
     queue_deadline_s: float = 3600.0
-    """A request waits so long for its turn, while some engine works."""
+    """A request waits so long for its turn, or for room where engines are full, while some engine works."""
     absent_deadline_s: float = 600.0
     """And so long while none does."""
     health_interval_s: float = 2.0
     absent_interval_s: float = 0.25
-    """An engine that is away is asked so often."""
+    """An engine that is away is asked after so long, then after twice that, up to `health_interval_s`."""
     probe_deadline_s: float = 10.0
+    silent_s: float = 30.0
+    """An engine that has not been ready for so long has lost what it has in flight."""
     failures: int = 3
-    """In a row open the breaker of an engine."""
+    """So many requests in a row that an engine fails open its breaker."""
     open_s: float = 1.0
     longest_open_s: float = 60.0
+    most_kills: int = 2
+    """A request that so many engines died of at its beginning is given to no other; one more where it had come further."""
     most_attempts: int = 8
     """A request that so many engines failed under without a new token is told to be the reason."""
-    update_deadline_s: float = 600.0
-    """One engine's update; when it is known how long they take, ten times the longest and `update_grace_s`, if that is less."""
-    update_grace_s: float = 30.0
-    """An engine that is still being updated so long after all others is left behind."""
-    update_attempts: int = 3
-    """Of an engine that fails its update, before the others go on without it."""
+    update_deadline_s: float | None = None
+    """One engine's update; None: as `Patience` (`installing.py`) learns from those before it."""
+    least_update_s: float = 60.0
+    """And no less than this."""
     updating_share: float = 0.5
-    """Of the routable engines, at most so much is being updated at a time (at least one engine)."""
+    """Of the engines that serve, at most so much is being updated at a time (at least one engine)."""
     drain_deadline_s: float = 600.0
     """What an engine that is removed has in flight may go on so long; then it is continued elsewhere."""
 
@@ -93,23 +95,33 @@ class Member:
     """One engine. `load` is in tokens: ours in flight, and others' as far as the engine tells."""
 
     __slots__ = (
-        "_limit", "alive", "breaker", "engine", "foreign", "in_flight", "installed", "jobs", "leaving", "load", "name",
-        "num_failed", "num_served", "proved", "repair_at", "suspect", "torn", "updates_failed", "updating", "wake", "why",
+        "_limit", "alive", "breaker", "engine", "foreign", "hears", "in_flight", "installed", "jobs", "leaving", "load",
+        "missed", "name", "num_failed", "num_served", "proved", "ready_at", "repair_at", "suspect", "torn", "trial",
+        "updates_failed", "updating", "wake", "why",
     )  # fmt: skip
 
-    def __init__(self, name: str, engine: Engine, limits: DispatchLimits) -> None:
+    def __init__(self, name: str, engine: Engine, limits: DispatchLimits, now: float, chance: random.Random) -> None:
         self.name, self.engine = name, engine
-        self.breaker = Breaker(failures=limits.failures, open_s=limits.open_s, longest_open_s=limits.longest_open_s)
+        self.breaker = Breaker(
+            failures=limits.failures, open_s=limits.open_s, longest_open_s=limits.longest_open_s, chance=chance
+        )
         self.installed: int | None = None
         """The version that it was given here."""
         self.proved: int | None = None
         """The version that it is known to serve."""
         self.alive = self.suspect = True  # until it was looked at
+        self.hears = True
+        """It gave an answer when it was asked last, though perhaps that it is not ready."""
+        self.missed = 0
+        """How often in a row it was not ready."""
+        self.ready_at = now
         self.updating = self.leaving = False
         self.why = "it has not answered yet"
         self.in_flight = 0
         self.load = self.foreign = 0.0
         self.jobs: set[Any] = set()
+        self.trial: object | None = None
+        """The one request here that engines may have died of."""
         self.num_served = self.num_failed = self.updates_failed = 0
         self.repair_at = 0.0
         self.torn: int | None = None
@@ -120,7 +132,7 @@ class Member:
     @property
     def takes_weights(self) -> bool:
         """Whether it may be asked to: it answers, or it failed to, which may have left it paused and never ready again."""
-        return (self.alive and not self.suspect) or self.updates_failed > 0
+        return (self.alive and not self.suspect) or (self.hears and self.updates_failed > 0)
 
     @property
     def limit(self) -> int:
@@ -130,45 +142,48 @@ class Member:
         return self._limit
 
 
+class Owner(Protocol):
+    """Whoever has the requests."""
+
+    def changed(self) -> None:
+        """Something that could let a request begin."""
+
+    def seen(self, member: Member) -> None:
+        """It was just asked how it is."""
+
+    def lose(self, member: Member, *, silent: bool) -> None:
+        """What it has in flight is lost; `silent`: with the engine itself."""
+
+    def broken(self, error: BaseException) -> None:
+        """Engines are not watched any more."""
+
+
+Repair = Callable[[Member], Any]
+
+
 class Fleet:
-    """Engines and their health. `changed` is called after every change that could let a request begin; `lost` for an engine whose
-    requests in flight are lost. Used on one event loop."""
+    """Engines and their health. `repair` is awaited after every look at an engine. Used on one event loop."""
 
     def __init__(
-        self,
-        limits: DispatchLimits,
-        clock: Callable[[], float],
-        *,
-        changed: Callable[[], None],
-        lost: Callable[[Member], None],
-        broken: Callable[[BaseException], None],
-        reload: Reload | None,
+        self, limits: DispatchLimits, clock: Callable[[], float], owner: Owner, repair: Repair, chance: random.Random
     ) -> None:
         self.limits, self.clock = limits, clock
         self.members: list[Member] = []
         self.promised: int | None = None
         """What the last update that came to its end was of: nothing older is routable. None: nothing was promised."""
-        self.rolling = False
-        """While an update is under way it is what repairs engines."""
         self.moved = asyncio.Event()
         """Set at every change; whoever waits for one clears it first."""
+        self.routable: list[Member] = []
+        """Those that may be given work, full or not."""
         self._version = -1
-        self._longest_update_s: float | None = None
-        self._changed, self._lost, self._broken, self._reload = changed, lost, broken, reload
+        self.owner, self._repair, self._chance = owner, repair, chance
         self._watchers: dict[Member, asyncio.Task[None]] = {}
-        self._routable: list[Member] = []
 
     # ---- who may be given work --------------------------------------------------------------------------------------
 
-    @property
-    def routable(self) -> list[Member]:
-        """Those that may be given work, full or not."""
-        return self._routable
-
     def candidates(self) -> list[Member]:
         """Those that may be given one more request now."""
-        now = self.clock()
-        return [m for m in self._routable if m.in_flight < m.limit and m.breaker.admits(now, m.in_flight)]
+        return [m for m in self.routable if m.in_flight < m.limit]
 
     @property
     def version(self) -> int:
@@ -177,23 +192,19 @@ class Fleet:
 
     def missing(self) -> tuple[tuple[str, str], ...]:
         """Every engine that is not routable, and why."""
-        return tuple((m.name, self._why(m)) for m in self.members if m not in self._routable)
+        return tuple((m.name, self._why(m)) for m in self.members if m not in self.routable)
 
-    def _serves(self, member: Member) -> bool:
-        """Healthy and with proved weights; perhaps being updated."""
+    def serves(self, member: Member) -> bool:
+        """Healthy and with proved weights; perhaps being updated, perhaps resting."""
         proved = member.proved is not None and (self.promised is None or member.proved >= self.promised)
         return proved and member.alive and not member.suspect and not member.leaving
-
-    def _is_routable(self, member: Member) -> bool:
-        now = self.clock()
-        return self._serves(member) and not member.updating and member.breaker.state(now) != "open"
 
     def _why(self, member: Member) -> str:
         if member.leaving:
             return "it is being removed"
         if member.updating:
             return "its weights are being updated"
-        if member.breaker.state(self.clock()) == "open":
+        if not member.breaker.closed:
             return f"its breaker is open ({member.breaker.why})"
         if member.alive and not member.suspect and self.promised is not None:
             return f"it has version {member.proved}, not the promised {self.promised} ({member.why})"
@@ -201,12 +212,13 @@ class Fleet:
 
     def update(self) -> None:
         """After any change of any engine."""
-        self._routable = [m for m in self.members if self._is_routable(m)]
-        proved = [m.proved for m in self.members if self._serves(m) and m.proved is not None]
+        serving = [m for m in self.members if self.serves(m)]
+        self.routable = [m for m in serving if not m.updating and m.breaker.closed]
+        proved = [m.proved for m in serving if m.proved is not None]
         if proved:
             self._version = min(proved)
         self.moved.set()
-        self._changed()
+        self.owner.changed()
 
     # ---- engines come and go ----------------------------------------------------------------------------------------
 
@@ -214,7 +226,7 @@ class Fleet:
         """It is looked at before it is given work. Needs the running loop."""
         if any(m.name == name for m in self.members):
             raise ConfigError(f"the name of an engine must be its own, got {name!r} twice. Give it another")
-        member = Member(name, engine, self.limits)
+        member = Member(name, engine, self.limits, self.clock(), self._chance)
         self.members.append(member)
         task = asyncio.create_task(self._watch(member), name=f"watch {name}")
         task.add_done_callback(self._watched)
@@ -240,26 +252,18 @@ class Fleet:
     def _watched(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._broken(error)
+            self.owner.broken(error)
 
-    # ---- health -----------------------------------------------------------------------------------------------------
+    # ---- what requests say ------------------------------------------------------------------------------------------
 
-    def failed(self, member: Member, error: BaseException, *, gone: bool) -> None:
-        """It failed a request or a probe; `gone` when it did not answer, and may be another process when it does again."""
+    def failed(self, member: Member, request_id: str, error: BaseException, fault: Fault) -> None:
+        """A request failed there. What else is in flight goes on."""
         member.num_failed += 1
         member.why = f"{type(error).__name__}: {error}"
-        if gone:
+        if fault == "engine":
             member.suspect = True
-            member.wake.set()
-        if member.breaker.failed(self.clock(), member.why):
-            self._lost(member)
-        self.update()
-
-    def doubt(self, member: Member, error: BaseException) -> None:
-        """It refused a request that it took: its weights may not be those that it was given. It is looked at before the next."""
-        member.num_failed += 1
-        member.why = f"{type(error).__name__}: {error}"
-        member.suspect = True
+        else:
+            member.breaker.failed(self.clock(), request_id, member.why, full=is_full(error))
         member.wake.set()
         self.update()
 
@@ -267,59 +271,93 @@ class Fleet:
         """It ended a request well."""
         member.num_served += 1
         was_closed = member.breaker.closed
-        member.breaker.succeeded(self.clock())
+        member.breaker.succeeded()
         if not was_closed:
             self.update()
 
-    def take_out(self, member: Member, error: BaseException) -> None:
-        """Its weights are not known any more: what it has in flight is lost."""
-        member.proved, member.torn = None, member.engine.version
-        member.why = f"its update failed, {type(error).__name__}: {error}"
-        self._lost(member)
-        member.wake.set()
-        self.update()
+    # ---- health -----------------------------------------------------------------------------------------------------
 
     async def _watch(self, member: Member) -> None:
         while True:
             member.wake.clear()
             if not member.updating:
                 await self._look(member)
+                if member in self._half_open():
+                    await self._try(member)
                 await self._repair(member)
-            pause_s = self.limits.health_interval_s if member.alive else self.limits.absent_interval_s
-            opens_s = member.breaker.opens_for_s(self.clock())
+            self.owner.seen(member)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(pause_s, opens_s) if opens_s > 0 else pause_s):
+                async with asyncio.timeout(self._pause_s(member)):
                     await member.wake.wait()
+
+    def _pause_s(self, member: Member) -> float:
+        limits = self.limits
+        pause_s = limits.health_interval_s
+        if member.trial is not None:
+            pause_s = limits.absent_interval_s
+        elif not member.alive:
+            pause_s = limits.absent_interval_s * 2 ** min(member.missed - 1, 16)
+        rests_s = member.breaker.rests_s(self.clock())
+        return min(pause_s, limits.health_interval_s, rests_s if rests_s > 0 else pause_s)
+
+    def _half_open(self) -> list[Member]:
+        now = self.clock()
+        return [m for m in self.members if self.serves(m) and m.breaker.state(now) == "half-open"]
 
     async def _look(self, member: Member) -> None:
         """Asks the engine how it is. While it is being updated, it is the update that tells."""
         ready: Any = getattr(member.engine, "ready", None)
         load: Any = getattr(member.engine, "load", None)
-        was_alive = member.alive
+        error: BaseException | None = None
+        alive = False
         try:
             alive = True if ready is None else await self._ask(member, "engine ready", ready())
             if alive and member.suspect:
                 await self._prove(member)
             told = await self._ask(member, "engine load", load()) if alive and load is not None else None
-        except Exception as error:  # noqa: BLE001 - whatever it is, this engine is out and its error told
-            if not member.updating:
-                member.alive = False
-                self.failed(member, error, gone=True)
-                member.wake.clear()  # it was just asked: the next time is after the interval
-            return
+        except Exception as failure:  # noqa: BLE001 - whatever it is, this engine is out and its error told
+            alive, error = False, failure
+        else:
+            error = None if alive else await self.silence(member)
         if member.updating:
             return
-        member.alive = alive
         if not alive:
-            # What it has in flight may wait there for ever, so a few such answers count like silence.
-            self.failed(member, PeerGone(f"the engine {member.name} must be ready, got that it is not"), gone=True)
-            member.wake.clear()
+            self._not_ready(member, error)
             return
+        member.missed, member.ready_at, member.hears = 0, self.clock(), True
         if told is not None:
             self._weigh(member, told)
-        if alive and not was_alive:
+        if not member.alive:
+            member.alive = True
             member.breaker.recovered()
         self.update()
+
+    def _not_ready(self, member: Member, error: BaseException | None) -> None:
+        """It failed a look with `error`; None: it said that it is not ready."""
+        member.hears = error is None
+        if error is None:
+            error = PeerGone(f"the engine {member.name} must be ready, got that it is not")
+        if not (member.hears and member.updates_failed):  # that is why it is not ready
+            member.why = f"{type(error).__name__}: {error}"
+        member.num_failed += member.alive
+        member.alive, member.suspect = False, True
+        member.missed += 1
+        member.wake.clear()  # it was just asked: the next time is after the pause
+        if self.clock() - member.ready_at >= self.limits.silent_s:
+            self.owner.lose(member, silent=True)
+        self.update()
+
+    async def silence(self, member: Member) -> Exception | None:
+        """Asks whether anybody is there at all; None if so."""
+        ask: Any = getattr(member.engine, "proved_version", None)
+        try:
+            if ask is not None:
+                await self._ask(member, "engine version", ask())
+        except (PeerGone, DeadlineExceeded) as error:
+            return error
+        except Exception:  # noqa: BLE001 - an answer, whatever it says
+            return None
+        return None
 
     async def _prove(self, member: Member) -> None:
         """Asks which weights it serves, and trusts it again."""
@@ -335,70 +373,18 @@ class Fleet:
             member.why = f"it serves version {told} where it was given {member.installed}"
         member.proved, member.suspect = told if known else None, False
 
-    async def _repair(self, member: Member) -> None:
-        """Gives an engine that answers the newest weights, where it has none that may be served."""
-        old = self.promised is not None and (member.proved is None or member.proved < self.promised)
-        early = self.clock() < member.repair_at
-        if not old or early or self._reload is None or not self._may_repair(member):
-            return
+    async def _try(self, member: Member) -> None:
+        """Asks it for one token after its rest."""
+        request = Request(f"trial/{member.name}", np.ones(1, np.int32), SamplingParams(1), seed=0, kind="judge")
         try:
-            async with self._reload() as (version, tensors):
-                if self.promised is not None and version < self.promised:
-                    raise PeerGone(f"the newest weights must be of version {self.promised} or newer, got {version}")
-                if self._may_repair(member):
-                    await self.install(member, version, tensors)
-        except RondoError as error:
-            member.why = f"it must be given the newest weights, got {type(error).__name__}: {error}"
-            self._put_off(member)
-
-    def _put_off(self, member: Member) -> None:
-        """It is not given weights again at once."""
-        back_off_s = self.limits.open_s * 2 ** min(member.updates_failed, 16)
-        member.repair_at = self.clock() + min(back_off_s, self.limits.longest_open_s)
-        member.updates_failed += 1
-
-    def _may_repair(self, member: Member) -> bool:
-        return member.takes_weights and not (member.leaving or member.updating or self.rolling)
-
-    async def install(self, member: Member, version: int, tensors: Mapping[str, torch.Tensor]) -> Exception | None:
-        """Updates one engine; what it failed with, None when it serves this version now. Raises ConfigError if the engine refuses
-        the tensors, and keeps its own; whatever else it fails with takes it out."""
-        member.updating = True
-        self.update()
-        deadline_s, began = self.limits.update_deadline_s, self.clock()
-        if self._longest_update_s is not None:
-            deadline_s = min(deadline_s, 10 * self._longest_update_s + self.limits.update_grace_s)
-        try:
-            updating = member.engine.update_weights(version, tensors)
-            await wait_for(updating, name="update engine", peer=member.name, deadline_s=deadline_s)
-            if member.engine.version != version:
-                raise PeerGone(
-                    f"the engine {member.name} must prove version {version}, got {member.engine.version}. Read its log"
-                )
-        except ConfigError:
-            raise
-        except asyncio.CancelledError:
-            member.suspect = True
-            self._put_off(member)
-            self.take_out(member, PeerGone(f"the engine {member.name} must take weights in time, got no end"))
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, this engine is out and its error told
-            member.suspect = True
-            self._put_off(member)
-            self.take_out(member, error)
-            return error
-        finally:
-            member.updating = False
-            member.wake.set()
-            self.update()
-        self._longest_update_s = max(self._longest_update_s or 0.0, self.clock() - began)
-        member.installed = member.proved = version
-        member.torn = None
-        member.alive, member.suspect = True, False
-        member.updates_failed, member.repair_at = 0, 0.0
+            await self._ask(member, "engine trial", member.engine.generate(request))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this engine rests on and its error is told
+            why = f"{type(error).__name__}: {error}"
+            if fault_of(error) != "request":
+                member.breaker.failed(self.clock(), request.id, why)
+                return
         member.breaker.recovered()
         self.update()
-        return None
 
     async def _ask(self, member: Member, name: str, asked: Any) -> Any:
         return await wait_for(asked, name=name, peer=member.name, deadline_s=self.limits.probe_deadline_s)

@@ -7,8 +7,9 @@ endpoints mean. The server's contract is that of SGLang 0.5.10 to 0.5.23.
         info = await client.get("/model_info", deadline_s=5)
         await client.post("/pause_generation", {"mode": "in_place"}, deadline_s=5)
 
-Invariant: a call ends with the server's JSON, `ServerError` (it answered, and said no), `PeerGone` (no answer: it is not
-there, or left before it answered) or `DeadlineExceeded`. Cancelling a call closes its connection, which ends its request there.
+Invariant: a call ends with the server's JSON, `ServerError` (it answered, and said no), `PeerGone` (it left before it
+answered), `NotThere` (it was never asked) or `DeadlineExceeded`. Cancelling a call closes its connection, which ends its request
+there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 import orjson
 
+from rondo.roles.rollout.faults import NotThere
 from rondo.roles.rollout.sglang.connections import Connections
 from rondo.runtime.errors import PeerGone, Refused, RondoError
 from rondo.runtime.waits import wait_for
@@ -96,7 +98,8 @@ class SGLangClient:
         except RondoError:  # of what the parts of a stream say; some are connection errors, too
             raise
         except OSError as error:  # ConnectionError is one
-            raise PeerGone(
+            refused = isinstance(error, ConnectionRefusedError) or not isinstance(error, ConnectionError)
+            raise (NotThere if refused else PeerGone)(
                 f"the SGLang server {self.url} must answer {path}, got {type(error).__name__}: {error}. Read its log"
             ) from error
         told = _read(content)

@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rondo.roles.rollout.engine import Completion, EngineStats, Request
+from rondo.roles.rollout.faults import NotThere
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.engine import Load, SGLangEngine
 from rondo.roles.rollout.sglang.numbers import STRANGE, version_of
@@ -308,8 +309,8 @@ class KeptEngine:
             raise self._absent()
         return self._engine
 
-    def _absent(self) -> PeerGone:
-        return PeerGone(f"the SGLang server {self.server.name} must be there, got {self._why}. Ask another")
+    def _absent(self) -> NotThere:
+        return NotThere(f"the SGLang server {self.server.name} must be there, got {self._why}. Ask another")
 
 
 def _sums(before: Mapping[str, int], now: EngineStats) -> dict[str, int]:

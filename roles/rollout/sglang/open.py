@@ -62,7 +62,7 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEn
     return [made(index, server) for index, server in enumerate(servers)]
 
 
-def one_engine(engines: Sequence[KeptEngine], *, newest: Newest) -> Engine:
+def one_engine(engines: Sequence[KeptEngine], *, newest: Newest, update_deadline_s: float | None = None) -> Engine:
     """All of them, or the only one, as an engine that outlives any of them."""
 
     @asynccontextmanager
@@ -73,7 +73,8 @@ def one_engine(engines: Sequence[KeptEngine], *, newest: Newest) -> Engine:
             yield weights
 
     # A server may take all of its time to start, and then it is given weights.
-    limits = DispatchLimits(absent_deadline_s=2 * max(engine.start_deadline_s for engine in engines))
+    absent_s = 2 * max(engine.start_deadline_s for engine in engines)
+    limits = DispatchLimits(absent_deadline_s=absent_s, update_deadline_s=update_deadline_s)
     return Dispatcher(engines, names=[engine.server.name for engine in engines], limits=limits, reload=reload)
 
 

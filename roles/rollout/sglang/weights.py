@@ -50,7 +50,8 @@ from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
 
 CALL_DEADLINE_S = 60.0
 LOAD_DEADLINE_S = 600.0
-"""Of one update call, and of one pause, which in mode abort waits for every request's end."""
+"""Of one update call, and of one pause, which in mode abort waits for every request's end; longer where the settings give an
+update more."""
 UNPROVED = "unproved-"
 _FLUSHES = {"in_place": False, "retract": True, "abort": True}
 """In place, requests keep their cache: a server that is asked to flush it loads the weights, and answers with an error."""
@@ -129,6 +130,7 @@ class ServerWeights:
     def __init__(self, config: SGLangConfig, client: SGLangClient, *, folder: Path, model_path: str) -> None:
         self._config, self._client = config, client
         self._folder, self._model_path = folder, model_path
+        self._load_s = max(LOAD_DEADLINE_S, config.update_deadline_s or 0.0)
         self._transfer: Transfer | None = None
         self._model: ModelFolder | None = None
         self._recipes: Recipes | None = None
@@ -256,7 +258,7 @@ class ServerWeights:
         except BaseException as error:
             await _finished(asyncio.create_task(self._beside(error, "/end_weight_update", {})))
             raise
-        await self._client.post("/end_weight_update", {}, deadline_s=LOAD_DEADLINE_S)
+        await self._client.post("/end_weight_update", {}, deadline_s=self._load_s)
 
     async def _begin(self) -> bool:
         """Whether the server has sessions: those before 0.5.21 do not, and need none."""
@@ -269,7 +271,7 @@ class ServerWeights:
             if "already open" not in error.words:
                 raise
             # Whoever began it has gone: everybody who updates this server goes through this process.
-            await self._client.post("/end_weight_update", {}, deadline_s=LOAD_DEADLINE_S)
+            await self._client.post("/end_weight_update", {}, deadline_s=self._load_s)
             await self._client.post("/begin_weight_update", {}, deadline_s=CALL_DEADLINE_S)
         return True
 
@@ -278,7 +280,7 @@ class ServerWeights:
         if "weights" in self._memory.released:
             await self._memory.resume("weights")
         elif not self._memory.released:
-            await self._client.post("/pause_generation", {"mode": self._config.pause}, deadline_s=LOAD_DEADLINE_S)
+            await self._client.post("/pause_generation", {"mode": self._config.pause}, deadline_s=self._load_s)
 
     async def _continue(self) -> None:
         if self._memory.released:
@@ -311,7 +313,7 @@ class ServerWeights:
         return {} if self._recipes is None else await asyncio.to_thread(self._recipes.expect, tensors)
 
     async def _told(self) -> dict[Key, str]:
-        return told_by(await self._client.post("/weights_checker", {"action": "checksum"}, deadline_s=LOAD_DEADLINE_S))
+        return told_by(await self._client.post("/weights_checker", {"action": "checksum"}, deadline_s=self._load_s))
 
     async def _learned(self, info: Mapping[str, Any], model: ModelFolder) -> Recipes | None:
         """The recipes of a server that still has the weights it was started from; of another one they are learned by updates."""
@@ -336,7 +338,7 @@ class ServerWeights:
     def _made(self, info: Mapping[str, Any], model: ModelFolder) -> Transfer:
         config = self._config
         if config.weights == "disk":
-            return DiskTransfer(self._client, folder=self._folder, model=model.path, deadline_s=LOAD_DEADLINE_S)
+            return DiskTransfer(self._client, folder=self._folder, model=model.path, deadline_s=self._load_s)
         for name in ("dp_size", "pp_size"):
             if info.get(name, 1) != 1:
                 raise ConfigError(
@@ -345,7 +347,7 @@ class ServerWeights:
         if config.weights == "distributed":
             return DistributedTransfer(
                 self._client, tensor_parallel=info["tp_size"], device=info["device"], bucket_bytes=config.bucket_bytes,
-                deadline_s=LOAD_DEADLINE_S,
+                deadline_s=self._load_s,
             )  # fmt: skip
         if not _on_this_node(self._client.url):
             raise ConfigError(
@@ -353,7 +355,7 @@ class ServerWeights:
                 f"got 'tensor' for {self._client.url}. Handles of memory mean nothing there"
             )
         return TensorTransfer(
-            self._client, tensor_parallel=info["tp_size"], bucket_bytes=config.bucket_bytes, deadline_s=LOAD_DEADLINE_S
+            self._client, tensor_parallel=info["tp_size"], bucket_bytes=config.bucket_bytes, deadline_s=self._load_s
         )
 
 

@@ -17,9 +17,11 @@ import transformers
 from rondo.models.load import end_ids
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
+from rondo.roles.rollout.faults import RequestFailed
 from rondo.roles.rollout.serve.desk import Ask, Desk
 from rondo.roles.rollout.stops import Stops, stops_of, token_stops, whole_sample
-from rondo.runtime.errors import ConfigError
+from rondo.roles.sources import RowError
+from rondo.runtime.errors import ConfigError, CorruptData, PeerGone
 from tests.roles.rollout.sglang.test_engine import Client, told
 from tests.roles.rollout.sglang.test_engine import engine as sglang_engine
 
@@ -164,3 +166,17 @@ def test_a_stop_string_that_the_tokenizer_cannot_write_is_refused(tmp_path: Path
     with pytest.raises(ConfigError, match="what the tokenizer can write, got 'Ω', of which it makes '<unk>'"):
         stops_of(str(tmp_path), Words(), ("Ω",), 4)
     assert token_stops(TOKENIZER, ("a", "<|im_end|>")) == {"<|im_end|>": END}
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("too long"), RequestFailed("it kills"), CorruptData("a NaN"), PeerGone("x")]
+)
+async def test_a_failure_of_the_request_itself_costs_its_prompt_and_that_of_an_engine_is_passed_on(
+    error: Exception,
+) -> None:
+    class Failing:
+        async def generate(self, request: Request) -> Completion:
+            raise error
+
+    with pytest.raises(PeerGone if isinstance(error, PeerGone) else RowError):
+        await whole_sample(cast(Any, Failing()), asked(), Stops((END,)))

@@ -15,8 +15,8 @@ from rondo.runtime.errors import Refused
 from tests.roles.rollout.dispatch.stub import Stub, token_of
 
 QUICK = DispatchLimits(
-    queue_deadline_s=60.0, absent_deadline_s=60.0, health_interval_s=0.05, probe_deadline_s=5.0, open_s=0.02,
-    longest_open_s=0.2, update_deadline_s=30.0, most_attempts=50,
+    queue_deadline_s=60.0, absent_deadline_s=60.0, health_interval_s=0.05, absent_interval_s=0.02, probe_deadline_s=5.0,
+    silent_s=5.0, open_s=0.02, longest_open_s=0.2, update_deadline_s=30.0, most_kills=50, most_attempts=50,
 )  # fmt: skip
 
 
@@ -67,6 +67,9 @@ class ThinEngine:
             versions = np.concatenate([before.policy_versions, versions])
         reason: Any = {"abort": "cancelled"}.get(meta["finish_reason"]["type"], meta["finish_reason"]["type"])
         return Completion(request.id, tokens, log_probs, versions, reason)
+
+    def progress(self) -> dict[str, int]:
+        return {}
 
     def cancel(self, request_id: str) -> None:
         task = asyncio.create_task(self.call("post", "/abort_request", {"rid": request_id}))

@@ -81,6 +81,8 @@ class StubServer:
             return web.json_response({"error": {"message": f"duplicate {rid}"}}, status=400)
         if self.faults.get("generate"):
             return web.json_response({"error": {"message": "told to fail"}}, status=self.faults["generate"])
+        if (reason := self.faults.get("dies_of")) and rid.startswith(reason):
+            os.kill(os.getpid(), signal.SIGKILL)
         mine = self.running[rid] = _Running()
         self.wrote("begin", rid=rid, keys=sorted(asked))
         versions: list[str] = []
@@ -150,6 +152,8 @@ class StubServer:
         if fault := self.faults.get("update"):
             if fault == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if fault == "hang":
                 await asyncio.Event().wait()
             return web.json_response({"success": False, "message": "told to fail"}, status=400)

@@ -1,4 +1,4 @@
-"""The pure parts of dispatching: placement, the fair queue, the breaker."""
+"""The pure parts of dispatching: placement, the fair queue, the breaker, what a failure says, suspicion, patience."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from dataclasses import dataclass
 import pytest
 
 from rondo.roles.rollout.dispatch.breaker import Breaker
+from rondo.roles.rollout.dispatch.fleet import DispatchLimits
+from rondo.roles.rollout.dispatch.installing import Patience
 from rondo.roles.rollout.dispatch.placement import Placement
 from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
+from rondo.roles.rollout.dispatch.suspicion import Suspicion
 from rondo.roles.rollout.engine import Kind, Prefix, Request
-from rondo.runtime.errors import ConfigError
+from rondo.roles.rollout.faults import NotThere, RequestFailed, fault_of, may_have_killed
+from rondo.roles.rollout.sglang.client import ServerError
+from rondo.runtime.errors import ConfigError, CorruptData, DeadlineExceeded, PeerGone, ProtocolError, Refused
 from tests.roles.rollout.dispatch.engines import asked
 
 # ---- placement ------------------------------------------------------------------------------------------------------
@@ -191,55 +196,120 @@ def test_a_class_without_a_share_is_refused() -> None:
 
 
 def breaker() -> Breaker:
-    return Breaker(failures=3, open_s=10.0, longest_open_s=30.0)
+    return Breaker(failures=3, open_s=10.0, longest_open_s=30.0, chance=random.Random(0))
 
 
-def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
+def test_requests_that_fail_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
     it = breaker()
     for now in range(5):
-        assert not it.failed(now, "x") and not it.failed(now, "x")
-        it.succeeded(now)
-    assert it.state(5) == "closed" and it.admits(5, 99)
-    assert [it.failed(6, "x") for _ in range(3)] == [False, False, True]
-    assert it.state(6) == "open" and not it.admits(6, 0) and it.opens_for_s(6) == 10
+        it.failed(now, "a", "x")
+        it.failed(now, "b", "x")
+        it.succeeded()
+    it.failed(5, "a", "x")
+    it.failed(5, "b", "x")
+    assert it.closed
+    it.failed(5, "c", "x")
+    assert it.state(5) == "open" and 7.5 <= it.rests_s(5) <= 12.5
 
 
-def test_after_its_time_one_request_at_a_time_tries_it() -> None:
+def test_one_request_that_fails_again_and_again_opens_nothing() -> None:
     it = breaker()
-    it.failed(0, "gone", fatal=True)
-    assert it.state(9.9) == "open"
-    assert it.state(10) == "half-open" and it.admits(10, 0) and not it.admits(10, 1)
-    it.succeeded(10)
-    assert it.state(10) == "closed" and it.admits(10, 1)
+    for now in range(9):
+        it.failed(now, "poison", "x")
+    assert it.closed and it.fails_only("poison")
+    it.failed(9, "another", "x")
+    assert it.closed and not it.fails_only("poison")
 
 
-def test_a_failed_trial_opens_it_for_twice_as_long_up_to_a_bound_and_a_success_resets_that() -> None:
+def test_a_full_engine_rests_at_once_and_until_one_of_its_requests_ends_well() -> None:
+    it = breaker()
+    it.failed(0, "a", "full", full=True)
+    assert it.state(0) == "open"
+    it.succeeded()
+    assert it.closed
+
+
+def test_rests_grow_until_a_request_ends_well_and_differ_by_chance() -> None:
     it, now, lasted = breaker(), 0.0, []
-    it.failed(now, "x", fatal=True)
     for _ in range(4):
-        lasted.append(it.opens_for_s(now))
+        it.failed(now, "a", "x", full=True)
+        lasted.append(it.rests_s(now))
         now += lasted[-1]
-        assert it.failed(now, "x")
-    assert lasted == [10, 20, 30, 30]
-    now += 30
-    it.succeeded(now)
-    it.failed(now, "x", fatal=True)
-    assert it.opens_for_s(now) == 10
+        assert it.state(now) == "half-open"
+        it.recovered()  # its trial ended well: it is given requests, and is full again
+    assert [round(pause_s / 10) for pause_s in lasted] == [1, 2, 3, 3] and len({*lasted}) == 4
+    it.succeeded()
+    it.failed(now, "a", "x", full=True)
+    assert 7.5 <= it.rests_s(now) <= 12.5
 
 
-def test_open_it_neither_counts_failures_nor_believes_a_success_that_began_before() -> None:
+def test_a_trial_that_fails_is_a_longer_rest() -> None:
     it = breaker()
-    it.failed(0, "x", fatal=True)
-    assert not it.failed(5, "late", fatal=True) and it.opens_for_s(5) == 5
-    it.succeeded(5)
-    assert it.state(5) == "open"
+    it.failed(0, "a", "x", full=True)
+    it.failed(5, "b", "late")
+    assert it.rests_s(5) <= 7.5, "while it rests nothing is counted"
+    it.failed(20, "trial", "x")
+    assert it.state(20) == "open" and it.rests_s(20) >= 15
 
 
-def test_an_engine_that_was_gone_and_answers_its_own_probe_needs_no_other_trial() -> None:
-    it = breaker()
-    it.failed(0, "x", fatal=True)
-    it.failed(10, "x")
-    it.recovered()
-    assert it.state(11) == "closed" and it.admits(11, 5)
-    it.failed(12, "x", fatal=True)
-    assert it.opens_for_s(12) == 10
+# ---- what a failure says -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        *((ServerError("u", "/generate", status, "no"), "request") for status in (400, 413, 422)),
+        *((ServerError("u", "/generate", status, "no"), "moment") for status in (408, 429, 500, 502, 503)),
+        *((ServerError("u", "/generate", status, "no"), "engine") for status in (401, 403, 404)),
+        (ConfigError("too long"), "request"),
+        (CorruptData("a NaN of its own"), "request"),
+        (RequestFailed("poison"), "request"),
+        (ProtocolError("an answer without meta_info"), "moment"),
+        (PeerGone("it left"), "engine"),
+        (NotThere("it is started again"), "engine"),
+        (DeadlineExceeded("generate", "me", "it", 1.0), "engine"),
+        (Refused("tokens of other weights"), "engine"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{type(value).__name__}-{getattr(value, 'status', '')}",
+)
+def test_a_failure_is_of_the_request_the_engine_or_the_moment(error: Exception, fault: str) -> None:
+    assert fault_of(error) == fault
+
+
+def test_only_a_request_that_reached_its_engine_may_have_killed_it() -> None:
+    assert may_have_killed(PeerGone("it left")) and not may_have_killed(NotThere("it was not there"))
+    assert not may_have_killed(Refused("other weights"))
+
+
+def test_a_suspect_is_cleared_by_a_token_and_found_out_by_a_second_death_before_one() -> None:
+    it = Suspicion(2)
+    assert not it.suspected
+    it.died(begun=False)
+    assert it.suspected and not it.found_out
+    assert it.has_token() and not it.suspected
+    it.died(begun=False)
+    it.died(begun=False)
+    assert it.found_out
+
+
+def test_one_that_had_tokens_is_suspected_from_the_second_death_to_its_end_and_found_out_by_the_third() -> None:
+    it = Suspicion(2)
+    it.died(begun=True)
+    assert not it.suspected
+    it.died(begun=True)
+    assert it.suspected and not it.has_token() and not it.found_out
+    it.died(begun=True)
+    assert it.found_out
+
+
+def test_patience_follows_what_updates_took_and_their_bytes_unless_it_is_set() -> None:
+    it = Patience(DispatchLimits())
+    assert it.allowed_s(1 << 30) == 600 and it.allowed_s(470_000_000_000) == 4700
+    it.took(0.05, 100)
+    assert it.allowed_s(100) == 60 and it.allowed_s(100, num_failed=2) == 240
+    it.took(32.0, 100)
+    assert it.allowed_s(100) == 128 and it.allowed_s(300) == 384 and it.allowed_s(50) == 128
+    for _ in range(32):
+        it.took(0.05, 100)
+    assert it.allowed_s(100) == 60, "one slow update is not remembered for ever"
+    assert Patience(DispatchLimits(update_deadline_s=7.0)).allowed_s(1 << 40) == 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,11 @@ import pytest
 
 from rondo.roles.rollout.dispatch import Dispatcher, DispatchLimits
 from rondo.roles.rollout.engine import Completion, Request
-from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded
+from rondo.roles.rollout.faults import RequestFailed
+from rondo.roles.rollout.sglang.client import ServerError
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone
 from tests.roles.rollout.dispatch.engines import QUICK, Load, asked
-from tests.roles.rollout.dispatch.test_killed import routable
+from tests.roles.rollout.dispatch.test_killed import gone, routable
 from tests.roles.rollout.dispatch.test_rolling import Told
 
 
@@ -58,7 +60,7 @@ async def over(*engines: Any, limits: DispatchLimits = QUICK) -> AsyncIterator[D
     dispatcher = Dispatcher(engines, limits=limits)
     await routable(dispatcher, *(f"engine-{i}" for i in range(len(engines))))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(15):
             yield dispatcher
     finally:
         await dispatcher.close()
@@ -187,3 +189,147 @@ async def test_the_names_of_engines_are_their_own() -> None:
     async with over(Told()) as dispatcher:
         with pytest.raises(ConfigError, match="the name of an engine must be its own, got 'engine-0' twice"):
             dispatcher.add(Told(), "engine-0")
+
+
+# ---- what a failure costs -------------------------------------------------------------------------------------------
+
+
+class Failing(Holding):
+    """Raises `errors[...]` for requests whose name begins so, and holds the others."""
+
+    def __init__(self, **errors: Exception) -> None:
+        super().__init__()
+        self.errors = errors
+        self.asked: list[str] = []
+        self.tells = True
+
+    async def generate(self, request: Request) -> Completion:
+        self.asked.append(request.id)
+        for name, error in self.errors.items():
+            if request.id.startswith(name):
+                raise error
+        if request.id.startswith("trial"):
+            return await Told.generate(self, request)
+        return await super().generate(request)
+
+    def progress(self) -> dict[str, int]:
+        return dict.fromkeys(self.held, 1) if self.tells else {}
+
+    async def die(self) -> None:
+        """Everything that it has ends with it."""
+        for held in list(self.held.values()):
+            held.set_exception(PeerGone("it died"))
+        await asyncio.sleep(0)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def fails(status: int) -> ServerError:
+    return ServerError("http://stub", "/generate", status, "no")
+
+
+async def test_a_request_that_engines_answer_with_500_fails_after_one_retry_and_costs_nobody_else_anything() -> None:
+    engines = [Failing(poison=fails(500)) for _ in range(3)]
+    async with over(*engines) as dispatcher:
+        tasks = await begun(dispatcher, *(asked(f"r{i}", group=i) for i in range(24)))
+        for i in range(20):
+            with pytest.raises(RequestFailed, match=rf"'poison{i}' must be answered by engines that answer others"):
+                await dispatcher.generate(asked(f"poison{i}", group=99))
+            for engine in engines:
+                await engine.answer()
+                tasks += await begun(dispatcher, asked(f"s{i}.{id(engine)}", group=i))
+        assert sum(name.startswith("poison") for engine in engines for name in engine.asked) == 40
+        stats = dispatcher.dispatch_stats()
+        assert len(dispatcher._fleet.routable) == 3 and stats.num_lost_attempts == 20
+        for _ in range(24):
+            for engine in engines:
+                if engine.held:
+                    await engine.answer()
+        assert {completion.finish_reason for completion in await asyncio.gather(*tasks)} == {"length"}
+
+
+async def test_a_full_engine_rests_and_its_requests_go_elsewhere_while_what_it_has_goes_on() -> None:
+    full, other = Failing(), Failing()
+    async with over(full, other) as dispatcher:
+        early = await begun(dispatcher, *(asked(f"e{i}", group=i) for i in range(4)))
+        full.errors = {"r": fails(503)}
+        tasks = await begun(dispatcher, *(asked(f"r{i}", group=10 + i) for i in range(6)))
+        await until(lambda: len(other.held) == 8)
+        assert len(full.held) == 2 and dispatcher.dispatch_stats().num_lost_attempts == 0
+        assert dispatcher.dispatch_stats().num_put_off >= 1
+        full.errors = {}
+        await full.answer()
+        await routable(dispatcher, "engine-0")
+        while full.held or other.held:
+            await (full if full.held else other).answer()
+        await asyncio.gather(*early, *tasks)
+        assert dispatcher.dispatch_stats().num_completed == 10
+
+
+async def test_full_everywhere_is_a_wait_until_one_token_is_to_be_had_again() -> None:
+    engine = Failing(r=fails(503), trial=fails(503))
+    async with over(engine) as dispatcher:
+        [task] = await begun(dispatcher, asked("r"))
+        await until(lambda: sum(name.startswith("trial") for name in engine.asked) >= 3)
+        assert [name for name in engine.asked if name.startswith("r")] == ["r"], "the request itself is not the trial"
+        engine.errors = {}
+        await engine.answer()
+        assert (await task).request_id == "r"
+
+
+async def test_an_engine_that_fails_every_request_rests_and_what_it_has_in_flight_ends_well() -> None:
+    bad, good = Failing(), Failing()
+    async with over(bad, good, limits=replace(QUICK, in_flight=32)) as dispatcher:
+        early = await begun(dispatcher, *(asked(f"e{i}", group=i) for i in range(8)))
+        bad.errors = {"r": fails(500), "trial": fails(500)}
+        tasks = await begun(dispatcher, *(asked(f"r{i}", group=10 + i) for i in range(16)))
+        await gone(dispatcher, "engine-0")
+        await until(lambda: len(good.held) == 20)
+        assert len(bad.held) == 4, "nothing that it has is thrown away"
+        while bad.held or good.held:
+            await (bad if bad.held else good).answer()
+        await asyncio.gather(*early, *tasks)
+
+
+async def test_what_dies_with_its_company_is_tried_apart_from_it_and_only_the_reason_is_given_up() -> None:
+    engines = [Failing() for _ in range(4)]
+    for engine in engines:
+        engine.tells = False  # nothing had a token: all are suspected
+    async with over(*engines, limits=replace(QUICK, most_kills=2)) as dispatcher:
+        tasks = await begun(dispatcher, *(asked(f"r{i}", group=i) for i in range(16)))
+        first = next(engine for engine in engines if "r0" in engine.held)
+        company = list(first.held)
+        assert len(company) == 4
+        await first.die()
+        await until(lambda: all(any(name.split("~")[0] in company for name in engine.held) for engine in engines))
+        for engine in engines:
+            assert sum(name.split("~")[0] in company for name in engine.held) == 1, "one suspect an engine"
+        second = next(engine for engine in engines if "r0~2" in engine.held)
+        await second.die()
+        with pytest.raises(
+            RequestFailed, match=r"'r0' must leave its engines alive, got engine-.: it died; engine-.: it"
+        ):
+            await tasks[0]
+        while not all(task.done() for task in tasks):
+            for engine in engines:
+                if engine.held:
+                    await engine.answer()
+            await asyncio.sleep(0)
+        assert len([task.result() for task in tasks[1:]]) == 15
+
+
+async def test_requests_that_had_tokens_when_their_engine_died_are_asked_again_at_once_and_together() -> None:
+    engines = [Failing() for _ in range(2)]
+    async with over(*engines, limits=replace(QUICK, most_kills=2)) as dispatcher:
+        tasks = await begun(dispatcher, *(asked(f"r{i}", group=i) for i in range(8)))
+        await until(lambda: all(job.has_token for job in dispatcher._jobs.values()))
+        await engines[0].die()
+        await until(lambda: len(engines[0].held) + len(engines[1].held) == 8)
+        while not all(task.done() for task in tasks):
+            for engine in engines:
+                if engine.held:
+                    await engine.answer()
+        assert len(await asyncio.gather(*tasks)) == 8

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rondo.roles.rollout.dispatch import Dispatcher, NoEngine
@@ -95,12 +97,28 @@ async def test_a_server_that_fails_its_update_is_out_until_it_has_proved_the_wei
 
 
 async def test_a_server_that_hangs_in_its_update_is_left_behind(nursery: Nursery, tmp_path: Path) -> None:
-    limits = replace(QUICK, update_grace_s=0.1)
+    limits = replace(QUICK, update_deadline_s=0.1)
     async with world(nursery, tmp_path, "a", "b", limits=limits) as (_, dispatcher):
         await order(dispatcher, "a", faults={"update": "hang"})
         await dispatcher.update_weights(2, {})
         assert [e.routable for e in dispatcher.dispatch_stats().engines] == [False, True]
         assert dispatcher.version == 2
+
+
+async def test_a_server_that_is_stopped_in_its_update_is_noticed_by_its_silence(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    limits = replace(QUICK, update_deadline_s=None, probe_deadline_s=0.1, silent_s=0.2)
+    async with world(nursery, tmp_path, "a", "b", limits=limits) as (found, dispatcher):
+        await order(dispatcher, "a", faults={"update": "stop"})
+        await dispatcher.update_weights(2, {})
+        assert [e.routable for e in dispatcher.dispatch_stats().engines] == [False, True]
+        assert "got no end" in dispatcher.dispatch_stats().engines[0].why
+        await dispatcher.update_weights(3, {})
+        assert dispatcher.version == 3
+        found["a"].kill(signal.SIGCONT)
+        await order(dispatcher, "a", faults={"update": None})
+        await routable(dispatcher, "a", "b")
 
 
 async def test_no_server_takes_the_weights_is_an_error_that_says_who(nursery: Nursery, tmp_path: Path) -> None:
@@ -138,6 +156,9 @@ class Told:
     def cancel(self, request_id: str) -> None:
         return
 
+    def progress(self) -> dict[str, int]:
+        return {}
+
     async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         self.updating.set()
         self.reading = tensors
@@ -162,7 +183,7 @@ async def test_newer_weights_supersede_those_that_are_rolling_and_both_updates_r
     dispatcher = Dispatcher(engines, limits=QUICK)
     await routable(dispatcher, "engine-0", "engine-1", "engine-2")
     engines[0].allowed.clear()
-    old, new = {"w": 2}, {"w": 3}
+    old, new = {"w": np.ones(2)}, {"w": np.ones(3)}
     first = asyncio.create_task(dispatcher.update_weights(2, old))
     await engines[0].updating.wait()
     second = asyncio.create_task(dispatcher.update_weights(3, new))
@@ -195,9 +216,10 @@ async def test_tensors_are_no_longer_read_when_an_update_returns_or_is_cancelled
     dispatcher = Dispatcher(engines, limits=QUICK)
     await routable(dispatcher, "engine-0", "engine-1")
     engines[1].allowed.clear()
-    task = asyncio.create_task(dispatcher.update_weights(2, {"w": 1}))
+    tensors = {"w": np.ones(1)}
+    task = asyncio.create_task(dispatcher.update_weights(2, tensors))
     await engines[1].updating.wait()
-    assert engines[1].reading == {"w": 1}
+    assert engines[1].reading is tensors
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -236,22 +258,101 @@ async def test_an_engine_that_is_added_serves_once_it_has_the_promised_weights()
     await dispatcher.close()
 
 
-async def test_an_engine_is_asked_again_so_often_and_then_the_others_go_on() -> None:
+async def test_an_engine_that_fails_its_update_is_left_out_and_asked_again_only_where_no_other_takes_it() -> None:
     engines = [Told() for _ in range(2)]
     dispatcher = Dispatcher(engines, limits=QUICK)
     await routable(dispatcher, "engine-0", "engine-1")
     engines[0].error = PeerGone("broken")
-    asked_before = []
-    original = engines[0].update_weights
-
-    async def counted(version: int, tensors: Mapping[str, Any]) -> None:
-        asked_before.append(engines[1].taken.copy())
-        await original(version, tensors)
-
-    engines[0].update_weights = counted  # type: ignore[method-assign]
     await dispatcher.update_weights(2, {})
-    assert asked_before == [[], [], []], "as long as it is asked again, the other one keeps serving what it has"
-    assert engines[1].taken == [2] and dispatcher.version == 2
+    assert [e.routable for e in dispatcher.dispatch_stats().engines] == [False, True] and dispatcher.version == 2
+    engines[1].error = PeerGone("broken too")
+    task = asyncio.create_task(dispatcher.update_weights(3, {}))
+    await gone(dispatcher, "engine-1")
+    engines[0].error = None
+    await task
+    assert engines[0].taken == [3] and dispatcher.version == 3
+    await dispatcher.close()
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_eight_engines_of_32_s_an_update_all_take_it_in_their_waves() -> None:
+    clock, engines = Clock(), [Told() for _ in range(8)]
+    names = [f"engine-{i}" for i in range(8)]
+    dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None), clock=clock)
+    await routable(dispatcher, *names)
+    for version in (2, 3):
+        for engine in engines:
+            engine.allowed.clear()
+            engine.updating.clear()
+        task = asyncio.create_task(dispatcher.update_weights(version, {}))
+        while not task.done():
+            under_way = [engine for engine in engines if engine.updating.is_set() and not engine.allowed.is_set()]
+            clock.now += 32.0 if under_way else 0.0
+            for engine in under_way:
+                engine.allowed.set()
+            await asyncio.sleep(0)
+        await task
+        assert [engine.taken[-1] for engine in engines] == [version] * 8
+        assert len(dispatcher._fleet.routable) == 8
+    assert clock.now >= 4 * 32.0
+    await dispatcher.close()
+
+
+class Silent(Told):
+    """Is not there, once it is told to be gone: nothing that is asked of it is answered."""
+
+    gone = False
+    num_updates = 0
+
+    async def ready(self) -> bool:
+        return not self.gone
+
+    async def proved_version(self) -> int | None:
+        if self.gone:
+            raise PeerGone("nobody is there")
+        return self.version
+
+    async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        self.num_updates += 1
+        if self.gone:
+            await asyncio.Event().wait()
+        await super().update_weights(version, tensors)
+
+
+async def test_an_update_neither_asks_nor_awaits_an_engine_that_is_known_to_be_gone() -> None:
+    engines = [Silent(), Silent(), Told()]
+    dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None))
+    await dispatcher.update_weights(1, {})
+    engines[0].gone = True
+    await gone(dispatcher, "engine-0")
+    for version in (2, 3):
+        await dispatcher.update_weights(version, {})
+        assert [e.version for e in dispatcher.dispatch_stats().engines][1:] == [version] * 2
+    assert engines[0].num_updates == 0
+    await dispatcher.close()
+
+
+async def test_one_that_dies_in_its_update_is_left_behind_as_soon_as_it_is_seen_and_asked_by_no_later_one() -> None:
+    engines = [Silent(), Told()]
+    dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None, health_interval_s=0.01))
+    await dispatcher.update_weights(1, {})
+    engines[0].allowed.clear()
+    engines[0].updating.clear()
+    task = asyncio.create_task(dispatcher.update_weights(2, {}))
+    await engines[0].updating.wait()
+    engines[0].gone = True
+    await task
+    await dispatcher.update_weights(3, {})
+    assert engines[0].num_updates == 1 and engines[1].taken == [2, 3]
     await dispatcher.close()
 
 
