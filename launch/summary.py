@@ -59,6 +59,8 @@ class Summary:
     """Why prompt groups were quarantined, and how many for each cause; the most frequent ones."""
     failed: Mapping[str, int] = field(default_factory=dict)
     """The same of those that failed, too few of whose samples have a reward."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Rows that the run went on without: prompts that are too long, demonstrations that could not be used."""
     log_prob_gap: Mapping[str, float] = field(default_factory=dict)
     """Mean absolute gap between the log-probs of engine and trainer under the same weights, in nats, the largest of any
     step: of all tokens, and of rows with each modality."""
@@ -124,6 +126,7 @@ def summarize(
         quarantined=causes(run / "events.jsonl", "quarantined"),
         failed=causes(run / "events.jsonl", "failed"),
         failed_rewards=failed_rewards(steps, evaluations),
+        left_out=left_out(run / "events.jsonl"),
         log_prob_gap=largest_gaps(steps),
         restarts=dict(restarts or {}),
         recovery_s=dict(recovery_s or {}),
@@ -165,6 +168,18 @@ def causes(events: Path, state: str) -> dict[str, int]:
         if record.get("kind") == "group_error" and record.get("state") == state:
             last[record["source"], record["group"]] = _cause(record["why"])
     return dict(collections.Counter(last.values()).most_common(_NUM_CAUSES))
+
+
+def left_out(events: Path) -> dict[str, int]:
+    """As in `Summary`; a row counts once, however often it came."""
+    prompts, num_demonstrations = set(), 0
+    for record in read_records(events):
+        if record.get("kind") == "left_out":
+            prompts.add(record["why"])
+        elif record.get("kind") == "sft":
+            num_demonstrations = record["skipped"]
+    found = {"prompts": len(prompts), "demonstrations": num_demonstrations}
+    return {name: count for name, count in found.items() if count}
 
 
 def _cause(why: str) -> str:
@@ -259,6 +274,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "quarantined", f"{count} x {cause}"
     for cause, count in summary.failed.items():
         yield "failed", f"{count} x {cause}"
+    if summary.left_out:
+        yield "left_out", _pairs(summary.left_out)
     if summary.log_prob_gap:
         yield "log_prob_gap", " ".join(f"{name}={value:.2g}" for name, value in summary.log_prob_gap.items())
     yield "restarts", _pairs(summary.restarts) or "0"

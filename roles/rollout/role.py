@@ -50,6 +50,7 @@ class RolloutRole:
         self._ctx = ctx
         # By (group, epoch): a group whose lease was lost can come back here before its old task has ended.
         self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._left_out = set[str]()
 
     async def run(self) -> None:
         ctx = self._ctx
@@ -192,7 +193,9 @@ class RolloutRole:
                 await self._groups.fill(lease)
         except TooLong as error:  # it stays so: no other try
             await self._job.bus.call("settle", lease.group, lease.epoch, "filtered", str(error))
-            await self._ctx.report("left_out", {"why": str(error)})
+            if (why := str(error)) not in self._left_out:  # in another pass it is the same row
+                self._left_out.add(why)
+                await self._ctx.report("left_out", {"why": why})
         except RowError as error:  # this prompt's own fault; the run goes on
             await self._job.bus.call("settle", lease.group, lease.epoch, "error", str(error))
         finally:

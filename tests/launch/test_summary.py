@@ -86,8 +86,11 @@ def test_quarantined_groups_are_counted_by_cause_and_a_cause_is_told_without_its
         *(error(group, f"rows:{group}: image must be whole, got a broken file") for group in (1, 2)),
         error(3, "reward of rows:3, sample 0: Traceback\n  line 1\nZeroDivisionError: division by zero"),
     ]
+    told += [{"kind": "left_out", "why": f"rows:{row}: prompt must have 1 to 8 tokens, got 9"} for row in (5, 6, 5)]
+    told += [{"kind": "sft", "skipped": skipped} for skipped in (1, 4)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in told))
     summary = summarize(run_with(tmp_path, []), exit_code=0, wall_s=1.0)
+    assert summary.left_out == {"prompts": 2, "demonstrations": 4}
     assert summary.quarantined == {
         "image must be whole, got a broken file": 2,
         "ZeroDivisionError: division by zero": 1,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rondo.roles.kept import KeptSamples
+from rondo.roles.prompts import TooLong
 from rondo.roles.rollout.engine import Completion, Request
 from rondo.roles.rollout.groups import Lease
 from rondo.roles.rollout.leases import Progress
@@ -125,3 +126,32 @@ async def test_the_lease_of_a_hung_request_is_lost_while_others_stream_and_its_g
             assert [(grant["group"], grant["epoch"]) for grant in again] == [(0, 1)]
             for task in replica._running.values():
                 task.cancel()
+
+
+async def test_a_prompt_that_is_too_long_is_settled_without_another_try_and_its_row_told_once() -> None:
+    options: dict[str, Any] = {"max_staleness": 0, "base_columns": BASE_COLUMNS, "row_bytes": 4096}
+    async with asyncio.timeout(60), served(max_consecutive_filtered=2, **options) as run:
+        bus, grants = await leased(run)
+        groups, told = Groups(bus, KeptSamples()), list[tuple[str, dict[str, Any]]]()
+
+        async def fill(lease: Lease) -> None:
+            raise TooLong(f"a.jsonl:{lease.group % 2}: prompt must have 1 to 8 tokens, got 9", 9)
+
+        async def report(kind: str, data: dict[str, Any]) -> None:
+            told.append((kind, data))
+
+        groups.fill = fill  # type: ignore[method-assign]
+        replica = RolloutRole(cast(Any, SimpleNamespace(progress=lambda: None, span=groups.ctx.span, report=report)))
+        replica._job, replica._groups, replica._progress = groups.job, groups, groups.progress
+        for grant in grants:
+            key = grant["group"], grant["epoch"]
+            replica._progress.begin(key)
+            replica._running[key] = asyncio.create_task(asyncio.sleep(0))
+            await replica._run_group(Lease(**{**grant, "have": {}}))
+        assert run.coordinator.index.counts["filtered"] == len(grants) == 3
+        texts = [f"a.jsonl:{row}: prompt must have 1 to 8 tokens, got 9" for row in (0, 1)]
+        assert told == [("left_out", {"why": text}) for text in texts]
+        assert run.coordinator.index.starving() == (
+            "filtered prompt groups in a row must be at most 2 (rollout.max_consecutive_filtered), got 3. "
+            f"The last one was filtered for: {texts[0]}"
+        )
