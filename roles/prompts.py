@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
 
 
+_SURELY_SHORT = 64
+"""Characters a token. A prompt of more is first compared with the longest token: one of megabytes would take the tokenizer many
+seconds, only to be left out."""
+
+
 class TooLong(RowError):
     """A row of `num_tokens`, beyond the limit, which is to be left out."""
 
@@ -37,27 +42,38 @@ def render_prompt(
 ) -> np.ndarray:
     """The prompt's tokens, int32 [T] with 1 <= T <= max_tokens; the last ones where a long prompt is to be cut.
 
+    Takes as long as the tokenizer does: not for an event loop. One that is longer than so many tokens can be is not tokenized.
     Raises RowError for a prompt that is too long (TooLong), empty, or of the wrong kind: one bad row must not stop a run, so
     whoever asks counts it against this prompt only. Fatal where the settings want a prompt that is too long to end the run.
     """
     plain = isinstance(row.prompt, str) and not config.apply_chat_template
     messages = None if plain else messages_of(row, config)
+    tokens: Any = None
     try:
-        if plain:
-            tokens = tokenizer(row.prompt)["input_ids"]
-        else:
-            tokens = tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=False, **template_args(row, config)
-            )
+        text: Any = row.prompt
+        if not plain:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **template_args(row, config))
+        least = 0 if config.too_long == "truncate" else _least_tokens(tokenizer, text, max_tokens)
+        if least <= max_tokens:
+            tokens = tokenizer(text, add_special_tokens=plain)["input_ids"]
     except Exception as error:  # a template raises whatever its code and the row's values lead to
         suits = "the tokenizer" if plain else "the chat template"
         raise RowError(
             f"{row.name}: prompt must suit {suits}, got {type(error).__name__}: {error}. Correct or remove the row"
         ) from error
+    if tokens is None:
+        check_length(row, least, max_tokens, setting, config, at_least=True)
     if len(tokens) > max_tokens and config.too_long == "truncate":
         tokens = tokens[-max_tokens:]
     check_length(row, len(tokens), max_tokens, setting, config)
     return np.asarray(tokens, dtype=np.int32)
+
+
+def _least_tokens(tokenizer: Any, text: str, max_tokens: int) -> int:
+    """A text has no fewer tokens: as many as it would of the longest of the vocabulary. 0 where that is not worth a look."""
+    if len(text) <= _SURELY_SHORT * max_tokens:
+        return 0
+    return -(-len(text) // max(map(len, tokenizer.get_vocab())))
 
 
 def messages_of(row: Row, config: DataConfig) -> list[dict[str, Any]]:
@@ -92,13 +108,15 @@ def template_args(row: Row, config: DataConfig) -> dict[str, Any]:
     return {**args, "continue_final_message": ends, "add_generation_prompt": not ends}
 
 
-def check_length(row: Row, num_tokens: int, max_tokens: int, setting: str, config: DataConfig) -> None:
+def check_length(
+    row: Row, num_tokens: int, max_tokens: int, setting: str, config: DataConfig, *, at_least: bool = False
+) -> None:
     """RowError for a prompt without tokens, TooLong or Fatal for one with more than `max_tokens`, which `setting` limits."""
     if not 1 <= num_tokens <= max_tokens:
         media = " with its media" if row.media else ""
         way = "lower the token limits in media" if row.media else "shorten"
         text = (
-            f"{row.name}: prompt must have 1 to {max_tokens} tokens{media}, got {num_tokens}. "
+            f"{row.name}: prompt must have 1 to {max_tokens} tokens{media}, got {'at least ' if at_least else ''}{num_tokens}. "
             f"Raise {setting}, or {way} or remove the row"
         )
         raise _beyond(text, num_tokens, config) if num_tokens else RowError(text)

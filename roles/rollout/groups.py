@@ -85,6 +85,7 @@ class PromptGroups:
     rewards: RewardPool
     media: MediaPool | None
     progress: Progress
+    _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # a prompt at a time, beside the loop
 
     async def fill(self, lease: Lease) -> None:
         """Puts what is missing of a group, or settles it. RowError for a prompt that cannot be used."""
@@ -143,7 +144,8 @@ class PromptGroups:
         """The prompt's tokens, int32 [T], and what its media became. RowError for a row that cannot be used."""
         most = self.job.config.rollout.max_prompt_tokens
         if not row.media:
-            return render_prompt(self.tokenizer, row, data, most), None
+            async with self._rendering:
+                return await asyncio.to_thread(render_prompt, self.tokenizer, row, data, most), None
         if self.media is None:
             raise without_media_section(row)
         return await self.media.prepare(row, data, most)

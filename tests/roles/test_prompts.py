@@ -161,3 +161,26 @@ def test_without_a_label_the_last_message_is_the_answer(tokenizer: Any) -> None:
 def test_an_answer_that_is_no_text_is_refused(tokenizer: Any, label: Any) -> None:
     with pytest.raises(RowError, match=r"data.jsonl:3: answer must be text"):
         encode_answer(tokenizer, row("s31>", label), PLAIN)
+
+
+def test_a_prompt_longer_than_its_tokens_can_be_is_not_tokenized() -> None:
+    class Counting:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.asked = inner, 0
+
+        def __call__(self, text: str, **kwargs: Any) -> Any:
+            self.asked += 1
+            return self.inner(text, **kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    counting = Counting(build_tokenizer())  # its longest token has 16 characters
+    for config in (PLAIN, CHAT):
+        with pytest.raises(TooLong, match="must have 1 to 8 tokens, got at least 6") as raised:
+            render_prompt(counting, row("x" * 10_000), config, 8)
+        assert raised.value.num_tokens in range(625, 650) and counting.asked == 0
+    with pytest.raises(TooLong, match="got 512"):
+        render_prompt(counting, row("x" * 512), PLAIN, 8)  # not worth a look
+    cut = PLAIN.model_copy(update={"too_long": "truncate"})
+    assert len(render_prompt(counting, row("x" * 10_000), cut, 8)) == 8 and counting.asked == 2

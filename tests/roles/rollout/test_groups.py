@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,8 @@ import orjson
 from rondo.comm.group import FINISH, REWARD
 from rondo.roles.advantage_functions import group_mean
 from rondo.roles.advantages import _advantages
+from rondo.roles.config import DataConfig
+from rondo.roles.datasets import Row
 from rondo.roles.kept import KeptSamples, copy_samples, write_samples
 from rondo.roles.rollout.columns import columns_of
 from rondo.roles.rollout.engine import Completion, Request
@@ -129,3 +132,24 @@ def test_samples_that_their_limit_cut_off_can_be_left_out_of_the_loss() -> None:
         config = SimpleNamespace(rollout=rollout, train=SimpleNamespace(router_replay=False))
         [mask] = [each for each in columns_of(cast(Any, config), tokens, done, [True] * 3) if each.name == "loss_mask"]
         assert [array.tolist() for array in mask.arrays] == expected and mask.arrays[0].dtype == np.uint8
+
+
+async def test_a_prompt_is_tokenized_beside_the_loop_one_at_a_time() -> None:
+    loop, running, most = asyncio.get_running_loop(), 0, 0
+    turned = threading.Event()
+
+    def slow(text: str, **_: Any) -> dict[str, list[int]]:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        loop.call_soon_threadsafe(turned.set)
+        assert turned.wait(60), "the loop turns meanwhile"
+        running -= 1
+        return {"input_ids": [1, 2]}
+
+    groups = Groups(None, KeptSamples())  # type: ignore[arg-type]
+    groups.job.config.rollout.max_prompt_tokens = 8  # type: ignore[misc]
+    groups.tokenizer = slow
+    row = Row("row", "a", None, {})
+    async with asyncio.timeout(60):
+        made = await asyncio.gather(*(PromptGroups.prepare(groups, row, DataConfig(path="x")) for _ in range(4)))
+    assert [prompt.tolist() for prompt, _ in made] == [[1, 2]] * 4 and most == 1
