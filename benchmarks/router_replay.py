@@ -141,7 +141,6 @@ def main() -> None:
     enable_replay(model)
     # So small a rate that the weights stay those of the engines: what an optimizer step costs does not depend on it.
     optimizer = make_optimizer(model, lr=1e-12)
-    model.train()
     steps: dict[bool, list[Step]] = {False: [], True: []}
     for pair in range(options.pairs + 1):  # the first warms up
         order = (False, True) if pair % 2 else (True, False)

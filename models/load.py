@@ -22,7 +22,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rondo.models.config import ModelConfig
 from rondo.models.families import FAMILIES, family_of
@@ -164,11 +164,15 @@ def refuse_unknown(path: str, model: Any, names: Iterable[str]) -> None:
 
 
 def tensors_of(path: str) -> dict[str, str]:
-    """Name -> dtype, in safetensors' words, of the tensors in the folder's files, as far as they are on this machine. Reads
-    headers alone. Raises ConfigError for a file that is not whole."""
+    """Name -> dtype, in safetensors' words, of the tensors that would be loaded, as far as they are on this machine: a release
+    may hold them in another layout too. Reads headers alone. Raises ConfigError for a file that is not whole."""
     local = Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json")).parent
+    whole, index = local / SAFE_WEIGHTS_NAME, local / SAFE_WEIGHTS_INDEX_NAME
+    files = [whole]
+    if not whole.is_file() and index.is_file():
+        files = [local / name for name in sorted(set(orjson.loads(index.read_bytes())["weight_map"].values()))]
     found: dict[str, str] = {}
-    for file in sorted(local.glob("*.safetensors")):
+    for file in filter(Path.is_file, files):
         try:
             with safe_open(file, framework="pt") as opened:
                 found |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  # no dictionary

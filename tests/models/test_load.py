@@ -142,6 +142,11 @@ def test_tensors_that_the_model_has_no_place_for_are_refused_by_name(tmp_path: P
     older = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}  # transformers itself leaves it out
     changed(tmp_path, **older)
     assert torch.equal(load_model(path).lm_head.weight, own["model.embed_tokens.weight"])
+    save_file(beside, tmp_path / "consolidated.safetensors")  # the same once more, in a layout that is not loaded
+    model = load_model(path)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    assert not (tmp_path / "shards" / "model.safetensors").exists()
+    assert tensors_of(str(tmp_path / "shards")).keys() == tensors_of(path).keys() - older.keys()
     changed(tmp_path, **beside)
     assert unknown_tensors(empty_model(path), tensors_of(path)) == beside.keys()
     with pytest.raises(
