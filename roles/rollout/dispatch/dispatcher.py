@@ -1,8 +1,7 @@
 """The dispatcher: several engines behind the `Engine` protocol, of which any may die.
 
-Owns every request from its call to its one outcome: its place in the queue, the attempts it took, what they left. Does not
-own what a failure says (`faults.py`), the engines' health (`fleet.py`), the choice (`placement.py`), the order of those that wait
-(`queue.py`) or updates (`rolling.py`).
+Owns every request from its call to its one outcome: the attempts it took, what they left. Does not own what a failure says
+(`faults.py`), the engines' health (`fleet.py`), the wait for one of them (`places.py`) or updates (`rolling.py`).
 
     generate -> queue -> place -> attempt on A ----------------------------> completion
                   ^                  |  A is full, or answers with an error: A rests, and it goes elsewhere
@@ -30,13 +29,12 @@ import numpy as np
 from rondo.roles.rollout.dispatch.breaker import State
 from rondo.roles.rollout.dispatch.fleet import DispatchLimits, Fleet, Member, NoEngine
 from rondo.roles.rollout.dispatch.installing import Installer, Reload
-from rondo.roles.rollout.dispatch.placement import Key, Placement
-from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
+from rondo.roles.rollout.dispatch.placement import Placement
+from rondo.roles.rollout.dispatch.places import Job, Places
+from rondo.roles.rollout.dispatch.queue import SHARES
 from rondo.roles.rollout.dispatch.rolling import Rolling
-from rondo.roles.rollout.dispatch.suspicion import Suspicion
 from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Request
 from rondo.roles.rollout.faults import RequestFailed, fault_of, is_full, may_have_killed
-from rondo.roles.rollout.told import Told
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, Refused, RondoError
 from rondo.runtime.waits import waiting
 
@@ -87,41 +85,6 @@ class DispatchStats:
     engines: tuple[MemberStats, ...]
 
 
-class _Job:
-    """One request under way."""
-
-    __slots__ = (
-        "age", "attempts", "begun", "cancelled", "cancelling", "cost", "engine_id", "failed_on", "has_token", "key", "lost",
-        "member", "place", "put_off_at", "queued", "request", "silenced", "since", "strikes", "suspicion", "task", "told",
-        "why",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, task: asyncio.Task[object], most_kills: int) -> None:
-        self.request = request  # as the next attempt asks it: with the prefix that earlier ones left
-        self.task, self.cancelling = task, task.cancelling()
-        self.told = None if request.progress is None else Told(request.progress)
-        self.since = 0.0  # when it began to wait
-        self.member: Member | None = None
-        self.place: asyncio.Future[None] | None = None
-        self.age: int | None = None
-        self.engine_id = ""
-        self.begun = self.attempts = 0
-        self.cancelled = self.lost = self.queued = False
-        self.silenced = False  # it was lost with its engine, which was not heard of again
-        self.has_token = False  # of the engine that has it
-        self.cost = 0.0
-        self.key: Key | None = None
-        self.why: list[str] = []
-        self.suspicion = Suspicion(most_kills)
-        self.strikes = 0
-        self.failed_on: set[Member] = set()
-        self.put_off_at: float | None = None
-
-    @property
-    def withdrawn(self) -> bool:
-        return self.cancelled or self.lost
-
-
 class Dispatcher:
     """`Engine` over `engines` (`names`: one for each, for logs and errors). Made and used on one event loop.
 
@@ -146,15 +109,11 @@ class Dispatcher:
     ) -> None:
         self._limits = limits or DispatchLimits()
         self._clock = clock
-        self._jobs: dict[str, _Job] = {}
-        self._queue: FairQueue[_Job] = FairQueue(shares)
-        self._suspects: list[_Job] = []  # that wait, the oldest first
-        self._placement: Placement[Member] = placement or Placement()
+        self._jobs: dict[str, Job] = {}
         self._fleet = Fleet(self._limits, clock, self, self._repair, random.Random(seed))
         self._installer = Installer(self._fleet, reload)
         self._rolling = Rolling(self._fleet, self._installer)
-        self._absent_since: float | None = None
-        self._absent: asyncio.TimerHandle | None = None
+        self._places = Places(self._fleet, shares, placement or Placement(), clock)
         self._ended: BaseException | None = None
         counts = ("requests", "completed", "cancelled", "failed", "dropped", "lost", "put_off", "continued")
         self._num = dict.fromkeys(counts, 0)
@@ -189,7 +148,7 @@ class Dispatcher:
                 await self._until_idle(member, "engine handed back", limits.probe_deadline_s)
             except DeadlineExceeded:
                 self.lose(member, silent=False)
-        self._placement.forget(member)
+        self._places.placement.forget(member)
         stats = member.engine.stats()
         self._gone = [one + more for one, more in zip(self._gone, _counts(stats), strict=True)]
         await self._fleet.drop(member)
@@ -229,7 +188,7 @@ class Dispatcher:
             version=self.version,
             num_slots=sum(stats.num_slots for stats in each),
             num_running=sum(stats.num_running for stats in each),
-            num_waiting=sum(stats.num_waiting for stats in each) + self._num_waiting,
+            num_waiting=sum(stats.num_waiting for stats in each) + self._places.num_waiting,
             num_completed=self._num["completed"],
             num_cancelled=self._num["cancelled"],
             tokens_generated=tokens,
@@ -250,7 +209,7 @@ class Dispatcher:
             num_failed=num["failed"],
             num_dropped=num["dropped"],
             num_in_flight=sum(member.in_flight for member in self._fleet.members),
-            num_waiting=self._num_waiting,
+            num_waiting=self._places.num_waiting,
             num_lost_attempts=num["lost"],
             num_put_off=num["put_off"],
             num_continued=num["continued"],
@@ -281,7 +240,7 @@ class Dispatcher:
             raise ConfigError(f"the id of a request must be unique, got {request.id!r} twice. Rename one")
         task = asyncio.current_task()
         assert task is not None
-        job = self._jobs[request.id] = _Job(request, task, self._limits.most_kills)
+        job = self._jobs[request.id] = Job(request, task, self._limits.most_kills)
         self._num["requests"] += 1
         outcome = "failed"
         try:
@@ -291,7 +250,7 @@ class Dispatcher:
             num_new = len(completion.tokens) - (0 if request.prefix is None else len(request.prefix.tokens))
             self._tokens += num_new
             if outcome == "completed":
-                self._placement.ended(request.kind, len(completion.tokens))
+                self._places.placement.ended(request.kind, len(completion.tokens))
             return completion
         except asyncio.CancelledError:
             outcome = "dropped"
@@ -311,13 +270,12 @@ class Dispatcher:
         elif job.place is not None and not job.place.done():
             job.place.set_result(None)
 
-    async def _attempt(self, job: _Job) -> Completion | None:
+    async def _attempt(self, job: Job) -> Completion | None:
         """One engine's answer; None when the attempt was lost, or ended early."""
         if job.cancelled:
             return self._cancelled(job)
         try:
-            if not self._place(job):
-                await self._wait_for_place(job)
+            await self._places.take(job)
             member = job.member
             if member is None or job.withdrawn:  # cancelled meanwhile, or lost with the engine that was given
                 job.lost = False
@@ -342,36 +300,36 @@ class Dispatcher:
                 raise
             if job.lost:  # its own error came first
                 job.task.uncancel()
-            self._release(job)
             self._fleet.failed(failing, job.request.id, error, fault)
+            self._places.release(job)
             self._went_wrong(job, failing, error)
             return None
         finally:
-            self._release(job)
+            self._places.release(job)
         if job.lost:
             job.lost = False
             job.task.uncancel()
         self._fleet.served(member)
         return self._taken(job, completion)
 
-    def _went_wrong(self, job: _Job, member: Member, error: RondoError) -> None:
+    def _went_wrong(self, job: Job, member: Member, error: RondoError) -> None:
         """What a failed attempt is to its request. Raises where that is at fault, or has been put off for too long."""
         job.failed_on.add(member)
         why = f"{member.name}: {error}"
         if fault_of(error) == "engine":
             self._again(job, why, killed=may_have_killed(error))
             return
-        if is_full(error) or not member.breaker.fails_only(job.request.id):
+        if is_full(error):
             self._put_off(job, why)
             return
-        job.strikes += 1  # this engine serves others
+        job.strikes += member.breaker.fails_only(job.request.id)  # it serves others
         if job.strikes >= _MOST_STRIKES and not job.cancelled:
             raise RequestFailed(
                 f"request {job.request.id!r} must be answered by engines that answer others, got {why}. Look at what it asks for"
             ) from error
         self._again(job, why)
 
-    def _put_off(self, job: _Job, why: str) -> None:
+    def _put_off(self, job: Job, why: str) -> None:
         """It goes elsewhere, or waits until an engine has rested. Raises NoEngine when that has lasted too long."""
         now, deadline_s = self._clock(), self._limits.queue_deadline_s
         self._num["put_off"] += 1
@@ -393,7 +351,7 @@ class Dispatcher:
                 "Its server was started anew, or somebody else gave it weights"
             )
 
-    def _taken(self, job: _Job, completion: Completion) -> Completion | None:
+    def _taken(self, job: Job, completion: Completion) -> Completion | None:
         """The outcome, or None where the engine ended early what nobody asked it to."""
         reason = completion.finish_reason
         if completion.request_id != job.request.id:
@@ -414,7 +372,7 @@ class Dispatcher:
         self._again(job, f"ended early as {reason!r}")
         return None
 
-    def _again(self, job: _Job, why: str, *, killed: bool = False) -> None:
+    def _again(self, job: Job, why: str, *, killed: bool = False) -> None:
         """The attempt is over without an outcome; `killed`: it had an engine that ended meanwhile. Raises RequestFailed."""
         job.lost = job.silenced = False
         if job.told is not None and (kept := job.told.lost(job.request)) is not job.request:
@@ -433,7 +391,7 @@ class Dispatcher:
                 "Look at the engines' logs for what this request does to them"
             )
 
-    def _cancelled(self, job: _Job) -> Completion:
+    def _cancelled(self, job: Job) -> Completion:
         """What a request has that was cancelled while no engine had it."""
         prefix = job.request.prefix
         if prefix is None:
@@ -441,114 +399,14 @@ class Dispatcher:
             return Completion(job.request.id, nothing, np.zeros(0, np.float32), nothing, "cancelled")
         return Completion(job.request.id, prefix.tokens, prefix.log_probs, prefix.policy_versions, "cancelled")
 
-    # ---- places -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _num_waiting(self) -> int:
-        return self._queue.num_waiting + len(self._suspects)
-
-    def _all_waiting(self) -> list[_Job]:
-        return [*self._suspects, *self._queue.all()]
-
-    def _place(self, job: _Job) -> bool:
-        """Gives it an engine, if one has room and nobody waits for it."""
-        return not self._num_waiting and self._give(job, self._fleet.candidates())
-
-    def _give(self, job: _Job, candidates: list[Member]) -> bool:
-        """Gives it one of these; False if none is for it."""
-        request, suspected = job.request, job.suspicion.suspected
-        job.cost = self._placement.cost(request)
-        if suspected:
-            free = [m for m in candidates if m.trial is None]
-            member = min(free, key=lambda m: m.in_flight, default=None)
-        else:
-            if job.key is None:
-                job.key = self._placement.key(request)
-            elsewhere = [m for m in candidates if m not in job.failed_on]
-            member = self._placement.choose(job.key, job.cost, elsewhere or candidates)
-        if member is None:
-            return False
-        if suspected:
-            member.trial = job
-            member.wake.set()
-        member.jobs.add(job)
-        member.in_flight += 1
-        member.load += job.cost
-        job.member, job.begun, job.has_token = member, False, False
-        self._queue.began(request.kind)
-        return True
-
-    def _release(self, job: _Job) -> None:
-        member = job.member
-        if member is None:
-            return
-        job.member = None
-        member.jobs.discard(job)
-        member.in_flight -= 1
-        member.load = member.load - job.cost if member.in_flight else member.foreign
-        if member.trial is job:
-            member.trial = None
-        self._queue.ended(job.request.kind)
-        if self._num_waiting or member.leaving:
-            self._fleet.moved.set()
-            self._pump()
-
-    async def _wait_for_place(self, job: _Job) -> None:
-        """Until an engine is given, or the request is cancelled. Raises NoEngine or DeadlineExceeded."""
-        kind, suspected = job.request.kind, job.suspicion.suspected
-        if job.age is None:
-            job.age = self._queue.age()
-        job.place, job.since = asyncio.get_running_loop().create_future(), self._clock()
-        job.queued = True
-        if suspected:
-            self._suspects.append(job)
-        else:
-            self._queue.add(kind, job.request.priority, job.age, job)
-        self._watch_absence()
-        peer = ", ".join(m.name for m in self._fleet.members) or "no engine yet"
-        try:
-            async with waiting("engine", peer=peer, deadline_s=self._limits.queue_deadline_s):
-                await job.place
-        finally:
-            job.place = None
-            if job.queued:
-                job.queued = False
-                if suspected:
-                    self._suspects.remove(job)
-                else:
-                    self._queue.remove(kind, job.age)
-
-    def _pump(self) -> None:
-        """Gives places to those that wait: suspects, as long as engines are free of them, then the others in their order."""
-        for job in list(self._suspects):
-            if self._give_waiting(job, self._fleet.candidates()):
-                self._suspects.remove(job)
-        while self._queue.num_waiting and (candidates := self._fleet.candidates()):
-            self._give_waiting(self._queue.pop(), candidates)
-
-    def _give_waiting(self, job: _Job, candidates: list[Member]) -> bool:
-        """Whether it no longer waits."""
-        if job.place is not None and not job.place.done():  # else it is being cancelled or failed
-            if not self._give(job, candidates):
-                return False
-            job.place.set_result(None)
-        job.queued = False
-        return True
+    # ---- what the fleet tells ---------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        self._watch_absence()
-        self._pump()
+        self._places.watch_absence()
+        self._places.pump()
 
     def seen(self, member: Member) -> None:
-        """Which of the requests there it has begun with; a suspect that is among them is cleared."""
-        told = member.engine.progress() if member.jobs else {}
-        for job in member.jobs:
-            if not job.has_token and told.get(job.engine_id, 0) > 0:
-                job.has_token = True
-                if job.suspicion.has_token() and member.trial is job:
-                    member.trial = None
-        if self._suspects and member.trial is None:
-            self._pump()
+        self._places.seen(member)
 
     def lose(self, member: Member, *, silent: bool) -> None:
         """Ends the attempts on an engine, so that its requests go elsewhere."""
@@ -566,36 +424,6 @@ class Dispatcher:
     async def _repair(self, member: Member) -> None:
         await self._installer.repair(member)
 
-    def _watch_absence(self) -> None:
-        """Requests wait only so long while there is no engine at all."""
-        if self._fleet.routable or not self._num_waiting:
-            if self._fleet.routable:
-                self._absent_since = None
-            if self._absent is not None:
-                self._absent.cancel()
-                self._absent = None
-            return
-        if self._absent_since is None:
-            self._absent_since = self._clock()
-        if self._absent is None:
-            loop = asyncio.get_running_loop()
-            self._absent = loop.call_later(max(0.0, self._absent_due() - self._clock()), self._give_up)
-
-    def _absent_due(self) -> float:
-        """When the first of those that wait has waited long enough for any engine at all."""
-        since = min((job.since for job in self._all_waiting()), default=self._clock())
-        return max(since, self._absent_since or 0.0) + self._limits.absent_deadline_s
-
-    def _give_up(self) -> None:
-        """Fails those that have waited too long for any engine."""
-        self._absent = None
-        since, deadline_s = self._clock() - self._limits.absent_deadline_s, self._limits.absent_deadline_s
-        error = NoEngine(f"an engine must take a request within {deadline_s:g} s", self._fleet.missing())
-        for job in self._all_waiting():
-            if job.since <= since and job.place is not None and not job.place.done():
-                job.place.set_exception(error)
-        asyncio.get_running_loop().call_soon(self._watch_absence)
-
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -604,11 +432,7 @@ class Dispatcher:
 
     def _end(self, error: BaseException) -> None:
         self._ended = error
-        if self._absent is not None:
-            self._absent.cancel()
-        for job in self._all_waiting():
-            if job.place is not None and not job.place.done():
-                job.place.set_exception(error)
+        self._places.end(error)
 
 
 def _counts(stats: EngineStats) -> tuple[int, int, int, int, int]:

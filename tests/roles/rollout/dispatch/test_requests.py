@@ -333,3 +333,28 @@ async def test_requests_that_had_tokens_when_their_engine_died_are_asked_again_a
                 if engine.held:
                     await engine.answer()
         assert len(await asyncio.gather(*tasks)) == 8
+
+
+async def test_requests_that_engines_fail_beside_each_other_end_too_and_not_by_asking_without_rest() -> None:
+    engines = [Failing(p=fails(500)) for _ in range(2)]
+    async with over(*engines, limits=replace(QUICK, most_attempts=6)) as dispatcher:
+        tasks = await begun(dispatcher, asked("p1", group=1), asked("p2", group=2))
+        for task in tasks:
+            with pytest.raises(RequestFailed):
+                await task
+        assert sum(len(engine.asked) for engine in engines) <= 2 * 6
+        assert len(dispatcher._fleet.routable) == 2
+
+
+async def test_a_suspect_that_waits_for_an_engine_of_its_own_keeps_nobody_else_waiting() -> None:
+    engines = [Failing() for _ in range(2)]
+    for engine in engines:
+        engine.tells = False
+    async with over(*engines) as dispatcher:
+        tasks = await begun(dispatcher, *(asked(f"r{i}", group=i) for i in range(8)))
+        await engines[0].die()
+        await until(lambda: len(engines[0].held) + len(engines[1].held) == 6)  # two suspects on trial, two wait
+        tasks += await begun(dispatcher, asked("late", group=20))
+        assert "late" in {*engines[0].held, *engines[1].held}
+        for task in tasks:
+            task.cancel()
