@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -156,8 +156,7 @@ class ActorRole:
         """Train step `step` and commit version `step + 1`; None when no more rounds will come."""
         config, trainer = self._job.config, self._trainer
         busy, num_tokens, whole = 0.0, 0, False
-        rewards: list[float | None] = []
-        num_cut_off = 0
+        rewards = np.zeros(4)  # `reward_sums`
         ages: list[np.ndarray] = []
         if self._parity is not None:
             self._parity.taken()  # of a step that ran before and was not whole
@@ -186,8 +185,7 @@ class ActorRole:
             self._job.bus.check(made)
             if made.update < config.train.optimizer_steps_per_batch:  # later passes use the same rows
                 num_tokens += sum(row.length for row in made.rows)
-                rewards += [row.reward for row in made.rows]
-                num_cut_off += sum(row.finish == "length" for row in made.rows)
+                rewards += reward_sums(made.rows)
                 ages += seen
             whole = made.last
             self._ctx.progress()
@@ -204,18 +202,14 @@ class ActorRole:
         num_ages = config.max_staleness + 1
         by_age = np.bincount([int(each.max()) for each in ages if len(each)], minlength=num_ages)
         by_token = np.bincount(np.concatenate([np.zeros(0, np.int64), *ages]), minlength=num_ages)
-        scores = [reward for reward in rewards if reward is not None]
-        sums = [sum(scores), *map(float, (len(scores), len(rewards), num_cut_off, num_tokens, *by_age, *by_token))]
-        reward, num_scored, num_samples, num_cut_off_all, tokens, *counts = await self._ctx.compute(
-            trainer.sum_over_ranks, sums
-        )
-        by_age_all, by_token_all = counts[:num_ages], counts[num_ages:]
-        metrics: dict[str, Any] = figures | {
-            "step": step, "version": step + 1, "reward_mean": reward / num_scored, "tokens": int(tokens),
-            "num_samples": int(num_samples), "num_failed": int(num_samples - num_scored),
-            "truncated_fraction": num_cut_off_all / num_samples,
+        sums = [*map(float, (num_tokens, *by_age, *by_token)), *rewards.tolist()]
+        tokens, *counts = await self._ctx.compute(trainer.sum_over_ranks, sums)
+        of_rewards = reward_figures(counts[2 * num_ages :])
+        by_age_all, by_token_all = counts[:num_ages], counts[num_ages : 2 * num_ages]
+        metrics: dict[str, Any] = figures | of_rewards | {
+            "step": step, "version": step + 1, "tokens": int(tokens),
             "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
-            "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / num_samples,
+            "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / of_rewards["num_samples"],
             "staleness_max": max(age for age, count in enumerate(by_age_all) if count),
             "staleness_tokens": {str(age): int(count) for age, count in enumerate(by_token_all) if count},
             "waits_s": totals(),
@@ -536,6 +530,22 @@ class ActorRole:
             took = {"save_s": time.monotonic() - since, "pause_s": pause_s}
             figures = {"version": version, "path": str(folder), "num_samples": num_samples} | took
             await self._ctx.report("checkpoint", figures)
+
+
+def reward_sums(rows: Iterable[Row]) -> np.ndarray:
+    """The sum of the rewards of some samples, how many have one, how many samples, and how many of them their limit cut off."""
+    scores = [(row.reward, row.finish == "length") for row in rows]
+    given = [reward for reward, _ in scores if reward is not None]
+    return np.array([sum(given), len(given), len(scores), sum(cut_off for _, cut_off in scores)], np.float64)
+
+
+def reward_figures(sums: Sequence[float]) -> dict[str, Any]:
+    """Of the sums over a whole step: the mean reward is of the samples that have one, and None without any."""
+    total, num_scored, num_samples, num_cut_off = sums
+    return {
+        "reward_mean": total / num_scored if num_scored else None, "num_samples": int(num_samples),
+        "num_failed": int(num_samples - num_scored), "truncated_fraction": num_cut_off / num_samples,
+    }  # fmt: skip
 
 
 def _row_sum(named: Row, row: TrainRow) -> RowSum:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
-from rondo.roles.actor import ActorRole
+from rondo.roles.actor import ActorRole, reward_figures, reward_sums
 from rondo.roles.config import JobConfig
 from rondo.roles.trainer import TrainRow
 from rondo.roles.turns import Turns
@@ -32,7 +32,7 @@ class Given:
 
     columns = tuple(COLUMNS)
     group, media = 0, None
-    reward = 1.0
+    reward, finish = 1.0, "stop"
 
     def __init__(self, row: TrainRow) -> None:
         self._row = row
@@ -171,3 +171,14 @@ async def test_a_rank_without_rows_of_a_round_reads_it_where_another_role_scores
     actor, _ = role(config, model, [])
     actor._job.has_actor_fwd = True  # type: ignore[misc]
     assert actor._read(SimpleNamespace(rows=(), step=0)) == ([], [])  # type: ignore[arg-type]
+
+
+def test_a_step_says_of_how_many_samples_the_reward_failed_and_leaves_them_out_of_its_mean() -> None:
+    rows = [SimpleNamespace(reward=reward, finish=finish) for reward, finish in (
+        (0.5, "stop"), (None, "length"), (0.0, "length"), (1.0, "aborted")
+    )]  # fmt: skip
+    sums = reward_sums(cast(Any, rows[:1])) + reward_sums(cast(Any, rows[1:]))
+    assert reward_figures(sums.tolist()) == {
+        "reward_mean": 0.5, "num_samples": 4, "num_failed": 1, "truncated_fraction": 0.5
+    }  # fmt: skip
+    assert reward_figures(reward_sums(cast(Any, rows[1:2])).tolist())["reward_mean"] is None
