@@ -188,7 +188,19 @@ class RunConfig(JobConfig):
 def load(path: Path | str, sets: Sequence[str] = ()) -> RunConfig:
     """The `config` that a module builds, with `--set` changes. ConfigError tells all that is wrong, a line each."""
     config = load_module(path, RunConfig)
-    return override(config, sets) if sets else config
+    config = override(config, sets) if sets else config
+    named = {
+        "model.path": config.model.path,
+        **{f"{name}.path": data.path for name, data in config.named_data().items()},
+    }
+    for setting, value in named.items():
+        beside = Path(path).parent / (value or "")
+        if value is not None and not Path(value).exists() and beside.exists():
+            raise ConfigError(
+                f"{setting} must be a path from the folder that the run is started in, {Path.cwd()}, got {value!r}, which lies "
+                f"beside {path}. Start it there, or name {beside.resolve()}"
+            )
+    return config
 
 
 def load_module(path: Path | str, kind: type[Section]) -> Any:
@@ -206,7 +218,13 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
     except ConfigError:
         raise
     except ValidationError as error:
-        raise explain(error, _where(error, file, path), _place_of(error.title, kind)) from error
+        where, places = _where(error, file, path), _places_of(error.title, kind)
+        told = explain(error, where, places[0])
+        if len(places) > 1:  # which one is told by its line
+            told = ConfigError(
+                "\n".join(line if where in line else f"{line} ({where})" for line in str(told).split("\n"))
+            )
+        raise told from error
     except SyntaxError as error:
         shown = path if error.filename == file else error.filename
         raise ConfigError(
@@ -328,9 +346,9 @@ def _where(error: BaseException, file: str, path: Path) -> str:
     return f"{last.filename}:{last.lineno}{inside}" if last is not None else str(path)
 
 
-def _place_of(title: str, root: type[BaseModel]) -> str:
-    """The path at which a section of that type stands in the tree: "train" for TrainConfig."""
-    return next((path for path, owner in sections(root) if owner.__name__ == title), title)
+def _places_of(title: str, root: type[BaseModel]) -> list[str]:
+    """The paths at which a section of that type may stand in the tree: "train" for TrainConfig."""
+    return [path for path, owner in sections(root) if owner.__name__ == title] or [title]
 
 
 def _similar_file(path: Path) -> str:

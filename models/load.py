@@ -76,7 +76,7 @@ def load_config(path: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path must name a model that transformers {transformers.__version__} can load, got {path!r} "
-            f"({_first_line(error)}). Check the path"
+            f"({_first_line(error)}). {'Check the path' if Path(path).is_dir() else f'No folder of that name is in {Path.cwd()}'}"
         ) from error
     trained = getattr(config, "thinker_config", config)
     if found := _quantization(path, (config, trained, trained.get_text_config())):

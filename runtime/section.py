@@ -91,7 +91,7 @@ def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigErro
         text = _sentence(path, item, title, source)
         owner = _owner((*item["loc"], ""), title)
         place = owner.place if owner is not None and issubclass(owner, Section) else ""
-        lines.append(settings_at(path, text, place))
+        lines.append(settings_at(path, text, place) if item["type"] != "extra_forbidden" else text)
     return ConfigError("\n".join(dict.fromkeys(lines)))
 
 

@@ -120,6 +120,35 @@ def test_a_change_that_does_not_fit_is_told(tmp_path: Path, text: str, error: st
     assert told(tmp_path, sets=(text,)).startswith(error)
 
 
+def test_a_section_that_may_stand_in_several_places_is_told_by_its_line(tmp_path: Path) -> None:
+    for mistake, error in (
+        ('path="a", rows=rows', "data.path and data.rows must be set one without the other, got both. Remove one."),
+        ('promt="a"', "data.promt must be a field of DataConfig, got an unknown name. Did you mean 'prompt'?"),
+    ):
+        file = configs.write(tmp_path, ("num_prompts=8", f"data=DataConfig({mistake})"), name=f"{len(mistake)}.py")
+        with pytest.raises(ConfigError) as raised:
+            load(file)
+        line = next(i for i, text in enumerate(file.read_text().split("\n"), 1) if mistake in text)
+        assert str(raised.value) == f"{error} ({file}:{line})"
+
+
+def test_a_path_that_lies_beside_the_module_and_not_where_it_is_started_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    file = configs.write(
+        tmp_path, ('build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32}', 'path="models/small"')
+    )
+    with pytest.raises(ConfigError) as raised:
+        load(file)
+    assert str(raised.value) == (
+        f"model.path must be a path from the folder that the run is started in, {Path.cwd()}, got 'models/small', which lies "
+        f"beside {file}. Start it there, or name {tmp_path}/models/small"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert load(file).model.path == "models/small"
+
+
 def test_a_mistake_in_the_module_is_told_with_path_file_and_line(tmp_path: Path) -> None:
     line = configs.WHOLE.splitlines().index("    train=TrainConfig(lr=1e-5),") + 1
     assert told(tmp_path, ("lr=1e-5", "lr=0")) == (
