@@ -126,6 +126,7 @@ async def _serve(
 ) -> int:
     from rondo.roles.rollout.embedded import EmbeddedEngine
     from rondo.roles.rollout.serve.app import listening, server
+    from rondo.roles.rollout.serve.prompt_work import prompt_work
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
@@ -135,15 +136,19 @@ async def _serve(
 
     name = options.served_model_name or options.model
     engine = EmbeddedEngine(slots, compute)
-    app = server(
-        engine, tokenizer, model_name=name, token=token, max_length=length, model_path=path, stop_token_ids=stop_ids
-    )
     try:
-        with _signals() as asked:
-            async with listening(app, options.host, options.port) as url:
-                print(f"serving {name} at {url}  token: {token_path}", flush=True)
-                await asked.wait()
-                print("ends: answers what is in flight; a second signal ends it at once", file=sys.stderr, flush=True)
+        async with prompt_work(path) as work:
+            app = server(
+                engine, tokenizer, work, model_name=name, token=token, max_length=length, model_path=path,
+                stop_token_ids=stop_ids,
+            )  # fmt: skip
+            with _signals() as asked:
+                async with listening(app, options.host, options.port) as url:
+                    print(f"serving {name} at {url}  token: {token_path}", flush=True)
+                    await asked.wait()
+                    print(
+                        "ends: answers what is in flight; a second signal ends it at once", file=sys.stderr, flush=True
+                    )
     finally:
         await engine.close()
         thread.shutdown(wait=False, cancel_futures=True)

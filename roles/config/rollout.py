@@ -106,13 +106,20 @@ class EndpointConfig(Section):
     """Replica 0 listens here, replica 1 one port further, and so on; 0 takes free ones. `rondo status` says where."""
     token_file: Path | None = None
     """A file (mode 0600) with the token that callers show. Without it they show the run's own, which can also stop the run."""
-    max_body_bytes: int = Field(64 << 20, ge=1 << 10)
-    max_sessions: int = Field(1024, ge=1)
-    """Sessions whose trajectories are kept."""
-    max_tokens: int = Field(1 << 24, ge=1)
-    """Tokens of all trajectories together, prompts included; the session not used for longest goes first."""
+    max_body_bytes: int | None = Field(None, ge=1 << 10)
+    """None: 32 bytes for every token that fits into a sequence, and at least 4 MiB."""
+    prompt_workers: int = Field(1, ge=1)
+    """Processes that render and tokenise prompts: so many for short ones, and as many for long ones."""
+    max_sessions: int = Field(4096, ge=1)
+    """Sessions whose trajectories are kept; a call of one more is refused."""
+    max_bytes: int = Field(1 << 30, ge=1)
+    """Of all trajectories together; once they have more, calls of sessions are refused."""
+    max_session_bytes: int = Field(1 << 26, ge=1)
+    """Of one session's trajectory; once it has more, its calls are refused."""
     max_age_s: float = Field(3600.0, gt=0)
     """A session's trajectory goes so long after its last call."""
+    idle_s: float = Field(300.0, gt=0)
+    """So long after its last call it goes too, where others need its room."""
 
     @model_validator(mode="after")
     def _other_addresses_need_a_token(self) -> EndpointConfig:

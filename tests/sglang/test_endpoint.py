@@ -15,6 +15,7 @@ import orjson
 from rondo.models.load import load_tokenizer
 from rondo.roles.rollout.engine import Prefix, Request, SamplingParams
 from rondo.roles.rollout.serve.app import listening, server
+from rondo.roles.rollout.serve.prompt_work import prompt_work
 from rondo.roles.rollout.sglang.client import SGLangClient
 from tests.sglang.servers import Served
 
@@ -27,9 +28,15 @@ async def test_an_agent_on_sglang_gets_its_tokens_and_leaves_an_exact_trajectory
 ) -> None:
     tokenizer = load_tokenizer(str(served.model))
     async with served.engine(tmp_path) as engine:
-        app = server(engine, tokenizer, model_name="m", token=TOKEN, max_length=256, control=False, seeds=False)
         async with (
-            listening(app, "127.0.0.1", 0) as url,
+            prompt_work(str(served.model)) as work,
+            listening(
+                server(
+                    engine, tokenizer, work, model_name="m", token=TOKEN, max_length=256, control=False, seeds=False
+                ),
+                "127.0.0.1",
+                0,
+            ) as url,
             SGLangClient(url, api_key=TOKEN) as client,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as agent,
         ):
@@ -75,9 +82,15 @@ async def test_an_answer_is_streamed_as_it_grows_and_is_that_of_one_part_cut_at_
 ) -> None:
     tokenizer = load_tokenizer(str(served.model))
     async with served.engine(tmp_path) as engine:
-        app = server(engine, tokenizer, model_name="m", token=TOKEN, max_length=256, control=False, seeds=False)
         async with (
-            listening(app, "127.0.0.1", 0) as url,
+            prompt_work(str(served.model)) as work,
+            listening(
+                server(
+                    engine, tokenizer, work, model_name="m", token=TOKEN, max_length=256, control=False, seeds=False
+                ),
+                "127.0.0.1",
+                0,
+            ) as url,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as agent,
         ):
             asked: Any = {"model": "m", "prompt": [5, 6, 7], "temperature": 0.0, "max_tokens": 100}

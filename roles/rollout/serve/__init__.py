@@ -2,8 +2,10 @@
 
 app            the application: who may ask, how large a body may be, which routes there are; and listening
 generate       SGLang's /generate; control, its health, information, pause and weights; sampling, the parameters
-openai         /v1/chat/completions and /v1/completions over fields (what was asked), output (reasoning, tool calls), answers
-desk           every request on its way through the engine: streaming, stop strings, aborts, pauses
+openai         /v1/chat/completions and /v1/completions over fields and conversation (what was asked), output (reasoning, tool
+               calls) and answers
+requests       each one on its way through the engine: streaming, stop strings, aborts, pauses
 text           tokens to text, over pieces (what a token adds) and stop_strings
-trajectory     what each call of a session sampled, to the token
+prompt_work    templates and tokenizing in processes of their own (prompt_worker); limits, what a request may bring
+trajectory     what each call of a session sampled, to the token, in spans that its calls share
 """

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rondo.roles.rollout.serve.calls import CallReader
-from rondo.roles.rollout.serve.desk import Answer, Ask
 from rondo.roles.rollout.serve.errors import TurnedDown
 from rondo.roles.rollout.serve.output import OutputReader, Part
 from rondo.roles.rollout.serve.pieces import REPLACEMENT, Pieces, pieces_of
+from rondo.roles.rollout.serve.requests import Answer, Ask
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Owns who may ask (a bearer token, compared in constant time), how large a body may be, the routes, and the end: drain, then close.
 Does not own the engine, which whoever made it closes.
 
-    app = server(engine, tokenizer, model_name="m", token=token, max_length=4096)
+    app = server(engine, tokenizer, work, model_name="m", token=token, max_length=4096)
     async with listening(app, "127.0.0.1", 0) as url: ...
 
 Invariant: without the token nobody learns more than whether the server is up. A caller that leaves takes its request along.
@@ -22,17 +22,18 @@ from aiohttp import web
 
 from rondo.roles.rollout.engine import Engine, Kind
 from rondo.roles.rollout.serve import control as own
-from rondo.roles.rollout.serve.desk import Desk
 from rondo.roles.rollout.serve.errors import TurnedDown
 from rondo.roles.rollout.serve.generate import generate
+from rondo.roles.rollout.serve.limits import BODY_BYTES_A_TOKEN, MIN_BODY_BYTES
 from rondo.roles.rollout.serve.openai import chat, completions
+from rondo.roles.rollout.serve.prompt_work import PromptWork
+from rondo.roles.rollout.serve.requests import Requests
 from rondo.roles.rollout.serve.service import Service, error_answer
 from rondo.roles.rollout.serve.trajectory import Trajectories
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.http_log import HTTP_LOG, WRONGLY_ASKED
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
-MAX_BODY_BYTES = 64 << 20
 DRAIN_S = 30.0
 log = logging.getLogger("rondo.serve")
 _OPEN = ("/health", "/ready", "/ping")
@@ -45,6 +46,7 @@ Route = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 def server(
     engine: Engine,
     tokenizer: Any,
+    work: PromptWork,
     *,
     model_name: str,
     token: str | Sequence[str],
@@ -55,10 +57,11 @@ def server(
     control: bool = True,
     seeds: bool = True,
     tells_experts: bool = False,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int | None = None,
     trajectories: Trajectories | None = None,
 ) -> web.Application:
-    """The application. `token`: any of these must be shown. `max_length`: tokens of prompt and answer together.
+    """The application. `work` makes prompts, with the same tokenizer. `token`: any of these must be shown. `max_length`: tokens
+    of prompt and answer together; the bytes of a body follow from it unless they are given.
 
     `stop_token_ids` end every answer; by default the tokenizer's end of sequence does. `control` False refuses what changes
     the engine for others: pauses, weights, the abort of everything. `seeds`: whether the engine honours them.
@@ -66,14 +69,13 @@ def server(
     """
     if stop_token_ids is None:
         stop_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    desk = Desk(engine, tokenizer, kind=kind)
     service = Service(
-        engine, tokenizer, desk, trajectories if trajectories is not None else Trajectories(), model_name,
-        model_path or model_name, max_length, tuple(stop_token_ids), control, seeds,
-        tells_experts,
+        engine, tokenizer, Requests(engine, tokenizer, kind=kind), work, trajectories or Trajectories(), model_name,
+        model_path or model_name, max_length, tuple(stop_token_ids), control, seeds, tells_experts,
     )  # fmt: skip
     tokens = [token] if isinstance(token, str) else list(token)
-    app = web.Application(middlewares=[_guard(tokens)], client_max_size=max_body_bytes)
+    most = max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_A_TOKEN * max_length)
+    app = web.Application(middlewares=[_guard(tokens)], client_max_size=most)
     app[SERVICE] = service
     for method, path, route in _ROUTES:
         app.router.add_route(method, path, _with_service(service, route))
@@ -97,9 +99,9 @@ async def listening(
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{runner.addresses[0][1]}"
         try:
-            await asyncio.wait_for(app[SERVICE].desk.drain(), drain_s)
+            await asyncio.wait_for(app[SERVICE].requests.drain(), drain_s)
         except TimeoutError:
-            app[SERVICE].desk.abort(None)  # they are answered with what they have
+            app[SERVICE].requests.abort(None)  # they are answered with what they have
     finally:
         await runner.cleanup()
 
@@ -140,7 +142,9 @@ def _guard(tokens: Sequence[str]) -> Any:
 
 def _check_token(request: web.Request, accepted: Sequence[bytes]) -> None:
     kind, _, shown = request.headers.get("Authorization", "").partition(" ")
-    if kind != "Bearer" or not any(hmac.compare_digest(shown.encode(), token) for token in accepted):
+    if kind != "Bearer" or not any(
+        hmac.compare_digest(shown.encode(errors="surrogateescape"), token) for token in accepted
+    ):
         raise TurnedDown(401, f"{request.path} must be asked with a valid token. Send 'Authorization: Bearer TOKEN'")
 
 

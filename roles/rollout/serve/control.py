@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -20,17 +21,17 @@ import numpy as np
 from aiohttp import web
 
 from rondo.roles.rollout.engine import SamplingParams
-from rondo.roles.rollout.serve.desk import Ask, PauseMode
 from rondo.roles.rollout.serve.errors import TurnedDown
-from rondo.roles.rollout.serve.fields import Fields, read_body
-from rondo.roles.rollout.serve.service import Service, json_answer
-from rondo.roles.rollout.serve.trajectory import rows_of
+from rondo.roles.rollout.serve.fields import Fields
+from rondo.roles.rollout.serve.requests import Ask, PauseMode
+from rondo.roles.rollout.serve.service import Service, dumps, json_answer
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.waits import wait_for
 
 DIALECT = "0.5.23"
 """The version of SGLang whose contract this server keeps to."""
 _HEALTH_S = 20.0
+_MAX_PATH = 4096
 
 
 # ---- health -------------------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ _HEALTH_S = 20.0
 
 async def health(service: Service, request: web.Request) -> web.Response:
     """200 while requests are taken."""
-    if service.desk.closing:
+    if service.requests.closing:
         raise TurnedDown(503, "the server must be open, got one that ends. Ask another server")
     return web.Response()
 
@@ -46,9 +47,9 @@ async def health(service: Service, request: web.Request) -> web.Response:
 async def ready(service: Service, request: web.Request) -> web.Response:
     """200 while requests are taken and worked on."""
     await health(service, request)
-    if service.desk.paused is not None:
+    if service.requests.paused is not None:
         raise TurnedDown(
-            503, f"the server must not be paused, got mode {service.desk.paused!r}. See /continue_generation"
+            503, f"the server must not be paused, got mode {service.requests.paused!r}. See /continue_generation"
         )
     engine_ready = getattr(service.engine, "ready", None)  # optional for engines
     if engine_ready is not None and not await engine_ready():
@@ -62,7 +63,7 @@ async def health_generate(service: Service, request: web.Request) -> web.Respons
     token = service.stop_token_ids[0] if service.stop_token_ids else 0
     probe = Ask(f"health-{time.monotonic_ns()}", np.array([token], np.int32), SamplingParams(1), seed=0, priority=1)
     try:
-        await wait_for(service.desk.answer(probe), name="health", peer="engine", deadline_s=_HEALTH_S)
+        await wait_for(service.requests.answer(probe), name="health", peer="engine", deadline_s=_HEALTH_S)
     except RondoError as error:
         raise TurnedDown(503, f"the engine must sample a token, got {type(error).__name__}: {error}") from error
     return web.Response()
@@ -93,7 +94,7 @@ async def server_info(service: Service, request: web.Request) -> web.Response:
         {
             "version": DIALECT,
             "server": "rondo",
-            "status": "ready" if service.desk.paused is None else "paused",
+            "status": "ready" if service.requests.paused is None else "paused",
             "model_path": service.model_path,
             "served_model_name": service.model_name,
             "tp_size": 1,
@@ -141,38 +142,38 @@ async def loads(service: Service, request: web.Request) -> web.Response:
 
 
 async def abort_request(service: Service, request: web.Request) -> web.Response:
-    fields = Fields(await read_body(request), "the body")
+    fields = await _fields(service, request)
     everything, rid = fields.flag("abort_all"), fields.text("rid")
     if everything == (rid is not None):
         raise ConfigError("rid and abort_all must be sent one without the other, got both or neither. Send rid")
     if everything:
         _require_control(service, request)
-    service.desk.abort(rid)
+    service.requests.abort(rid)
     return web.Response()
 
 
 async def pause_generation(service: Service, request: web.Request) -> web.Response:
     _require_control(service, request)
-    told = Fields(await read_body(request), "the body").text("mode", "abort")
+    told = (await _fields(service, request)).text("mode", "abort")
     mode: PauseMode | None = next((each for each in get_args(PauseMode) if each == told), None)
     if mode is None:
         raise ConfigError(f"mode must be one of {', '.join(get_args(PauseMode))}, got {told!r}. Change it")
-    await service.desk.pause(mode)
+    await service.requests.pause(mode)
     return json_answer({"status": "ok", "message": f"paused with mode {mode}"})
 
 
 async def continue_generation(service: Service, request: web.Request) -> web.Response:
     _require_control(service, request)
-    service.desk.resume()
+    service.requests.resume()
     return json_answer({"status": "ok"})
 
 
 async def flush_cache(service: Service, request: web.Request) -> web.Response:
     """Nothing is kept beyond the sequences that use it: with none there is nothing to flush."""
     _require_control(service, request)
-    if service.desk.num_asked:
+    if service.requests.num_asked:
         raise ConfigError(
-            f"no request must be in flight to flush the cache, got {service.desk.num_asked}. Abort them first"
+            f"no request must be in flight to flush the cache, got {service.requests.num_asked}. Abort them first"
         )
     return web.Response(text="Cache flushed.\n")
 
@@ -183,8 +184,8 @@ async def flush_cache(service: Service, request: web.Request) -> web.Response:
 async def update_weights_from_disk(service: Service, request: web.Request) -> web.Response:
     """Sequences in flight go on under the new weights from the next step on, paused or not; `weight_versions` tell them apart."""
     _require_control(service, request)
-    fields = Fields(await read_body(request), "the body")
-    path, text = fields.text("model_path"), fields.text("weight_version")
+    fields = await _fields(service, request)
+    path, text = fields.text("model_path", most=_MAX_PATH), fields.text("weight_version")
     fields.off("load_format", "auto", "safetensors")
     if path is None:
         raise ConfigError("model_path must be a folder with safetensors, got nothing. Name it")
@@ -192,7 +193,7 @@ async def update_weights_from_disk(service: Service, request: web.Request) -> we
         raise ConfigError(f"weight_version must be a number, as policy versions are, got {text!r}. Send one")
     version = service.engine.version + 1 if text is None else int(text)
     if fields.flag("abort_all_requests"):
-        service.desk.abort(None)
+        service.requests.abort(None)
     tensors = await asyncio.to_thread(_read_tensors, Path(path))
     await service.engine.update_weights(version, tensors)
     return json_answer({"success": True, "message": f"Succeeded to update model weights to version {version}."})
@@ -208,6 +209,11 @@ NOT_SUPPORTED = (
     "destroy_weights_update_group", "update_weight_version", "weights_checker", "release_memory_occupation",
     "resume_memory_occupation", "open_session", "close_session", "load_lora_adapter", "unload_lora_adapter",
 )  # fmt: skip
+
+
+async def _fields(service: Service, request: web.Request) -> Fields:
+    async with service.body(request) as body:
+        return Fields(body, "the body")
 
 
 def _require_control(service: Service, request: web.Request) -> None:
@@ -239,16 +245,25 @@ async def trajectories(service: Service, request: web.Request) -> web.Response:
     return json_answer({"sessions": kept.names(), **asdict(kept.stats())})
 
 
-async def trajectory(service: Service, request: web.Request) -> web.Response:
-    """One session's calls, and the rows to train on that they make."""
+async def trajectory(service: Service, request: web.Request) -> web.StreamResponse:
+    """One session's calls, and the rows to train on that they make. Told piece by piece: each call repeats its whole prompt."""
     name = request.match_info["session"]
-    calls = service.trajectories.calls(name)
-    rows = [row.shown() for row in rows_of(calls)]
-    return json_answer({"session": name, "calls": [call.shown() for call in calls], "rows": rows})
+    calls, rows = service.trajectories.calls(name), service.trajectories.rows(name)
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    with suppress(ConnectionError):  # whoever asked has left
+        await response.prepare(request)
+        await response.write(b'{"session":' + dumps(name) + b',"calls":[')
+        for number, call in enumerate(calls):
+            await response.write(b"," * (number > 0) + dumps(call.shown()))
+        await response.write(b'],"rows":[')
+        for number, row in enumerate(rows):
+            await response.write(b"," * (number > 0) + dumps(row))
+        await response.write(b"]}")
+    return response
 
 
 async def forget(service: Service, request: web.Request) -> web.Response:
     name = request.match_info["session"]
-    if not service.trajectories.drop(name):
+    if not service.trajectories.forget(name):
         raise TurnedDown(404, f"session must have a recorded call to be forgotten, got {name!r} without one")
     return json_answer({"session": name, "forgotten": True})

@@ -21,6 +21,7 @@ import orjson
 from rondo.roles.config import EndpointConfig
 from rondo.roles.rollout.engine import Engine
 from rondo.roles.rollout.serve.app import listening, server
+from rondo.roles.rollout.serve.prompt_work import prompt_work
 from rondo.roles.rollout.serve.trajectory import Trajectories
 from rondo.runtime.admin_token import read_token_file
 from rondo.runtime.context import WorkerContext
@@ -53,27 +54,29 @@ async def endpoint(
     if config.token_file is not None:
         token_path = config.token_file.resolve()
         tokens.append(read_token_file(token_path, "rollout.endpoint.token_file"))
-    app = server(
-        engine, tokenizer, model_name=model_name, token=tokens, max_length=max_length, model_path=model_path,
-        stop_token_ids=stop_token_ids, control=False, seeds=seeds, tells_experts=tells_experts,
-        max_body_bytes=config.max_body_bytes,
-        trajectories=Trajectories(
-            max_sessions=config.max_sessions, max_tokens=config.max_tokens, max_age_s=config.max_age_s
-        ),
-    )  # fmt: skip
     name = ctx.group if ctx.world_size == 1 else f"{ctx.group}.{ctx.rank}"
     record = ctx.run_dir / FOLDER / f"{name}.json"
     port = config.port + int(ctx.group.rpartition("-")[2]) * ctx.world_size + ctx.rank if config.port else 0
     earlier = 0 if config.port else _earlier(record)
-    async with listening(app, config.host, port, earlier=earlier, drain_s=_DRAIN_S) as url:
-        told = {
-            "group": name, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(),
-        }  # fmt: skip
-        with telling("endpoints"):
-            record.parent.mkdir(exist_ok=True)
-            _write(record, told)
-        await ctx.report("endpoint", told)
-        yield
+    kept = Trajectories(
+        max_sessions=config.max_sessions, max_bytes=config.max_bytes, max_session_bytes=config.max_session_bytes,
+        max_age_s=config.max_age_s, idle_s=config.idle_s,
+    )  # fmt: skip
+    async with prompt_work(model_path, num_workers=config.prompt_workers) as work:
+        app = server(
+            engine, tokenizer, work, model_name=model_name, token=tokens, max_length=max_length, model_path=model_path,
+            stop_token_ids=stop_token_ids, control=False, seeds=seeds, tells_experts=tells_experts,
+            max_body_bytes=config.max_body_bytes, trajectories=kept,
+        )  # fmt: skip
+        async with listening(app, config.host, port, earlier=earlier, drain_s=_DRAIN_S) as url:
+            told = {
+                "group": name, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(),
+            }  # fmt: skip
+            with telling("endpoints"):
+                record.parent.mkdir(exist_ok=True)
+                _write(record, told)
+            await ctx.report("endpoint", told)
+            yield
     with suppress(FileNotFoundError):
         record.unlink()
 

@@ -11,13 +11,16 @@ Owns the types of fields and the words for wrong ones. Does not own which fields
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Collection
 from typing import Any
 
-import orjson
-from aiohttp import web
-
+from rondo.roles.rollout.serve.limits import MAX_NAME, MAX_STOP_CHARS, MAX_STOPS
 from rondo.runtime.errors import ConfigError
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 60
+_SHOWN.maxlevel = 2
 
 
 class Fields:
@@ -55,18 +58,21 @@ class Fields:
             raise _wrong(name, "a number", value)
         return float(value)
 
-    def text(self, name: str, default: str | None = None) -> str | None:
+    def text(self, name: str, default: str | None = None, *, most: int = MAX_NAME) -> str | None:
+        """`most` characters."""
         value = self.take(name, default)
-        if value is not None and not isinstance(value, str):
-            raise _wrong(name, "text", value)
+        if value is not None and (not isinstance(value, str) or len(value) > most):
+            raise _wrong(name, f"text of at most {most} characters", value)
         return value
 
-    def texts(self, name: str) -> tuple[str, ...]:
+    def stops(self, name: str) -> tuple[str, ...]:
         """One text or a list of them, none empty."""
         value = self.take(name, ())
         found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (None,)
         if not all(isinstance(text, str) and text for text in found):
             raise _wrong(name, "text or a list of texts", value)
+        if len(found) > MAX_STOPS or sum(map(len, found)) > MAX_STOP_CHARS:
+            raise _wrong(name, f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters together", value)
         return found
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -81,8 +87,8 @@ class Fields:
         """A field that may only be sent with a value that changes nothing."""
         value = self.take(name)
         if value is not None and not any(value == each for each in neutral):
-            allowed = "must be " + " or ".join(map(_shown, neutral)) if neutral else "must not be set"
-            raise ConfigError(f"{name} {allowed}, since {why}, got {_shown(value)}. Remove it")
+            allowed = "must be " + " or ".join(map(shown, neutral)) if neutral else "must not be set"
+            raise ConfigError(f"{name} {allowed}, since {why}, got {shown(value)}. Remove it")
 
     def refuse_rest(self, ignored: Collection[str] = ()) -> None:
         """ConfigError for a field that nobody read and that may not be ignored."""
@@ -90,22 +96,13 @@ class Fields:
             if name not in ignored:
                 near = difflib.get_close_matches(name, [*self._known, *ignored], n=1)
                 advice = f"Did you mean {near[0]!r}?" if near else "Remove it"
-                raise ConfigError(f"{self._what} must have known fields only, got {name!r}. {advice}")
-
-
-async def read_body(request: web.Request) -> Any:
-    """The body as JSON; an empty one is {}. ConfigError for anything else."""
-    content = await request.read()
-    try:
-        return orjson.loads(content) if content else {}
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"the body of {request.path} must be JSON, got {error}. Correct it") from error
+                raise ConfigError(f"{self._what} must have known fields only, got {shown(name)}. {advice}")
 
 
 def _wrong(name: str, rule: str, value: Any) -> ConfigError:
-    return ConfigError(f"{name} must be {rule}, got {_shown(value)}. Correct it")
+    return ConfigError(f"{name} must be {rule}, got {shown(value)}. Correct it")
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def shown(value: Any) -> str:
+    """What a caller sent, for a message: short, however long or deep it is."""
+    return _SHOWN.repr(value)

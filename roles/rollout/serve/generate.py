@@ -22,14 +22,16 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rondo.roles.rollout.serve.desk import Answer, Ask
 from rondo.roles.rollout.serve.errors import TurnedDown
-from rondo.roles.rollout.serve.fields import Fields, read_body
+from rondo.roles.rollout.serve.fields import Fields
+from rondo.roles.rollout.serve.fields import shown as quoted
+from rondo.roles.rollout.serve.limits import MAX_NAME
 from rondo.roles.rollout.serve.pieces import pieces_of
-from rondo.roles.rollout.serve.sampling import asks_of, encode, read_sglang, token_ids
+from rondo.roles.rollout.serve.requests import Answer, Ask
+from rondo.roles.rollout.serve.sampling import asks_of, read_sglang, require_samples, token_ids
 from rondo.roles.rollout.serve.service import SESSION, Service, json_answer, session_of, stream_events
 from rondo.roles.rollout.serve.text import text_of
-from rondo.roles.rollout.serve.trajectory import Call
+from rondo.roles.rollout.serve.trajectory import Prompt
 from rondo.runtime.errors import ConfigError
 
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -37,6 +39,9 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,), "return_indexer_topk": (False,), "return_entropy": (False,),
     "return_sampling_mask": (False,), "session_params": ({},), "lora_path": (), "custom_logit_processor": (),
 }  # fmt: skip
+
+_GROWTH = 1.02
+"""Each part of a stream repeats all before it, as SGLang's do: the next is told once it has so many times the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +55,42 @@ class _Wanted:
     experts_from: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One request as it was read: its samples, the prompt and the form of each, and whether they came as one alone."""
+
+    asks: list[Ask]
+    prompts: list[Prompt]
+    wanted: list[_Wanted]
+    alone: bool
+    stream: bool
+
+
 async def generate(service: Service, request: web.Request) -> web.StreamResponse:
-    fields = Fields(await read_body(request), "the body")
+    session = session_of(request)
+    with service.trajectories.calling(session):
+        async with service.body(request) as body:
+            asked = await _read(service, session, Fields(body, "the body"))
+            del body
+        return await _tell(service, request, session, asked)
+
+
+async def _read(service: Service, session: str | None, fields: Fields) -> _Asked:
     for name, neutral in _OFF.items():
         fields.off(name, *neutral)
-    prompts, is_batch = _prompts(service, fields)
+    given, is_batch = _prompts(fields)
+    count = len(given)
     params = fields.take("sampling_params", {})
-    samplings = [read_sglang(each) for each in _each(params, len(prompts), "sampling_params")]
+    samplings = [read_sglang(each) for each in _each(params, count, "sampling_params")]
+    require_samples(sum(sampling.num_samples for sampling in samplings))
     wants = [
         value if isinstance(value, bool) else _no_flag(value)
-        for value in _each(fields.take("return_logprob", False), len(prompts), "return_logprob")
+        for value in _each(fields.take("return_logprob", False), count, "return_logprob")
     ]
     if fields.integer("logprob_start_len", -1) != -1:
         raise ConfigError("logprob_start_len must be -1, since log-probs of the prompt are not computed. Remove it")
     num_top = fields.integer("top_logprobs_num", 0, least=0)
     stream, priority = fields.flag("stream"), fields.integer("priority", 0)
-    session = session_of(request)
     affinity = session or fields.text("session_id")
     wanted = _Wanted(
         False,
@@ -74,43 +99,60 @@ async def generate(service: Service, request: web.Request) -> web.StreamResponse
         fields.flag("return_routed_experts"),
         fields.integer("routed_experts_start_len", 0, least=0),
     )
-    rids = _rids(fields.take("rid"), len(prompts))
-    asks: list[Ask] = []
-    wanteds: list[_Wanted] = []
-    for rid, prompt, sampling, log_probs in zip(rids, prompts, samplings, wants, strict=True):
+    rids = _rids(fields.take("rid"), count)
+    asked = _Asked([], [], [], not is_batch, stream)
+    for rid, each, sampling, log_probs in zip(rids, given, samplings, wants, strict=True):
+        if isinstance(each, str):
+            prompt = await service.prompt(session, each, special=True)
+        else:
+            prompt = service.prompt_of_tokens(session, token_ids(each, "input_ids", service.max_length))
         made = asks_of(
-            sampling, prompt, rid, tokenizer=service.tokenizer, stop_token_ids=service.stop_token_ids,
+            sampling, prompt.tokens, rid, tokenizer=service.tokenizer, stop_token_ids=service.stop_token_ids,
             max_length=service.max_length, priority=priority, session=affinity,
         )  # fmt: skip
         if num_top and log_probs:
             made = [replace(ask, params=replace(ask.params, num_top=num_top)) for ask in made]
-        asks += made
-        wanteds += [replace(wanted, log_probs=log_probs)] * len(made)
-    alone = not is_batch and len(asks) == 1
+        asked.asks.extend(made)
+        asked.prompts.extend([prompt] * len(made))
+        asked.wanted.extend([replace(wanted, log_probs=log_probs)] * len(made))
+    return asked
+
+
+async def _tell(service: Service, request: web.Request, session: str | None, asked: _Asked) -> web.StreamResponse:
+    asks, alone = asked.asks, asked.alone and len(asked.asks) == 1
 
     def shown(index: int, answer: Answer) -> dict[str, Any]:
-        found = _answer(service, asks[index], answer, wanteds[index])
+        found = _answer(service, asks[index], answer, asked.wanted[index])
         return found if alone else found | {"index": index}
 
-    if stream:
+    def record(index: int, answer: Answer) -> None:
+        if session is not None:
+            text = text_of(service.tokenizer, answer.tokens, after=int(asks[index].prompt[-1]))
+            service.trajectories.record(session, asked.prompts[index], asks[index], answer, text)
+
+    if asked.stream:
 
         async def events() -> AsyncGenerator[dict[str, Any], None]:
-            async with aclosing(service.desk.parts(asks)) as parts:
+            told = [0] * len(asks)
+            async with aclosing(service.requests.parts(asks)) as parts:
                 async for index, answer in parts:
                     if answer.finish is not None:
-                        _record(service, session, asks[index], answer)
+                        record(index, answer)
+                    elif len(answer.tokens) < told[index] * _GROWTH:
+                        continue
+                    told[index] = len(answer.tokens)
                     yield shown(index, answer)
 
         return await stream_events(request, events())
-    answers = await service.desk.answers(asks)
-    for ask, answer in zip(asks, answers, strict=True):
-        _record(service, session, ask, answer)
+    answers = await service.requests.answers(asks)
+    for index, answer in enumerate(answers):
+        record(index, answer)
     found = [shown(index, answer) for index, answer in enumerate(answers)]
     return json_answer(found[0] if alone else found, {SESSION: session} if session else None)
 
 
-def _prompts(service: Service, fields: Fields) -> tuple[list[np.ndarray], bool]:
-    """(the prompts, whether they came as a batch)."""
+def _prompts(fields: Fields) -> tuple[list[Any], bool]:
+    """(the prompts, each as text or as a list of ids, whether they came as a batch)."""
     ids, text = fields.take("input_ids"), fields.take("text")
     if (ids is None) == (text is None):
         raise ConfigError(
@@ -121,9 +163,12 @@ def _prompts(service: Service, fields: Fields) -> tuple[list[np.ndarray], bool]:
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
             raise ConfigError(f"text must be text or a list of texts, got {type(text).__name__}. Correct it")
-        return [encode(service.tokenizer, each, special=True) for each in texts], isinstance(text, list)
-    is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-    return [token_ids(each, "input_ids") for each in (ids if is_batch else [ids])], is_batch
+        found, is_batch = texts, isinstance(text, list)
+    else:
+        is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+        found = ids if is_batch else [ids]
+    require_samples(len(found))
+    return found, is_batch
 
 
 def _each(value: Any, count: int, name: str) -> Sequence[Any]:
@@ -136,7 +181,7 @@ def _each(value: Any, count: int, name: str) -> Sequence[Any]:
 
 
 def _no_flag(value: Any) -> bool:
-    raise ConfigError(f"return_logprob must be true or false, got {value!r}. Correct it")
+    raise ConfigError(f"return_logprob must be true or false, got {quoted(value)}. Correct it")
 
 
 def _rids(value: Any, count: int) -> list[str]:
@@ -145,10 +190,17 @@ def _rids(value: Any, count: int) -> list[str]:
     rids = [value] if isinstance(value, str) else value
     if isinstance(value, str) and count > 1:
         rids = [f"{value}_{index}" for index in range(count)]
-    if not isinstance(rids, list) or len(rids) != count or not all(isinstance(rid, str) and rid for rid in rids):
-        raise ConfigError(f"rid must be text, one for each of {count} prompts, got {value!r:.80}. Correct it")
+    if (
+        not isinstance(rids, list)
+        or len(rids) != count
+        or not all(isinstance(rid, str) and 1 <= len(rid) <= MAX_NAME for rid in rids)
+    ):
+        raise ConfigError(
+            f"rid must be text of at most {MAX_NAME} characters, one for each of {count} prompts, got {quoted(value)}. "
+            "Correct it"
+        )
     if len(set(rids)) < count:
-        raise ConfigError(f"rid must be unique in a batch, got {value!r:.80}. Rename one")
+        raise ConfigError(f"rid must be unique in a batch, got {quoted(value)}. Rename one")
     return rids
 
 
@@ -224,10 +276,3 @@ def _experts(answer: Answer, start: int) -> str:
             501, "return_routed_experts must be false with this engine, which does not tell them. Remove it"
         )
     return base64.b64encode(answer.routed_experts[start:].astype("<i4").tobytes()).decode()
-
-
-def _record(service: Service, session: str | None, ask: Ask, answer: Answer) -> None:
-    if session is not None:
-        prompt_text = text_of(service.tokenizer, ask.prompt)
-        text = text_of(service.tokenizer, answer.tokens, after=int(ask.prompt[-1]))
-        service.trajectories.record(session, Call.of(ask, answer, prompt_text, text))

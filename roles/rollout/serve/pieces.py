@@ -28,6 +28,8 @@ class Pieces:
         self.special = frozenset(
             token for token, added in tokenizer.added_tokens_decoder.items() if added.special
         ) | frozenset(tokenizer.all_special_ids)
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)
+        """Characters of a token, at most."""
         self._raw: dict[int, bytes | None] = {}
         self._alone: dict[int, str] = {}
         self.kind: Literal["bytes", "fallback", "text"] = "text"

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from rondo.roles.rollout.engine import SamplingParams
-from rondo.roles.rollout.serve.desk import Ask, one_seed
-from rondo.roles.rollout.serve.fields import Fields
+from rondo.roles.rollout.serve.fields import Fields, shown
+from rondo.roles.rollout.serve.limits import MAX_SAMPLES
+from rondo.roles.rollout.serve.requests import Ask, one_seed
 from rondo.roles.rollout.stops import token_stops
 from rondo.runtime.errors import ConfigError
 
-MAX_SAMPLES = 256
-"""Samples that one request may ask for."""
 _DEFAULT_NEW_TOKENS = 128
 
 
@@ -66,10 +65,10 @@ def _read(fields: Fields, *, limit: str, default: int | None, seed: str) -> Samp
         temperature=fields.number("temperature", 1.0),
         top_p=fields.number("top_p", 1.0),
         top_k=fields.integer("top_k", -1),
-        stops=fields.texts("stop"),
+        stops=fields.stops("stop"),
         stop_token_ids=fields.integers("stop_token_ids"),
         seed=_seed(fields.integer(seed)),
-        num_samples=_num_samples(fields),
+        num_samples=require_samples(fields.integer("n", 1, least=1)),
         ignore_eos=fields.flag("ignore_eos"),
         skip_special_tokens=fields.flag("skip_special_tokens", True),
     )
@@ -121,24 +120,23 @@ def asks_of(
     ]
 
 
-def encode(tokenizer: Any, text: str, *, special: bool) -> np.ndarray:
-    """The tokens of a text, int32 [T]; with `special` those that the tokenizer puts in front of a prompt too."""
-    return np.asarray(tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
-
-
-def token_ids(value: Any, name: str) -> np.ndarray:
-    """A list of token ids as int32 [T]."""
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+def token_ids(value: Any, name: str, most: int) -> np.ndarray:
+    """A list of at most `most` token ids as int32 [T]."""
+    if not isinstance(value, list):
         raise ConfigError(f"{name} must be a list of token ids, got {type(value).__name__}. Tokenize the prompt")
+    if len(value) > most:
+        raise ConfigError(f"{name} must have at most {most} tokens, got {len(value)}. Shorten it")
+    if not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise ConfigError(f"{name} must be a list of token ids, got {shown(value)}. Tokenize the prompt")
     return np.asarray(value, np.int32)
+
+
+def require_samples(count: int) -> int:
+    """The count. ConfigError for a request of too many samples, over all of its prompts."""
+    if count > MAX_SAMPLES:
+        raise ConfigError(f"n must be at most {MAX_SAMPLES} over all prompts, got {count}. Ask again for the rest")
+    return count
 
 
 def _seed(seed: int | None) -> int:
     return secrets.randbits(63) if seed is None else seed & (2**63 - 1)
-
-
-def _num_samples(fields: Fields) -> int:
-    found: int = fields.integer("n", 1, least=1)
-    if found > MAX_SAMPLES:
-        raise ConfigError(f"n must be at most {MAX_SAMPLES}, got {found}. Ask again for the rest")
-    return found

@@ -18,7 +18,7 @@ from rondo.models.load import end_ids
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.rollout.engine import Completion, Request, SamplingParams
 from rondo.roles.rollout.faults import RequestFailed
-from rondo.roles.rollout.serve.desk import Ask, Desk
+from rondo.roles.rollout.serve.requests import Ask, Requests
 from rondo.roles.rollout.stops import Stops, stops_of, token_stops, whole_sample
 from rondo.roles.sources import RowError
 from rondo.runtime.errors import ConfigError, CorruptData, PeerGone
@@ -132,8 +132,8 @@ async def test_every_engine_and_the_server_end_it_alike() -> None:
     streamed.stream = stream  # type: ignore[attr-defined]
     done = await whole_sample(sglang_engine(streamed, vocabulary=300), asked(len(tokens)), STOPS)
     assert (TOKENIZER.decode(done.tokens), done.finish_reason) == ("so <b>7</b>", "stop")
-    desk = Desk(cast(Any, Growing("so <b>7</b> and")), TOKENIZER)
-    answer = await desk.answer(Ask("r", asked().prompt, asked().params, 7, stops=("</b>",)))
+    requests = Requests(cast(Any, Growing("so <b>7</b> and")), TOKENIZER)
+    answer = await requests.answer(Ask("r", asked().prompt, asked().params, 7, stops=("</b>",)))
     assert answer.tokens.tolist() == done.tokens.tolist() and answer.text == "so <b>7"
     assert answer.finish is not None and (answer.finish.kind, answer.finish.matched) == ("stop", "</b>")
 

@@ -16,15 +16,20 @@ from typing import Any
 
 import numpy as np
 import openai
+import orjson
 import torch
 
 from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
 from rondo.roles.rollout.embedded import EmbeddedEngine
 from rondo.roles.rollout.serve.app import SERVICE, listening, server
-from rondo.roles.rollout.serve.desk import Desk
+from rondo.roles.rollout.serve.prompt_work import Lane, PromptWork
+from rondo.roles.rollout.serve.prompt_worker import do
+from rondo.roles.rollout.serve.requests import Requests
 from rondo.roles.rollout.serve.trajectory import Trajectories
 from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.slots import Batch, SlotEngine
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.pool import Outcome
 
 TOKEN = "a-token-of-a-test"
 MODEL = "speaker"
@@ -141,7 +146,7 @@ class Served:
     openai: openai.AsyncOpenAI
     engine: EmbeddedEngine
     speaker: Any
-    desk: Desk
+    requests: Requests
     trajectories: Trajectories
 
     async def post(self, path: str, body: object = None) -> Any:
@@ -162,6 +167,18 @@ async def computing() -> AsyncIterator[Callable[..., Any]]:
         yield compute
 
 
+def in_thread(own: Any) -> PromptWork:
+    """What the processes do, by the same functions, without the time to start them."""
+
+    async def run(lane: Lane, asked: bytes) -> Outcome:
+        try:
+            return Outcome(await asyncio.to_thread(do, own, orjson.loads(asked)))
+        except ConfigError as error:
+            return Outcome(error=str(error), kind="ConfigError")
+
+    return PromptWork(run)
+
+
 @asynccontextmanager
 async def serving(
     says: Callable[[str], str | list[int]] = lambda prompt: "hello",
@@ -172,21 +189,25 @@ async def serving(
     turn_s: float = 0.0,
     own: Any = None,
     experts: Callable[[int, int], np.ndarray] | None = None,
+    work: PromptWork | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """A server whose model answers what `says` makes of its prompt, or computes with `forward`; `experts` as SlotEngine's."""
+    """A server whose model answers what `says` makes of its prompt, or computes with `forward`; `experts` as SlotEngine's.
+    Prompts are made in a thread unless there are processes for them."""
     own = own or tokenizer()
     speaker = forward or Speaker(says, own)
     async with computing() as compute:
         slots = SlotEngine(speaker, num_slots=num_slots, max_length=max_length, experts=experts)
         engine = EmbeddedEngine(slots, compute, turn_s=turn_s)
         settings |= {"tells_experts": experts is not None}
-        app = server(engine, own, model_name=MODEL, token=TOKEN, max_length=max_length, **settings)
+        app = server(
+            engine, own, work or in_thread(own), model_name=MODEL, token=TOKEN, max_length=max_length, **settings
+        )
         try:
             async with listening(app, "127.0.0.1", 0) as url, SGLangClient(url, api_key=TOKEN) as client:
                 async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as agent:
                     service = app[SERVICE]
-                    yield Served(url, client, agent, engine, speaker, service.desk, service.trajectories)
+                    yield Served(url, client, agent, engine, speaker, service.requests, service.trajectories)
         finally:
             await engine.close()
 

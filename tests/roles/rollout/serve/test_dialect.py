@@ -198,7 +198,7 @@ async def test_a_caller_that_leaves_takes_its_request_out_of_the_engine() -> Non
             await reached(is_reached)
             task.cancel()
             await asyncio.wait([task])
-            await until(lambda: not served.desk.num_asked)
+            await until(lambda: not served.requests.num_asked)
             go_on.set()
             assert (await served.post("/generate", asking(5)))["meta_info"]["completion_tokens"] == 5
             stats = served.engine.stats()
@@ -242,12 +242,12 @@ async def test_the_pause_of_mode_abort_ends_what_is_in_flight_and_keeps_the_rest
         first = asyncio.create_task(served.post("/generate", asking(100)))
         await reached(is_reached)
         pausing = asyncio.create_task(served.post("/pause_generation", {}))
-        await until(lambda: served.desk.paused is not None)
+        await until(lambda: served.requests.paused is not None)
         go_on.set()
         await pausing
         assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"
         waiting = asyncio.create_task(served.post("/generate", asking(5, rid="waits")))
-        await until(lambda: served.desk.num_asked > 0)
+        await until(lambda: served.requests.num_asked > 0)
         assert (await refused(served, {}, "/flush_cache"))[0] == 400
         await served.post("/abort_request", {"rid": "waits"})
         assert (await waiting)["output_ids"] == []
@@ -345,7 +345,7 @@ async def test_a_server_that_ends_answers_what_is_in_flight_and_takes_nothing_ne
         is_reached, go_on = served.speaker.hold(5)
         first = asyncio.create_task(served.post("/generate", asking(20)))
         await reached(is_reached)
-        draining = asyncio.create_task(served.desk.drain())
+        draining = asyncio.create_task(served.requests.drain())
         await asyncio.sleep(0)
         assert (await refused(served, asking(20)))[0] == 503
         with pytest.raises(ServerError):

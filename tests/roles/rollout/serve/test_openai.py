@@ -128,7 +128,7 @@ async def test_of_agents_that_wait_the_urgent_go_first() -> None:
         await reached(stands)
         for prompt, priority in (("late", 0), ("later", 0), ("urgent", 5)):
             asking.append(asyncio.create_task(create(model=MODEL, prompt=prompt, extra_body={"priority": priority})))
-            await until(lambda: served.desk.num_asked == len(asking))
+            await until(lambda: served.requests.num_asked == len(asking))
         go_on.set()
         await asyncio.gather(*asking)
     assert heard == ["running", "urgent", "late", "later"]
@@ -231,7 +231,7 @@ async def test_models_are_listed_and_others_are_not_found() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias must be {}"),
         ({"top_logprobs": 3}, "top_logprobs must be 0 to 20, and come with logprobs"),
         ({"extra_body": {"temprature": 1}}, "Did you mean 'temperature'?"),
-        ({"messages": []}, "messages must be a list with a message or more"),
+        ({"messages": []}, "messages must be a list of 1 to 8192 messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "must be an object with a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "parts of text"),
         ({"max_tokens": 5000}, "must fit into 1024 tokens"),

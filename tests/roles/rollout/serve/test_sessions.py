@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rondo.models.tiny.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
-from rondo.roles.rollout.engine import Completion, Request
+from rondo.roles.rollout.engine import Completion, Request, SamplingParams
 from rondo.roles.rollout.serve.errors import TurnedDown
-from rondo.roles.rollout.serve.trajectory import Call, Prompt, Trajectories, rows_of
+from rondo.roles.rollout.serve.requests import Answer, Ask, Finish
+from rondo.roles.rollout.serve.trajectory import Prompt, Trajectories
 from rondo.roles.rollout.sglang.client import ServerError
 from tests.roles.rollout.serve.serving import MODEL, Served, ids, serving, tokenizer
 from tests.roles.rollout.serve.test_openai import ADD, CALL
@@ -158,13 +160,20 @@ async def test_a_session_is_forgotten_when_asked_and_unknown_ones_are_not_found(
         assert without.choices and (await served.get("/rondo/trajectories"))["sessions"] == []
 
 
-def call(prompt: str, sampled: str, name: str = "c") -> Call:
+async def encoded(text: str, after: int | None) -> np.ndarray:
+    return np.array(ids(text), np.int32)
+
+
+async def call(kept: Trajectories, session: str, prompt: str, sampled: str, name: str = "c", index: int = 0) -> Prompt:
+    """A call of the session, recorded; what its prompt was made of."""
     tokens = np.array(ids(sampled), np.int32)
     size = len(tokens)
-    return Call(
-        name, 0, Prompt(np.array(ids(prompt), np.int32), prompt), tokens, np.full(size, -0.5, np.float32),
-        np.full(size, 3, np.int32), "stop", sampled, 0.0,
-    )  # fmt: skip
+    with kept.calling(session):
+        made = await kept.prompt(session, prompt, encoded)
+        versions, log_probs = np.full(size, 3, np.int32), np.full(size, -0.5, np.float32)
+        ask = Ask(name, made.tokens, SamplingParams(99), 0, index)
+        kept.record(session, made, ask, Answer(tokens, log_probs, versions, sampled, Finish("stop")), sampled)
+    return made
 
 
 class Clock:
@@ -174,41 +183,121 @@ class Clock:
         return self.now
 
 
-def test_sessions_go_by_number_by_tokens_and_by_age_the_one_not_used_for_longest_first() -> None:
+async def test_a_session_gives_way_when_it_is_old_or_idle_where_others_need_its_room_and_its_agent_is_told() -> None:
     clock = Clock()
-    kept = Trajectories(max_sessions=2, max_tokens=20, max_age_s=10, clock=clock)
-    for name in ("a", "b"):
-        kept.record(name, call("xx", "yy"))
-    kept.record("a", call("xx", "yy"))
-    kept.record("c", call("xx", "yy"))
-    assert kept.names() == ["a", "c"]  # b was used before a
-    kept.record("c", call("x" * 8, "y" * 2))
-    assert kept.names() == ["c"] and kept.stats().num_tokens == 14
-    clock.now = 10.5
-    assert kept.names() == [] and kept.stats().num_evicted == 3
-    with pytest.raises(TurnedDown):
-        kept.calls("c")
+    kept = Trajectories(max_sessions=2, max_age_s=10, idle_s=3, clock=clock)
+    await call(kept, "a", "xx", "yy")
+    clock.now = 1
+    await call(kept, "b", "xx", "yy")
+    with pytest.raises(TurnedDown, match=r"got .* in 2\. DELETE those that were read") as full:
+        await call(kept, "c", "xx", "yy")
+    assert full.value.status == 429 and kept.names() == ["a", "b"]  # neither is cut while it may go on
+    clock.now = 3.5
+    with kept.calling("a"), pytest.raises(TurnedDown):
+        await call(kept, "c", "xx", "yy")  # b is not idle, and a is being answered
+    clock.now = 7
+    await call(kept, "c", "xx", "yy")
+    assert kept.names() == ["a", "c"]
+    for read in (lambda: kept.calls("b"), lambda: kept.calling("b").__enter__()):
+        with pytest.raises(
+            TurnedDown, match=r"got 'b', which was not used for 6 s and has given way\. DELETE it"
+        ) as gone:
+            read()
+        assert gone.value.status == 410
+    assert kept.forget("b") and not kept.forget("b")
+    clock.now = 17.5
+    assert kept.names() == [] and kept.stats().num_dropped == 3 and kept.stats().num_bytes == 0
 
 
-def test_a_prompt_begins_with_the_longest_recorded_text_that_it_has() -> None:
+async def test_a_budget_that_is_spent_is_told_before_work_begins_and_every_call_that_was_let_in_is_there() -> None:
+    kept = Trajectories(max_session_bytes=4000, max_bytes=10_000)
+    prompt = "Q"
+    with pytest.raises(TurnedDown, match=r"session must have at most 4000 bytes, got .* of 's'\. All of its") as full:
+        for turn in range(99):
+            await call(kept, "s", prompt, "ab", str(turn))
+            prompt += "ab more"
+    assert full.value.status == 413 and [each.id for each in kept.calls("s")] == [str(n) for n in range(turn)]
+    for name in "tuvwxyz":
+        with suppress(TurnedDown):
+            for turn in range(9):
+                await call(kept, name, "Q", "ab", str(turn))
+    assert 10_000 <= kept.stats().num_bytes < 12_000  # by no more than what was let in before
+    with pytest.raises(TurnedDown, match="at most 10000 bytes") as all_full:
+        await call(kept, "more", "Q", "ab")
+    assert all_full.value.status == 429
+
+
+async def test_many_agents_of_many_turns_are_recorded_whole_and_take_what_their_new_tokens_take() -> None:
     kept = Trajectories()
-    for each in (call("A", "b"), call("Ab C", "d"), call("Other", "x")):
-        kept.record("s", each)
+    agents, turns, given, sampled = 48, 40, 60, 30
+    for turn in range(turns):
+        for agent in range(agents):
+            before = kept.calls(str(agent))[-1].sampled.text_to_here() if turn else f"agent {agent}"
+            prompt = await call(kept, str(agent), before + f"{turn:>{given}}", f"{turn:<{sampled}}", str(turn))
+            assert prompt.parted is None and len(prompt.tokens) - prompt.reused_tokens <= given + 9
+    stats = kept.stats()
+    assert stats.num_sessions == agents and stats.num_calls == agents * turns and stats.num_dropped == 0
+    new_tokens = agents * turns * (given + sampled)
+    assert (
+        stats.num_bytes - stats.num_calls * 1024
+    ) / new_tokens < 16  # ids, and log-probs and versions of a third, and text
+    for agent in range(agents):
+        [row] = kept.rows(str(agent))
+        assert len(row.calls) == turns and int(row.loss_mask.sum()) == turns * sampled
 
-    def rest(text: str) -> np.ndarray:
-        return np.array(ids(text), np.int32)
 
-    found = kept.prompt("s", "Ab Cd E", rest)
-    assert found.tokens.tolist() == ids("Ab Cd E") and found.reused_tokens == len(ids("Ab Cd"))
-    assert found.parted is not None and "at character 0: 'Otherx' was recorded" in found.parted
-    assert kept.prompt("s", "Otherx!", rest).parted is None
-    assert kept.prompt("s", "new", rest).reused_tokens == 0
-    assert kept.prompt("s", "Otherx", rest).tokens.tolist() == ids("Otherx")
+async def test_a_prompt_begins_with_the_longest_recorded_text_that_it_has() -> None:
+    kept = Trajectories()
+    for prompt, sampled in (("A", "b"), ("Ab C", "d"), ("Other", "x")):
+        await call(kept, "s", prompt, sampled)
+    with kept.calling("s"):
+        found = await kept.prompt("s", "Ab Cd E", encoded)
+        assert found.tokens.tolist() == ids("Ab Cd E") and found.reused_tokens == len(ids("Ab Cd"))
+        assert found.parted is not None and "at character 0: 'Other' was recorded, 'Ab Cd E' was asked" in found.parted
+        assert (await kept.prompt("s", "Otherx!", encoded)).parted is None
+        assert (await kept.prompt("s", "new", encoded)).reused_tokens == 0
+        assert (await kept.prompt("s", "Otherx", encoded)).tokens.tolist() == ids("Otherx")
+        of_tokens = kept.prompt_of_tokens("s", np.array(ids("Otherx and"), np.int32), lambda rest, after: " and")
+        assert (of_tokens.reused_tokens, of_tokens.text, of_tokens.parted) == (len(ids("Otherx")), "Otherx and", None)
 
 
-def test_rows_hold_each_sampled_token_once_under_the_mask() -> None:
-    rows = rows_of([call("A", "b", "1"), call("Ab C", "d", "2"), call("A", "e", "3"), call("Ab Cd", "f", "4")])
+async def test_where_the_tokenizer_cannot_go_on_exactly_the_prompt_is_tokenised_whole() -> None:
+    kept = Trajectories()
+    await call(kept, "s", "A", "b")
+
+    async def never_behind(text: str, after: int | None) -> np.ndarray | None:
+        return None if after is not None else np.array(ids(text), np.int32)
+
+    with kept.calling("s"):
+        found = await kept.prompt("s", "Ab C", never_behind)
+    assert (found.tokens.tolist(), found.reused_tokens) == (ids("Ab C"), 0)
+    assert found.parted == "the tokenizer cannot go on behind recorded tokens with ' C'"
+
+
+async def test_rows_hold_each_sampled_token_once_under_the_mask() -> None:
+    kept = Trajectories()
+    for name, (prompt, sampled) in enumerate((("A", "b"), ("Ab C", "d"), ("A", "e"), ("Ab Cd", "f")), 1):
+        await call(kept, "s", prompt, sampled, str(name))
+    rows = list(kept.rows("s"))
     assert [row.calls for row in rows] == [("1/0", "2/0", "4/0"), ("3/0",)]
     assert rows[0].tokens.tolist() == ids("Ab Cdf") and rows[0].loss_mask.tolist() == [0, 1, 0, 0, 1, 1]
     assert rows[0].policy_versions.tolist() == [-1, 3, -1, -1, 3, 3]
     assert rows[0].log_probs.tolist() == [0.0, -0.5, 0.0, 0.0, -0.5, -0.5]
+
+
+async def test_rows_of_one_name_that_a_client_chose_are_told_apart() -> None:
+    async with serving(lambda prompt: "ab") as served:
+        for text in ("x", "x", "y"):
+            body = {"text": text, "rid": "mine", "sampling_params": {"n": 2}}
+            client = served.openai.with_options(default_headers=SESSION)
+            await client.post(f"{served.url}/generate", body=body, cast_to=object)
+        told = await served.get("/rondo/trajectories/task-7")
+    assert [row["calls"] for row in told["rows"]] == [["mine/0"], ["mine/1"]] * 3
+    assert [call["reused_tokens"] for call in told["calls"]] == [0, 0, 1, 1, 0, 0]
+
+
+async def test_a_session_is_not_forgotten_under_a_call_that_it_has() -> None:
+    kept = Trajectories()
+    with kept.calling("s"), pytest.raises(TurnedDown, match="no call in flight to be forgotten, got 1") as busy:
+        kept.forget("s")
+    assert busy.value.status == 409 and not kept.forget("s")

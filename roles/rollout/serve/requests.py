@@ -1,4 +1,4 @@
-"""The desk: every request of the server on its way through the engine, and back as text with its exact tokens.
+"""Requests: each one of the server on its way through the engine, and back as text with its exact tokens.
 
 Owns what an `Engine` does not do: parts of an answer while it grows, aborts by name, and pauses. Does not own HTTP, what is asked
 for (`generate.py`, `openai.py`), or where stop strings end an answer (`stops.py`).
@@ -101,7 +101,7 @@ class _Asked:
 OnPart = Callable[[Answer], None]
 
 
-class Desk:
+class Requests:
     """`name` sets its requests apart from others in the same engine; `kind` is what they are there."""
 
     def __init__(

@@ -1,0 +1,154 @@
+"""Spans: what the calls of a session have in common, stored once.
+
+Owns the tree of a session's tokens, and the rows to train on that it makes. Does not own sessions or their limits
+(`trajectory.py`).
+
+    turn 1   prompt "Q1 A:"                  spans  [Q1 A:]                              sampled [abc]
+    turn 2   prompt "Q1 A:abc Q2 A:"                [Q1 A:] [abc] [ Q2 A:]               sampled [d]
+
+A span is a stretch of one source, a prompt's or the policy's, and follows another; a call is the path to the end of its prompt
+and the span that was sampled there.
+
+Invariant: a path, its tokens and its text never change; each token of a session lies in one span.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """`tokens` int32 [T] and their text, behind `before`. Of sampled ones `log_probs` float32 [T] and `policy_versions` int32
+    [T]."""
+
+    before: Span | None = field(repr=False)
+    tokens: np.ndarray
+    text: str
+    log_probs: np.ndarray | None = None
+    policy_versions: np.ndarray | None = None
+    following: list[Span] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def root(cls) -> Span:
+        """What everything follows, and holds nothing."""
+        return cls(None, np.zeros(0, np.int32), "")
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self.tokens, self.log_probs, self.policy_versions)
+        return sys.getsizeof(self.text) + sum(each.nbytes for each in arrays if each is not None)
+
+    def path(self) -> list[Span]:
+        """From the first span to this one."""
+        found, at = [], self
+        while at.before is not None:
+            found.append(at)
+            at = at.before
+        return found[::-1]
+
+    def tokens_to_here(self) -> np.ndarray:
+        """int32 [T] of the whole path."""
+        return np.concatenate([np.zeros(0, np.int32), *(span.tokens for span in self.path())])
+
+    def text_to_here(self) -> str:
+        return "".join(span.text for span in self.path())
+
+    def longest(self, begins: Callable[[Span, int], int | None]) -> tuple[Span, int]:
+        """(the farthest span below this one that somebody's prompt has the whole path of, how much of the prompt that is).
+
+        `begins` says where a span ends in the prompt, if it stands at this place of it.
+        """
+        best, left = (self, 0), [(self, 0)]
+        while left:
+            span, at = left.pop()
+            if at > best[1]:
+                best = span, at
+            left += [(each, end) for each in span.following if (end := begins(each, at)) is not None]
+        return best
+
+    def add(self, tokens: np.ndarray, text: str) -> Span:
+        """A prompt's tokens behind this one; what is there already is taken."""
+        if not len(tokens):
+            return self
+        for each in self.following:
+            if each.log_probs is None and each.text == text and np.array_equal(each.tokens, tokens):
+                return each
+        made = Span(self, tokens.astype(np.int32), text)
+        self.following.append(made)
+        return made
+
+    def sample(self, tokens: np.ndarray, text: str, log_probs: np.ndarray, policy_versions: np.ndarray) -> Span:
+        """What the policy wrote behind this one."""
+        made = Span(self, tokens.astype(np.int32), text, log_probs.astype(np.float32), policy_versions.astype(np.int32))
+        self.following.append(made)
+        return made
+
+
+def in_text(text: str) -> Callable[[Span, int], int | None]:
+    """For `longest`: by what a prompt says."""
+    return lambda span, at: at + len(span.text) if text.startswith(span.text, at) else None
+
+
+def in_tokens(tokens: np.ndarray) -> Callable[[Span, int], int | None]:
+    """For `longest`: by a prompt's tokens, int32 [T]."""
+
+    def begins(span: Span, at: int) -> int | None:
+        end = at + len(span.tokens)
+        return end if np.array_equal(tokens[at:end], span.tokens) else None
+
+    return begins
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Calls that go on from each other, as one sequence to train on. All arrays [T]: `tokens` int32, `loss_mask` uint8 (1 =
+    sampled by the policy), `log_probs` float32 (0 where the mask is) and `policy_versions` int32 (-1 where the mask is 0)."""
+
+    calls: tuple[str, ...]
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    log_probs: np.ndarray
+    policy_versions: np.ndarray
+
+
+def rows_of(calls: Sequence[tuple[str, Span]]) -> Iterator[Row]:
+    """Each sampled token in exactly one row: of the (name, what was sampled), oldest first. A call goes on with the row that its
+    prompt ends with the newest sample of, or else it begins one."""
+    rows: list[list[tuple[str, Span]]] = []
+    newest: dict[Span, list[tuple[str, Span]]] = {}  # what was sampled last of a row -> the row
+    for name, sampled in calls:
+        earlier = next((span for span in reversed(sampled.path()[:-1]) if span in newest), None)
+        row = [] if earlier is None else newest.pop(earlier)
+        if earlier is None:
+            rows.append(row)
+        row.append((name, sampled))
+        newest[sampled] = row
+    return (_row(row) for row in rows)
+
+
+def _row(calls: Sequence[tuple[str, Span]]) -> Row:
+    own = {sampled for _, sampled in calls}
+    path = calls[-1][1].path()
+    sizes = [len(span.tokens) for span in path]
+    return Row(
+        tuple(name for name, _ in calls),
+        np.concatenate([span.tokens for span in path]),
+        np.repeat(np.array([span in own for span in path], np.uint8), sizes),
+        np.concatenate(
+            [
+                span.log_probs if span in own else np.zeros(size, np.float32)
+                for span, size in zip(path, sizes, strict=True)
+            ]
+        ),
+        np.concatenate(
+            [
+                span.policy_versions if span in own else np.full(size, -1, np.int32)
+                for span, size in zip(path, sizes, strict=True)
+            ]
+        ),
+    )
