@@ -13,6 +13,7 @@ Invariant: a data set's length and rows do not change while it is open; the two 
 from __future__ import annotations
 
 import bisect
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "Row", "RowError", "Rows", "demonstrations", "open_dataset", "open_splits", "train_order"]
 
+log = logging.getLogger(__name__)
 
 _NUM_TRIED = 16
 """Rows that are read before a data set is refused for what is wrong with the first of them."""
@@ -158,6 +160,8 @@ def open_dataset(config: DataConfig, name: str = "data", fingerprints: Fingerpri
     limits = (len(source), config.limit, fingerprints.num_rows(name))
     data = Dataset(source, config, range(min(limit for limit in limits if limit is not None)), name)
     fingerprints.compare(name, data.fingerprint())
+    if data.left_out:
+        log.warning("%s: %d rows were left out, the first: %s", name, len(data.left_out), data.left_out[0])
     first: RowError | None = None
     for index in range(min(len(data), _NUM_TRIED)):
         try:

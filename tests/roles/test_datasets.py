@@ -391,6 +391,30 @@ def test_a_row_that_cannot_be_read_costs_a_transform_that_row_alone(tmp_path: Pa
         open_dataset(DataConfig(path=str(path), transform=two_of_each))
 
 
+def test_chats_in_parquet_are_those_that_were_written_though_all_messages_have_the_same_fields(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def first(rows: list[dict[str, Any]], **options: Any) -> Row:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+        return open_dataset(DataConfig(path=str(tmp_path / "a.parquet"), apply_chat_template=True, **options)).row(0)
+
+    truth = {"ground_truth": "2", "style": "rule"}
+    dapo = {
+        "data_source": "math",
+        "prompt": [{"content": "1+1", "role": "user"}],
+        "reward_model": truth,
+        "extra_info": {"index": "a"},
+    }
+    row = first([dapo], label="reward_model", metadata="extra_info")
+    assert (row.prompt, row.label, row.metadata) == ([{"content": "1+1", "role": "user"}], truth, {"index": "a"})
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    chat = [{"role": "user", "content": [{"type": "text", "text": "1?"}]}, {"role": "assistant", "tool_calls": [call]}]
+    tools = json.dumps([{"type": "function", "function": {"name": "add"}}])
+    row = first([{"messages": chat, "tools": tools}], prompt="messages", tools="tools", label=None)
+    assert row.prompt[0]["content"] == [{"type": "text", "text": "1?"}] and row.tools == json.loads(tools)
+    assert row.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}  # type: ignore[index]
+
+
 def test_a_data_set_names_its_settings_as_the_job_does(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"question": 7, "answer": ""}])
     with pytest.raises(Fatal, match=r"^sft.data.path must name files that exist, got '/nowhere/my.data.jsonl'"):
