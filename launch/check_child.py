@@ -9,7 +9,6 @@ A job of the nursery. Reads a resolved config as JSON in FOLDER/question.json, w
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from rondo.models.families.family import Family
 
 _ANSWERS = ("", "1")
-"""What the reward function is given as answers to the rows that it is tried on."""
+"""What the reward function is given as answers to the rows that it is tried on, beside their labels."""
 
 
 class Report:
@@ -88,7 +87,7 @@ def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> No
         load_s = config.supervision.load_s
         found: list[tuple[str, RewardResult]] = []
         async with RewardPool(reward.function, deadline_s=reward.deadline_s, load_deadline_s=load_s) as pool:
-            for row, answer in itertools.product(rows, _ANSWERS):
+            for row, answer in [(each, answer) for each in rows for answer in _answers_to(each)]:
                 [result] = await pool.score([RewardItem(answer, row.label, row.prompt, row.metadata)])
                 found.append((f"the answer {answer!r} to {row.name}", result))
                 if result.timed_out:  # others would last as long
@@ -112,8 +111,19 @@ def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> No
             f"{where}: {result.brief}",
         )
     elif found:
-        scores = ", ".join(dict.fromkeys(f"{result.score:g}" for _, result in found))
-        report.add("ok", f"the reward of {len(found)} dummy answers is {scores}")
+        scores = dict.fromkeys(f"{result.score:g}" for _, result in found)
+        told = f"the reward of {len(found)} dummy answers is {', '.join(scores)}"
+        if len(scores) > 1 or all(_answers_to(row) == _ANSWERS for row in rows):
+            report.add("ok", told)
+        else:
+            report.add(
+                "note", f"{told}, also where the answer is the label itself. See that a right answer gets another"
+            )
+
+
+def _answers_to(row: Row) -> tuple[str, ...]:
+    """Dummy answers, and the label itself where that is a text or a number."""
+    return (*_ANSWERS, str(row.label)) if isinstance(row.label, str | int | float) else _ANSWERS
 
 
 def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: list[Any]) -> None:

@@ -119,7 +119,7 @@ def _open(config: DataConfig) -> Source:
         )
     raise Fatal(
         f"data.path must name .jsonl or .parquet files, one kind at a time, got {' and '.join(kinds)} "
-        f"in {config.path}. Name them with a glob such as 'data/*.jsonl'"
+        f"in {config.path}. Name them with a glob such as 'data/*.jsonl', convert them, or read them with a function in data.rows"
     )
 
 

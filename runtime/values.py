@@ -153,7 +153,10 @@ def _of_numpy(value: Any, kind: type, buffers: list[Buffer] | None) -> Any:
             return _marked("array", value.dtype.str, list(value.shape), _beside(data, buffers))
         return _marked("numpy", value.dtype.str, bytes(data).hex())
     way = "Convert it with .tolist()" if hasattr(value, "tolist") else ""
-    raise _Unfit(kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}", way)
+    is_plain = kind.__module__ == "builtins" or kind.__module__.startswith(
+        "_"
+    )  # as of a config that is loaded by its path
+    raise _Unfit(kind.__qualname__ if is_plain else f"{kind.__module__}.{kind.__qualname__}", way)
 
 
 def _marked(*parts: Any) -> dict[str, Any]:

@@ -341,11 +341,16 @@ def test_a_reward_function_that_cannot_work_is_told(make: Make, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("code", "level", "start"),
     [
-        ("async def reward(r, l, *, prompt, metadata): return r == l", "ok", "the reward of 4 dummy answers is 0, 1"),
+        ("async def reward(r, l, *, prompt, metadata): return r == l", "ok", "the reward of 6 dummy answers is 0, 1"),
+        (
+            "def reward(r, l, *, prompt, metadata): return 0",
+            "note",
+            "the reward of 6 dummy answers is 0, also where the answer is the label itself. See that a right answer gets",
+        ),
         (
             "def reward(r, l, *, prompt, metadata): return int(r)",
             "note",
-            "reward.function fails for 2 of 4 dummy answers, and such samples fail in a run; the first, the answer '' to row 1: "
+            "reward.function fails for 2 of 6 dummy answers, and such samples fail in a run; the first, the answer '' to row 1: "
             "ValueError: invalid literal",
         ),
     ],
