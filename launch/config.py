@@ -177,10 +177,12 @@ class RunConfig(JobConfig):
                     f"groups[{group.name}].devices must be 0 with deterministic=True, which is proved on the CPU alone, "
                     f"got {group.devices}. Set it to 0, or set deterministic=False"
                 )
-        if self.rollout.filter is not None and self.max_staleness:
+        for name in ("filter", "keep"):
+            if getattr(self.rollout, name) is None or not self.max_staleness:
+                continue
             raise ValueError(
-                "rollout.filter must be None with deterministic=True and max_staleness above 0, where which prompt replaces a "
-                f"filtered one depends on time, got {self.rollout.filter!r} and {self.max_staleness}. Set max_staleness=0"
+                f"rollout.{name} must be None with deterministic=True and max_staleness above 0, where which prompt replaces a "
+                f"filtered one depends on time, got {getattr(self.rollout, name)!r} and {self.max_staleness}. Set max_staleness=0"
             )
         return self
 

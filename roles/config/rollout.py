@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rondo.roles.config.data import NewTokens, TopK, TopP
 from rondo.roles.rollout import ranges
 from rondo.runtime.config import is_loopback
-from rondo.runtime.section import Section
+from rondo.runtime.section import FunctionRef, Section
 
 MIN_FIXED_SLOTS = 4
 """Rows of a float32 product from which a row's bits do not depend on how many there are."""
@@ -153,6 +153,9 @@ class RolloutConfig(Section):
     """Answers agents over HTTP beside the run's own samples, with its newest weights."""
     filter: Literal["zero_std"] | None = None
     """'zero_std' replaces prompt groups whose rewards are all equal."""
+    keep: FunctionRef | None = None
+    """`def keep(samples) -> bool`: replaces prompt groups for which it says False. Each sample is a dict with `reward` (None: it
+    failed), `finish_reason` and `num_tokens`."""
     spare_groups: int = Field(0, ge=0)
     """Prompt groups sampled beyond a step's need; the last to finish are dropped."""
     max_consecutive_filtered: int = Field(1000, ge=1)

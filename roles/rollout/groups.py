@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.group import REWARD
+from rondo.comm.group import FINISH, FINISHES, RESPONSE, REWARD
 from rondo.comm.records import Column
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
@@ -37,25 +37,27 @@ from rondo.roles.prompts import render_prompt, without_media_section
 from rondo.roles.rollout.columns import columns_of, finish_of, info_of
 from rondo.roles.rollout.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.rollout.evaluation import item_of, sample_seed
+from rondo.roles.rollout.filters import Ended, equal_rewards, kept
 from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.rewards import RewardPool, RewardResult
 from rondo.roles.rollout.stops import Stops, whole_sample
 from rondo.runtime.context import WorkerContext
+from rondo.runtime.pool import Pool
 from rondo.runtime.record import JsonLines
 from rondo.runtime.values import as_json
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on one prompt group. `have`: sample -> reward of what an earlier lease has put, None of one that failed;
-    `has_media`: it has put the media."""
+    """The right to work on one prompt group. `have`: sample -> what an earlier lease has put of it; `has_media`: it has put the
+    media."""
 
     group: int
     epoch: int
     step: int
     position: int
     ring: str
-    have: Mapping[int, float | None]
+    have: Mapping[int, Ended]
     has_media: bool = False
 
 
@@ -85,6 +87,7 @@ class PromptGroups:
     rewards: RewardPool
     media: MediaPool | None
     progress: Progress
+    keep: Pool | None = None
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # a prompt at a time, beside the loop
 
     async def fill(self, lease: Lease) -> None:
@@ -95,12 +98,12 @@ class PromptGroups:
             prompt, media = await self.prepare(row, config.data)
         if media is not None and not lease.has_media:
             self._put_media(lease, media)
-        rewards = dict(lease.have) | self._put_kept(lease, prompt)
+        ended = dict(lease.have) | self._put_kept(lease, prompt)
         params = self.params(config.rollout.temperature)
         tasks = {
             asyncio.create_task(self._generate_of(lease, self._request(lease, number, prompt, media, params))): number
             for number in range(config.rollout.samples_per_prompt)
-            if number not in rewards
+            if number not in ended
         }
         errors: list[str] = []
         try:
@@ -112,11 +115,11 @@ class PromptGroups:
                     self.progress.scoring((lease.group, lease.epoch)),
                 ):
                     samples = await self._score(row, finished)
-                rewards |= {sample.number: sample.reward for sample in samples}
+                ended |= {sample.number: _ended(sample) for sample in samples}
                 errors += [
                     f"reward of {row.name}, sample {each.number}: {each.error}" for each in samples if each.error
                 ]
-                if not tasks and (outcome := self._outcome(list(rewards.values()), errors)) is not None:
+                if not tasks and (outcome := await self._outcome(list(ended.values()), errors)) is not None:
                     await self.job.bus.call("settle", lease.group, lease.epoch, *outcome)
                     return
                 self._put(lease, prompt, samples)
@@ -125,20 +128,25 @@ class PromptGroups:
             for task in tasks:
                 task.cancel()
 
-    def _outcome(self, rewards: Sequence[float | None], errors: Sequence[str]) -> tuple[str, str] | None:
-        """What a group with these rewards is settled as, and why; None where it is trained. Of errors the first is told."""
+    async def _outcome(self, ended: Sequence[Ended], errors: Sequence[str]) -> tuple[str, str] | None:
+        """What a group with these samples is settled as, and why; None where it is trained. Of errors the first is told."""
         config = self.job.config
-        scores = [reward for reward in rewards if reward is not None]
-        least = min(len(rewards), config.algorithm.resolved().min_group_size)
-        if len(scores) < least:
+        num_scored = sum(sample.reward is not None for sample in ended)
+        least = min(len(ended), config.algorithm.resolved().min_group_size)
+        if num_scored < least:
             why = errors[0] if errors else "under an earlier lease"
             return (
                 "failed",
-                f"{len(scores)} of {len(rewards)} samples have a reward, {least} must. The first that failed: {why}",
+                f"{num_scored} of {len(ended)} samples have a reward, {least} must. The first that failed: {why}",
             )
-        if config.rollout.filter == "zero_std" and len(set(scores)) == 1:
+        if config.rollout.filter == "zero_std" and equal_rewards(ended):
             return "filtered", "equal rewards, which rollout.filter leaves out"
-        return None
+        if self.keep is None:
+            return None
+        keeps, error = await kept(self.keep, ended)
+        if error:
+            return "failed", f"rollout.keep must decide of each prompt group, got: {error}"
+        return None if keeps else ("filtered", "rollout.keep said no")
 
     async def prepare(self, row: Row, data: DataConfig) -> tuple[np.ndarray, MediaInputs | None]:
         """The prompt's tokens, int32 [T], and what its media became. RowError for a row that cannot be used."""
@@ -189,12 +197,12 @@ class PromptGroups:
             for (number, completion), result in zip(finished, results, strict=True)
         ]
 
-    def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, float | None]:
+    def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, Ended]:
         """What the checkpoint that this run goes on from has of the group, on the bus again: sample -> reward."""
-        kept = [each for each in self.kept.take(lease.group, lease.position, prompt) if each.sample not in lease.have]
-        if kept:
-            put_kept(self.job.bus, lease.ring, lease.group, lease.epoch, kept)
-        return {each.sample: each.info[REWARD] for each in kept}
+        found = [each for each in self.kept.take(lease.group, lease.position, prompt) if each.sample not in lease.have]
+        if found:
+            put_kept(self.job.bus, lease.ring, lease.group, lease.epoch, found)
+        return {each.sample: told_of(*(each.info[at] for at in (REWARD, RESPONSE, FINISH))) for each in found}
 
     def _put_media(self, lease: Lease, media: MediaInputs) -> None:
         """Before the first sample, so that a group that is ready has its media."""
@@ -230,3 +238,12 @@ class PromptGroups:
             "versions": sorted(set(done.policy_versions.tolist())),
         }  # fmt: skip
         return line if sample.error is None else line | {"error": sample.error}
+
+
+def told_of(reward: Any, response: Any, finish: Any) -> Ended:
+    """What the coordinator, or a checkpoint, has of a sample that was put."""
+    return Ended(reward, FINISHES[int(finish)], int(response))
+
+
+def _ended(sample: Sample) -> Ended:
+    return Ended(sample.reward, finish_of(sample.completion), len(sample.completion.tokens))

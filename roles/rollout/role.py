@@ -29,7 +29,8 @@ from rondo.roles.prompts import TooLong
 from rondo.roles.rollout.dispatch.dispatcher import Dispatcher
 from rondo.roles.rollout.embedded import EmbeddedEngine
 from rondo.roles.rollout.evaluation import Evaluator, Part
-from rondo.roles.rollout.groups import Lease, PromptGroups
+from rondo.roles.rollout.filters import keep_pool
+from rondo.roles.rollout.groups import Lease, PromptGroups, told_of
 from rondo.roles.rollout.leases import Progress
 from rondo.roles.rollout.replica import ROLE, Replica
 from rondo.roles.rollout.rewards import RewardPool
@@ -61,11 +62,14 @@ class RolloutRole:
             limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s
         )
         media = None if config.media is None else MediaPool(job.model_path, config.media, load_deadline_s=ctx.load_s)
+        keep = None
+        if config.rollout.keep is not None:
+            keep = keep_pool(config.rollout.keep, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s)
         self._replica = replica = self.open_replica(ctx, job)
         async with AsyncExitStack() as pools:
             # Their workers take seconds to import what they need: meanwhile this process loads the model, or servers do.
             async with asyncio.TaskGroup() as opening:
-                for pool in (self._rewards, media):
+                for pool in (self._rewards, media, keep):
                     if pool is not None:
                         opening.create_task(pools.enter_async_context(pool))
                 starting_s = 0.0 if config.rollout.sglang is None else config.rollout.sglang.start_deadline_s
@@ -78,7 +82,7 @@ class RolloutRole:
                     await replica.open(pools)
                     self._groups = groups = self.open_groups(
                         ctx, job, replica.engine, tokenizer, stops, rows, train_order(config, len(rows)), kept, self._rewards,
-                        media, self._progress,
+                        media, self._progress, keep,
                     )  # fmt: skip
                     params = groups.params(config.rollout.temperature)
                     self._evaluator = Evaluator(
@@ -119,7 +123,7 @@ class RolloutRole:
                 answer = await self._next(limit - len(self._running))
             if "grants" in answer:
                 for grant in answer["grants"]:
-                    lease = Lease(**{**grant, "have": {sample: reward for sample, reward, *_ in grant["have"]}})
+                    lease = Lease(**{**grant, "have": {sample: told_of(*told) for sample, *told in grant["have"]}})
                     self._progress.begin((lease.group, lease.epoch))
                     self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
             elif "evaluate" in answer:

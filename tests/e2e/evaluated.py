@@ -29,6 +29,10 @@ def moody(response: str, label: str, *, prompt: str, metadata: dict[str, object]
     return float(len(response) % 2)
 
 
+def decides(samples: list[dict[str, object]]) -> bool:
+    return {"length", "stop"} >= {sample["finish_reason"] for sample in samples}
+
+
 config = RunConfig(
     name="evaluated",
     num_steps=8,
@@ -38,7 +42,7 @@ config = RunConfig(
     data=DataConfig(rows=words, shuffle=False, held_out=4),
     evaluation=EvalConfig(
         at_start=False,
-        at_end=False,
+        at_end=True,  # by both replicas, a part each
         every=4,
         num_slots=4,
         sets={
@@ -50,6 +54,7 @@ config = RunConfig(
     rollout=RolloutConfig(
         prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=100, num_slots=2,
         on_new_weights="interrupt", max_interruptions=1, mask_old_tokens=True,
+        stop=("ab",), keep=decides, mask_truncated=True,
     ),
     train=TrainConfig(lr=1e-4, micro_batch_tokens=128),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from rondo.roles.datasets import Row
 from rondo.roles.kept import KeptSamples, copy_samples, write_samples
 from rondo.roles.rollout.columns import columns_of
 from rondo.roles.rollout.engine import Completion, Request
+from rondo.roles.rollout.filters import Ended, equal_rewards, keep_pool
 from rondo.roles.rollout.groups import Lease, PromptGroups
 from rondo.roles.rollout.rewards import RewardItem, RewardResult
 from tests.comm.served import served
@@ -112,7 +113,7 @@ async def test_a_reward_that_fails_fails_its_sample_alone_and_nothing_is_generat
         groups = Scored(bus, {0: 1.0, 1: 1.0, 2: None, 3: 1.0}, tmp_path)
         groups._before[3].set()
         groups.job.config.rollout.filter = "zero_std"  # type: ignore[misc]
-        await groups.fill(Lease(**{**grants[2], "have": {2: None}}))
+        await groups.fill(Lease(**{**grants[2], "have": {2: Ended(None, "stop", 3)}}))
         assert [name.rpartition("/")[2] for name in groups.asked] == ["0", "1", "3"]
         assert (index.counts["failed"], index.counts["filtered"]) == (1, 1), "equal among those that have one"
     lines = [orjson.loads(line) for line in (tmp_path / "samples" / "step_000000.jsonl").read_bytes().splitlines()]
@@ -153,3 +154,26 @@ async def test_a_prompt_is_tokenized_beside_the_loop_one_at_a_time() -> None:
     async with asyncio.timeout(60):
         made = await asyncio.gather(*(PromptGroups.prepare(groups, row, DataConfig(path="x")) for _ in range(4)))
     assert [prompt.tolist() for prompt, _ in made] == [[1, 2]] * 4 and most == 1
+
+
+KEEP = """
+def keep(samples):
+    if samples[0]["num_tokens"] > 9:
+        raise LookupError("planted")
+    return None if samples[0]["num_tokens"] == 9 else any(each["finish_reason"] == "length" for each in samples)
+"""
+
+
+async def test_a_filter_of_the_users_sees_how_samples_ended_and_its_own_failure_fails_the_group(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(KEEP)
+    samples = [Ended(1.0, "stop", 3), Ended(None, "length", 4)]
+    async with keep_pool(f"{tmp_path}/mine.py:keep", deadline_s=30.0, load_deadline_s=60.0) as pool:
+        groups = Groups(None, KeptSamples())  # type: ignore[arg-type]
+        groups.job.config.algorithm = SimpleNamespace(resolved=lambda: SimpleNamespace(min_group_size=1))  # type: ignore[misc, assignment]
+        groups.keep = pool
+        assert await groups._outcome(samples, []) is None
+        assert await groups._outcome(samples[:1], []) == ("filtered", "rollout.keep said no")
+        for num_tokens, error in ((9, "rollout.keep must return True or False, got None"), (10, "planted")):
+            outcome = await groups._outcome([samples[0]._replace(num_tokens=num_tokens)], [])
+            assert outcome is not None and outcome[0] == "failed" and error in outcome[1]
+    assert not equal_rewards([*samples, Ended(0.5, "stop", 1)]) and equal_rewards(samples)
