@@ -6,14 +6,14 @@ Everything but the servers is what a run has: `KeptEngine`, `SGLangEngine`, the 
 server is a process that answers /generate in parts, as SGLang does, about two seconds after it was asked; its weights are a
 number. Each fault has servers of its own. 512 callers ask one request after another; the fault comes when all are in flight:
 
-    none, 32 s updates       nothing else happens; every update takes 0.05 s, or 32 s (real seconds, in waves)
+    none, 32 s updates       nothing else happens; a server's update takes 0.5 s, or 32 s (real seconds, in two waves)
     500, poison, full        one request gets HTTP 500 of every server; one kills every server; one server says 503 to everything
     dead, hung, no restart   a server gets SIGKILL and comes back; SIGSTOP, and stays; SIGKILL, and cannot be started again
 
 Columns: requests of others that failed; generations of others that a server which stayed healthy was told to give up (its
-connection was closed); those that went with a server; servers that died; servers in use at the end; the seconds of the next
-update, and that over the same with nothing wrong. The fault has `--settle-s` to be noticed before that update begins. The last
-line is one JSON object.
+connection was closed); attempts that went with a server; servers that died; servers in use at the end; the seconds of the next
+update (the median of the next three, where they are quick), and that over the same with nothing wrong. The fault has
+`--settle-s` to be noticed before that update begins. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -44,7 +45,7 @@ from rondo.roles.rollout.sglang.open import one_engine
 from rondo.runtime.errors import PeerGone, RondoError, WorkerDied
 
 NUM_SERVERS, IN_FLIGHT = 8, 512
-ANSWER_S, UPDATE_S = 2.0, 0.05
+ANSWER_S, UPDATE_S = 2.0, 0.5
 BAR = 1.1
 
 
@@ -318,10 +319,13 @@ async def one(name: str, settle_s: float, slow_s: float) -> Row:
                 lost = dispatcher.dispatch_stats().num_lost_attempts
                 await FAULTS[name](world, dispatcher)
                 await asyncio.sleep(0.0 if name == "slow updates" else settle_s)
-                world.version += 1
-                began = time.perf_counter()
-                await dispatcher.update_weights(world.version, {})
-                row.update_s = time.perf_counter() - began
+                took: list[float] = []
+                while len(took) < 3 and sum(took) < 10.0:
+                    world.version += 1
+                    began = time.perf_counter()
+                    await dispatcher.update_weights(world.version, {})
+                    took.append(time.perf_counter() - began)
+                row.update_s = statistics.median(took)
                 await asyncio.sleep(3.0)
                 stats = dispatcher.dispatch_stats()
                 row.routable = sum(engine.routable for engine in stats.engines)

@@ -80,6 +80,7 @@ ELSEWHERE = {
 BY_HAND = {
     "rondo bench bus --peers-python PEERS_VENV/bin/python",
     "rondo bench calls",
+    "rondo bench faults",
     "rondo bench generation",
     "rondo bench growth",
     "rondo bench link",

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import pytest
 
 from rondo.roles.rollout.dispatch.breaker import Breaker
-from rondo.roles.rollout.dispatch.fleet import DispatchLimits
+from rondo.roles.rollout.dispatch.fleet import DispatchLimits, NoEngine
 from rondo.roles.rollout.dispatch.installing import Patience
 from rondo.roles.rollout.dispatch.placement import Placement
 from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
 from rondo.roles.rollout.dispatch.suspicion import Suspicion
 from rondo.roles.rollout.engine import Kind, Prefix, Request
 from rondo.roles.rollout.faults import NotThere, RequestFailed, fault_of, may_have_killed
+from rondo.roles.rollout.serve.service import status_of
 from rondo.roles.rollout.sglang.client import ServerError
 from rondo.runtime.errors import ConfigError, CorruptData, DeadlineExceeded, PeerGone, ProtocolError, Refused
 from tests.roles.rollout.dispatch.engines import asked
@@ -274,6 +275,12 @@ def test_a_trial_that_fails_is_a_longer_rest() -> None:
 )
 def test_a_failure_is_of_the_request_the_engine_or_the_moment(error: Exception, fault: str) -> None:
     assert fault_of(error) == fault
+
+
+def test_who_asks_over_http_is_told_400_of_the_own_request_and_503_of_anything_else() -> None:
+    assert status_of(RequestFailed("it kills")) == status_of(ConfigError("too long")) == 400
+    others = (NoEngine("an engine must take it", ()), PeerGone("it left"), ServerError("u", "/generate", 503, "full"))
+    assert [status_of(error) for error in others] == [503] * 3
 
 
 def test_only_a_request_that_reached_its_engine_may_have_killed_it() -> None:
