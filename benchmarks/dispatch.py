@@ -41,7 +41,7 @@ from rondo.roles.rollout.dispatch import Dispatcher, DispatchLimits
 from rondo.roles.rollout.engine import Request, SamplingParams
 from rondo.roles.rollout.sglang.capabilities import Capabilities, probe
 from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.engine import SGLangEngine
+from rondo.roles.rollout.sglang.one_server import SGLangEngine
 
 BAR = 0.97
 STEP_S = 0.01

@@ -26,7 +26,7 @@ import torch
 
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.rollout.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top, experts_of_whole
-from rondo.roles.rollout.sampling import Sampler, likeliest, uniforms
+from rondo.roles.rollout.sampler import Sampler, likeliest, uniforms
 from rondo.roles.rollout.waiting import Waiting
 from rondo.runtime.errors import ConfigError, CorruptData
 

@@ -17,7 +17,7 @@ from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.config import SGLangConfig
 from rondo.roles.rollout.sglang.capabilities import Capabilities, probe
 from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.engine import Pause, SGLangEngine
+from rondo.roles.rollout.sglang.one_server import Pause, SGLangEngine
 from rondo.roles.rollout.sglang.server import Launch, SGLangServer
 from rondo.roles.rollout.sglang.weights import weight_path
 

@@ -1,6 +1,6 @@
 """What one SGLang server can do, found out by asking it.
 
-Owns the questions and the report. Does not own what follows from an answer: `engine.py` asks for nothing that a server would
+Owns the questions and the report. Does not own what follows from an answer: `one_server.py` asks for nothing that a server would
 silently leave out, and says so where a run needs it.
 
     found = await probe(client)

@@ -1,8 +1,8 @@
 """An engine that outlives its server: one that left, or is of no use, is started again, for ever.
 
-Owns which server is behind the engine now. Does not own the server (`server.py`), the asking (`engine.py`), or what becomes of
-requests and weights meanwhile: a dispatcher in front asks another engine, or this one later, and gives weights to a server that
-has none (`one_engine`).
+Owns which server is behind the engine now. Does not own the server (`server.py`), the asking (`one_server.py`), or what becomes
+of requests and weights meanwhile: a dispatcher in front asks another engine, or this one later, and gives weights to a server
+that has none (`one_engine`).
 
     starting --> up --> gone, or silent --> a pause --> starting ...       without a version until update_weights has proved one
 
@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 from rondo.roles.rollout.engine import Completion, EngineStats, Request
 from rondo.roles.rollout.faults import NotThere
 from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.engine import Load, SGLangEngine
 from rondo.roles.rollout.sglang.numbers import STRANGE, version_of
+from rondo.roles.rollout.sglang.one_server import Load, SGLangEngine
 from rondo.roles.rollout.sglang.server import Server
 from rondo.runtime.errors import Closed, ConfigError, PeerGone, RondoError
 from rondo.runtime.waits import waiting

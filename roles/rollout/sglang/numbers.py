@@ -1,7 +1,7 @@
 """Numbers that a server tells, before any of them is believed.
 
 Owns what a token, a log-prob, a count and a version of weights must look like. Pure. Owns no answer and no meaning
-(`answers.py`, `stream.py`, `capabilities.py`).
+(`responses.py`, `stream.py`, `capabilities.py`).
 
     sampled([[-0.5, 17, None], [-1.2, 4, None]], vocabulary=32)      # int32 [17, 4], float32 [-0.5, -1.2]
     sampled([[None, 17, None]], vocabulary=32)                       # ProtocolError: a NaN would reach the trainer

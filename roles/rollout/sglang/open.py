@@ -20,9 +20,9 @@ from rondo.roles.rollout.dispatch import Dispatcher, DispatchLimits
 from rondo.roles.rollout.engine import Engine
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.engine import SGLangEngine
 from rondo.roles.rollout.sglang.kept import KeptEngine, Newest, Weights
 from rondo.roles.rollout.sglang.lengths import too_short
+from rondo.roles.rollout.sglang.one_server import SGLangEngine
 from rondo.roles.rollout.sglang.router import RoutedServers
 from rondo.roles.rollout.sglang.server import AttachedServer, Launch, Server, SGLangServer
 from rondo.roles.rollout.sglang.versions import silent_about_experts

@@ -1,7 +1,7 @@
 """A public router (sglang-router, smg) in front of servers that run already: requests go through it, everything else past it.
 
 Owns what goes where, and the check that nothing is lost on the way. Does not own the router, the servers, or how a request is
-asked (`engine.py` asks this client as it would one server's). Rondo's own dispatcher needs no router, and does more.
+asked (`one_server.py` asks this client as it would one server's). Rondo's own dispatcher needs no router, and does more.
 
     /generate --------------------------> router --> one of the servers
     health, weights, pauses, aborts ----> every server itself: routers do not pass them on

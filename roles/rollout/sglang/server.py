@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.roles.rollout.sglang.media import PACKAGE, PROCESSOR
+from rondo.roles.rollout.sglang.media_items import PACKAGE, PROCESSOR
 from rondo.roles.rollout.sglang.shared_names import SharedNames
 from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.launcher import start as start_guarded

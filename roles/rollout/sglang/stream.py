@@ -23,8 +23,8 @@ import numpy as np
 import orjson
 
 from rondo.roles.rollout.engine import Prefix, Top
-from rondo.roles.rollout.sglang.answers import top_of
 from rondo.roles.rollout.sglang.numbers import integer, sampled, version_of
+from rondo.roles.rollout.sglang.responses import top_of
 from rondo.runtime.errors import ProtocolError
 
 _LOG_PROBS, _TOP = "output_token_logprobs", "output_top_logprobs"

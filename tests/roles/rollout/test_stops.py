@@ -22,8 +22,8 @@ from rondo.roles.rollout.serve.requests import Ask, Requests
 from rondo.roles.rollout.stops import Stops, stops_of, token_stops, whole_sample
 from rondo.roles.sources import RowError
 from rondo.runtime.errors import ConfigError, CorruptData, PeerGone
-from tests.roles.rollout.sglang.test_engine import Client, told
-from tests.roles.rollout.sglang.test_engine import engine as sglang_engine
+from tests.roles.rollout.sglang.test_one_server import Client, told
+from tests.roles.rollout.sglang.test_one_server import engine as sglang_engine
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")

@@ -16,7 +16,7 @@ from rondo.roles.config import SGLangConfig
 from rondo.roles.rollout.engine import Completion, Prefix, Request, SamplingParams
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward
 from rondo.roles.rollout.sglang.capabilities import probe
-from rondo.roles.rollout.sglang.engine import SGLangEngine
+from rondo.roles.rollout.sglang.one_server import SGLangEngine
 from rondo.roles.rollout.sglang.weights import weight_path
 from tests.roles.rollout.serve.serving import Served, prompt_ids, serving, until
 

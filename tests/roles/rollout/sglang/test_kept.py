@@ -16,8 +16,8 @@ import pytest
 from rondo.roles.rollout.engine import Engine, Prefix, Request, SamplingParams
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.engine import SGLangEngine
 from rondo.roles.rollout.sglang.kept import KeptEngine, kept
+from rondo.roles.rollout.sglang.one_server import SGLangEngine
 from rondo.roles.rollout.sglang.open import one_engine
 from rondo.roles.rollout.sglang.server import SGLangServer
 from rondo.runtime.errors import Closed, CorruptData, PeerGone

@@ -14,12 +14,12 @@ import pytest
 
 from rondo.roles.rollout.engine import Completion, Prefix
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.roles.rollout.sglang.engine import SGLangEngine
+from rondo.roles.rollout.sglang.one_server import SGLangEngine
 from rondo.roles.rollout.sglang.stream import Growing
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError
 from rondo.runtime.waits import PROCESS
 from tests.roles.rollout.sglang.test_connections import PLAIN, Server, serving
-from tests.roles.rollout.sglang.test_engine import engine, request
+from tests.roles.rollout.sglang.test_one_server import engine, request
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"

@@ -1,6 +1,6 @@
 """Media that rondo's processor has made already, for the Qwen families of images, videos and audio.
 
-Runs inside the server, with SGLang and without rondo. Owns the way from the words on the wire (`media.py`) to SGLang's own
+Runs inside the server, with SGLang and without rondo. Owns the way from the words on the wire (`media_items.py`) to SGLang's own
 `processor_output`, which it computes on as though its processor had made them; positions come with them. Whatever else a request
 brings goes the server's own way.
 

@@ -1,7 +1,7 @@
 """What a server answers to /generate, as arrays.
 
 Owns the reading: tokens, log-probs, versions, finish reason, routed experts. Pure. Owns no request and no meaning: what an
-"abort" means depends on who asked for it (`engine.py`); nor what a single number must look like (`numbers.py`).
+"abort" means depends on who asked for it (`one_server.py`); nor what a single number must look like (`numbers.py`).
 
     answer = read_answer(told, num_before=len(request.sequence), most=64, vocabulary=151_936, experts=None)
     answer.tokens, answer.log_probs, answer.versions       # int32 [R], float32 [R], int32 [R]
@@ -14,12 +14,12 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from rondo.roles.rollout.engine import Top
+from rondo.roles.rollout.engine import Prefix, Top, experts_of_whole
 from rondo.roles.rollout.sglang.capabilities import Experts
 from rondo.roles.rollout.sglang.numbers import check_tokens, integer, sampled, version_of
 from rondo.runtime.errors import ProtocolError
@@ -143,3 +143,36 @@ def _routed(told: str | None, num_rows: int, experts: Experts | None) -> np.ndar
     if rows.size and not (rows.min() >= 0 and rows.max() < experts.num):
         raise ProtocolError(f"routed experts must be below {experts.num}, got {rows.min()} to {rows.max()}")
     return rows.astype(np.uint8 if experts.num <= 256 else np.int16)
+
+
+def joined(before: Prefix | None, answer: Answer) -> Prefix | None:
+    """What there was, and what came."""
+    if not len(answer.tokens):
+        return before
+    whole = extended(before, Prefix(answer.tokens, answer.log_probs, answer.versions, answer.top))
+    return replace(whole, routed_experts=experts_of_whole(before, answer.experts))
+
+
+def extended(before: Prefix | None, new: Prefix) -> Prefix:
+    """What there was, and `new` after it."""
+    if before is None:
+        return new
+    return Prefix(
+        np.concatenate([before.tokens, new.tokens]),
+        np.concatenate([before.log_probs, new.log_probs]),
+        np.concatenate([before.policy_versions, new.policy_versions]),
+        _with_top(before, new),
+    )
+
+
+def _with_top(before: Prefix, new: Prefix) -> Top | None:
+    """What is known of the likeliest tokens at all places; a prefix that came without them has none."""
+    if new.top is None:
+        return None
+    num = new.top.tokens.shape[1]
+    tokens = np.full((len(before.tokens), num), -1, np.int32)
+    log_probs = np.full((len(before.tokens), num), np.nan, np.float32)
+    if before.top is not None:
+        known = min(num, before.top.tokens.shape[1])
+        tokens[:, :known], log_probs[:, :known] = before.top.tokens[:, :known], before.top.log_probs[:, :known]
+    return Top(np.concatenate([tokens, new.top.tokens]), np.concatenate([log_probs, new.top.log_probs]))

@@ -10,7 +10,7 @@ import pytest
 
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.tiny import qwen3, qwen3_omni
-from rondo.roles.rollout.sglang.media import SCHEME, media_body, positions_of
+from rondo.roles.rollout.sglang.media_items import SCHEME, media_body, positions_of
 from rondo.roles.rollout.sglang.model_folder import check_served
 from rondo.runtime.errors import ConfigError
 

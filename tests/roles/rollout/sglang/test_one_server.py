@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from rondo.roles.rollout.engine import Completion, Prefix, Request, SamplingParams
-from rondo.roles.rollout.sglang import engine as engine_module
+from rondo.roles.rollout.sglang import one_server as engine_module
 from rondo.roles.rollout.sglang.capabilities import Capabilities, Experts, probe
 from rondo.roles.rollout.sglang.client import ServerError
-from rondo.roles.rollout.sglang.engine import Pause, SGLangEngine
 from rondo.roles.rollout.sglang.lengths import Lengths, of_context
+from rondo.roles.rollout.sglang.one_server import Pause, SGLangEngine
 from rondo.roles.rollout.sglang.server import SGLangServer
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused
 from rondo.runtime.waits import wait_for

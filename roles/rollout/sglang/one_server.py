@@ -1,7 +1,8 @@
 """One SGLang server behind the `Engine` protocol.
 
-Owns the requests in flight: what is asked of the server, what its answer means, cancellation, and the count of what was done.
-Does not own the server (`kept.py`), how weights reach it (`WeightPath`), or several of them (a dispatcher).
+Owns the requests in flight: their calls, what becomes of them after an answer, cancellation, and the count of what was done.
+Does not own what a server is asked (`question.py`) and answers (`responses.py`), the server (`kept.py`), how weights reach it
+(`WeightPath`), or several of them (a dispatcher).
 
     engine = SGLangEngine(client, weights=path, pause="in_place", capabilities=await probe(client))
     completion = await engine.generate(Request("g7/3", prompt, SamplingParams(max_new_tokens=64), seed=0x5EED))
@@ -10,7 +11,7 @@ Token ids go in and come out; no text is made on the way. What new weights do to
 mode, the same for all: in_place goes on with the cache it has, retract computes it anew, abort ends the sequence. Of those,
 requests that ask for "interrupt" are handed back, and the others asked again here with what they have.
 
-Of a request's tokens the server tells while they are made, every _PART_TOKENS, where it sends new tokens alone: so it is known
+Of a request's tokens the server tells while they are made, every PART_TOKENS, where it sends new tokens alone: so it is known
 which request comes further. Where it would send all tokens each time, answers come whole, and only that it generates is known.
 
 Invariant: every `generate` ends with a completion whose tokens each have their log-prob and the version they were sampled
@@ -36,14 +37,12 @@ from rondo.roles.rollout.engine import (
     FinishReason,
     Prefix,
     Request,
-    Top,
-    experts_of_whole,
 )
-from rondo.roles.rollout.sglang.answers import Answer, read_answer
 from rondo.roles.rollout.sglang.capabilities import Capabilities
 from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.roles.rollout.sglang.media import media_body
 from rondo.roles.rollout.sglang.numbers import STRANGE, integer
+from rondo.roles.rollout.sglang.question import body_of, check, room_for
+from rondo.roles.rollout.sglang.responses import Answer, extended, joined, read_answer
 from rondo.roles.rollout.sglang.stream import Growing
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused
 from rondo.runtime.waits import PROCESS
@@ -57,11 +56,8 @@ Pause = Literal["in_place", "retract", "abort"]
 _ASK_S = 30.0
 _ABORT_EVERY_S = 0.2
 _PROGRESS_S = 5.0
-_PART_TOKENS = 128
-"""A server hands tokens from one of its processes to the next every 50 anyway; a part costs a write there and a read here."""
 _IN_ORDER_S = 30.0
 """A server begins requests in the order in which they came, but for those that were on the way together."""
-_SEEDS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +137,8 @@ class SGLangEngine:
     # ---- generation -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        self._check(request)
+        self._raise_if_closed()
+        check(request, self.capabilities, self.client.url)
         if request.id in self._asked:
             raise ConfigError(
                 f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one."
@@ -171,11 +168,11 @@ class SGLangEngine:
             if self.asleep and self.wake is not None:
                 await self.wake()
                 continue
-            room = self._room(request)
+            room = room_for(request, self.capabilities)
             if room < 1:  # only of what there is a beginning of
                 return self._completion(request, "length", request.prefix)
             answer = await self._ask(request, asked, room)
-            done = _joined(request.prefix, answer)
+            done = joined(request.prefix, answer)
             reason = self._reason(request, answer, 0 if done is None else len(done.tokens), asked)
             if reason is not None:
                 return self._completion(request, reason, done)
@@ -206,14 +203,6 @@ class SGLangEngine:
         handed_back = request.on_new_weights == "interrupt" and request.interruptions != 0 and num_done > 0
         return "interrupted" if handed_back else None
 
-    def _room(self, request: Request) -> int:
-        """New tokens that it may get here: what it asks for, and has not got yet, within the server's own limits."""
-        lengths, there = self.capabilities.lengths, len(request.sequence)
-        left = request.params.max_new_tokens - (there - request.prompt.size)
-        if lengths is None:
-            return left
-        return min(left, lengths.whole - there) if there <= lengths.prompt else 0
-
     async def _ask(self, request: Request, asked: _Asked, room: int) -> Answer:
         """One call, for `room` tokens. The answer has none where the request is aborted before its first one."""
         self._num_calls += 1
@@ -221,7 +210,11 @@ class SGLangEngine:
         asked.rid = f"{request.id}#{self._name}.{self._num_calls}"
         asked.at, asked.num_tokens = PROCESS.clock(), 0
         try:
-            body = self._body(request, asked.rid, room)
+            body = body_of(request, asked.rid, room, self.capabilities)
+            if self._pause == "in_place":
+                # The server keeps the cache that older weights filled: a prompt that comes again must not meet it. What is in
+                # the caches of older versions is the first to be evicted.
+                body["extra_key"] = asked.rid if self._prefixes is None else self._prefixes
             if request.progress is not None or self.capabilities.tells_new_tokens:
                 told = await self._stream(request, asked, body, sent_under)
             else:
@@ -280,7 +273,7 @@ class SGLangEngine:
             if grown and progress is not None:
                 so_far = growing.so_far()
                 self._count_old_cache(so_far.policy_versions, sent_under)
-                progress(_extended(request.prefix, so_far))
+                progress(extended(request.prefix, so_far))
 
         await self.client.stream("/generate", body | {"stream": True}, come, deadline_s=STALL_S, moved=self._moved)
         told = growing.whole()
@@ -291,75 +284,10 @@ class SGLangEngine:
             raise ServerError(self.client.url, "/generate", status, str(finish.get("message")))
         return told
 
-    def _body(self, request: Request, rid: str, room: int) -> dict[str, Any]:
-        params, found = request.params, self.capabilities
-        sampling: dict[str, Any] = {
-            "max_new_tokens": room,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            # More than there are tokens is no limit, in the server's word for that.
-            "top_k": -1 if found.vocabulary is not None and params.top_k >= found.vocabulary else params.top_k,
-        }
-        if params.stop_token_ids:
-            sampling["stop_token_ids"] = list(params.stop_token_ids)
-        else:
-            sampling["ignore_eos"] = True
-        if request.progress is None and found.tells_new_tokens:
-            sampling["stream_interval"] = _PART_TOKENS
-        if found.seeds:
-            sampling["sampling_seed"] = request.seed % _SEEDS
-        body: dict[str, Any] = {
-            "rid": rid, "input_ids": request.sequence.tolist(), "sampling_params": sampling, "return_logprob": True,
-        }  # fmt: skip
-        if params.num_top:
-            body["top_logprobs_num"] = params.num_top
-        if found.experts is not None:
-            body["return_routed_experts"] = True
-        if found.priority:
-            body["priority"] = found.priority * request.priority
-        if self._pause == "in_place":
-            # The server keeps the cache that older weights filled: a prompt that comes again must not meet it. What is in the
-            # caches of older versions is the first to be evicted.
-            body["extra_key"] = rid if self._prefixes is None else self._prefixes
-        if request.session is not None:
-            body["session_id"] = request.session
-        if request.media is not None:
-            body |= media_body(request.media, request.sequence)
-        return body
-
     def _completion(self, request: Request, reason: FinishReason, done: Prefix | None) -> Completion:
         if reason != "interrupted":
             self._counts["cancelled" if reason == "cancelled" else "completed"] += 1
         return completion_of(request, reason, done)
-
-    def _check(self, request: Request) -> None:
-        self._raise_if_closed()
-        found, params, sequence = self.capabilities, request.params, request.sequence
-        if found.vocabulary is not None and not (sequence.min() >= 0 and sequence.max() < found.vocabulary):
-            raise ConfigError(
-                f"the tokens of request {request.id!r} must be from 0 to {found.vocabulary - 1}, the model's vocabulary, got "
-                f"{sequence.min()} to {sequence.max()}. Use the model's own tokenizer."
-            )
-        if found.lengths is not None and request.prompt.size > found.lengths.prompt:
-            raise ConfigError(
-                f"the prompt of request {request.id!r} must have {found.lengths.prompt} tokens at most, the limit of "
-                f"{self.client.url}, got {request.prompt.size}. Shorten it, or start the server with a longer context"
-            )
-        if params.temperature not in (0.0, 1.0) and not found.log_probs_after_temperature:
-            raise ConfigError(
-                f"temperature must be 0 or 1 on {self.client.url}, which tells log-probs of the plain logits, got "
-                f"{params.temperature}. Start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
-            )
-        if request.media is not None and not found.takes_processed_media:
-            raise ConfigError(
-                f"request {request.id!r} must be text on {self.client.url}, SGLang {found.version} without rondo's processor of "
-                f"media, got {', '.join(request.media.modalities)}. Let rondo start the server, with 0.5.16 or newer"
-            )
-        if request.media is not None and (beyond := set(request.media.modalities) - set(found.media)):
-            raise ConfigError(
-                f"the media of request {request.id!r} must be of kinds that the model of {self.client.url} takes, "
-                f"{', '.join(found.media) or 'none'}, got {', '.join(sorted(beyond))}. Name a model that takes them"
-            )
 
     async def _abort(self, rid: str) -> None:
         """Until `generate` ends: an abort that overtakes its request on the way is forgotten by the server."""
@@ -496,35 +424,3 @@ def completion_of(request: Request, reason: FinishReason, done: Prefix | None) -
     return Completion(
         request.id, done.tokens, done.log_probs, done.policy_versions, reason, done.routed_experts, done.top
     )
-
-
-def _joined(before: Prefix | None, answer: Answer) -> Prefix | None:
-    """What there was, and what came."""
-    if not len(answer.tokens):
-        return before
-    whole = _extended(before, Prefix(answer.tokens, answer.log_probs, answer.versions, answer.top))
-    return replace(whole, routed_experts=experts_of_whole(before, answer.experts))
-
-
-def _extended(before: Prefix | None, new: Prefix) -> Prefix:
-    if before is None:
-        return new
-    return Prefix(
-        np.concatenate([before.tokens, new.tokens]),
-        np.concatenate([before.log_probs, new.log_probs]),
-        np.concatenate([before.policy_versions, new.policy_versions]),
-        _with_top(before, new),
-    )
-
-
-def _with_top(before: Prefix, new: Prefix) -> Top | None:
-    """What is known of the likeliest tokens at all places; a prefix that came without them has none."""
-    if new.top is None:
-        return None
-    num = new.top.tokens.shape[1]
-    tokens = np.full((len(before.tokens), num), -1, np.int32)
-    log_probs = np.full((len(before.tokens), num), np.nan, np.float32)
-    if before.top is not None:
-        known = min(num, before.top.tokens.shape[1])
-        tokens[:, :known], log_probs[:, :known] = before.top.tokens[:, :known], before.top.log_probs[:, :known]
-    return Top(np.concatenate([tokens, new.top.tokens]), np.concatenate([log_probs, new.top.log_probs]))

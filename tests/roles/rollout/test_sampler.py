@@ -9,7 +9,7 @@ import torch
 
 from rondo.roles.rollout import ranges
 from rondo.roles.rollout.engine import Request, SamplingParams
-from rondo.roles.rollout.sampling import Sampler, keep_top, uniforms
+from rondo.roles.rollout.sampler import Sampler, keep_top, uniforms
 from rondo.runtime.errors import ConfigError
 
 ALMOST_ONE = np.float32(1.0 - 2.0**-24)

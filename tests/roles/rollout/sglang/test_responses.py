@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.roles.rollout.sglang import answers
-from rondo.roles.rollout.sglang.answers import Answer
+from rondo.roles.rollout.sglang import responses
 from rondo.roles.rollout.sglang.capabilities import Experts
 from rondo.roles.rollout.sglang.numbers import STRANGE, version_of
+from rondo.roles.rollout.sglang.responses import Answer
 from rondo.runtime.errors import ProtocolError
 
 EXPERTS = Experts(num_layers=2, top_k=2, num=8)
@@ -31,7 +31,7 @@ def told(num: int = 4, **meta: Any) -> dict[str, Any]:
 
 def read_answer(told: Any, *, num_before: int, experts: Experts | None) -> Answer:
     """For 4 tokens of a vocabulary of 32."""
-    return answers.read_answer(told, num_before=num_before, most=4, vocabulary=32, experts=experts)
+    return responses.read_answer(told, num_before=num_before, most=4, vocabulary=32, experts=experts)
 
 
 def routed(rows: np.ndarray) -> str:
