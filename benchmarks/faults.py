@@ -39,8 +39,8 @@ from benchmarks.dispatch import NUM_NEW, NUM_PROMPT, STUB
 from rondo.roles.rollout.dispatch import Dispatcher
 from rondo.roles.rollout.engine import Request, SamplingParams
 from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.engine import SGLangEngine
-from rondo.roles.rollout.sglang.kept import KeptEngine, kept
+from rondo.roles.rollout.sglang.keeper import KeptEngine, kept
+from rondo.roles.rollout.sglang.one_server import SGLangEngine
 from rondo.roles.rollout.sglang.open import one_engine
 from rondo.runtime.errors import PeerGone, RondoError, WorkerDied
 

@@ -77,7 +77,7 @@ class Replica:
 
     async def _open_servers(self, ends: AsyncExitStack) -> Engine:
         """SGLang servers, which load the model themselves; they are kept there, and ended with `ends`."""
-        from rondo.roles.rollout.sglang.kept import kept
+        from rondo.roles.rollout.sglang.keeper import kept
         from rondo.roles.rollout.sglang.open import kept_engines, one_engine, releases_memory
 
         settings = self._job.config.rollout.sglang

@@ -22,7 +22,7 @@ from rondo.models.parallel import full_tensors
 from rondo.roles.config import SGLangConfig
 from rondo.roles.rollout.dispatch import Dispatcher
 from rondo.roles.rollout.engine import Completion, Request
-from rondo.roles.rollout.sglang.kept import KeptEngine, Weights, kept
+from rondo.roles.rollout.sglang.keeper import KeptEngine, Weights, kept
 from rondo.roles.rollout.sglang.open import connect_engine
 from rondo.roles.rollout.sglang.server import SGLangServer
 from rondo.runtime.waits import waiting

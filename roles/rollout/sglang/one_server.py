@@ -1,7 +1,7 @@
 """One SGLang server behind the `Engine` protocol.
 
 Owns the requests in flight: their calls, what becomes of them after an answer, cancellation, and the count of what was done.
-Does not own what a server is asked (`question.py`) and answers (`responses.py`), the server (`kept.py`), how weights reach it
+Does not own what a server is asked (`question.py`) and answers (`responses.py`), the server (`keeper.py`), how weights reach it
 (`WeightPath`), or several of them (a dispatcher).
 
     engine = SGLangEngine(client, weights=path, pause="in_place", capabilities=await probe(client))

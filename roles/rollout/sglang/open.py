@@ -20,7 +20,7 @@ from rondo.roles.rollout.dispatch import Dispatcher, DispatchLimits
 from rondo.roles.rollout.engine import Engine
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.kept import KeptEngine, Newest, Weights
+from rondo.roles.rollout.sglang.keeper import KeptEngine, Newest, Weights
 from rondo.roles.rollout.sglang.lengths import too_short
 from rondo.roles.rollout.sglang.one_server import SGLangEngine
 from rondo.roles.rollout.sglang.router import RoutedServers

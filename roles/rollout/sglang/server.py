@@ -1,7 +1,7 @@
 """A server that generates: one that rondo starts and ends, or one that runs already.
 
 Owns the process of a server: its command line, environment, key, port and log, and its end. Owns nothing of what it answers
-(`client.py`), and not when it is started again (`kept.py`).
+(`client.py`), and not when it is started again (`keeper.py`).
 
     server = SGLangServer(Launch(python, model_path="/models/qwen3"), log=log, folder=private)
     client = await server.start(deadline_s=600)          # it answers

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from rondo.roles.rollout.engine import EngineStats
-from rondo.roles.rollout.sglang.kept import KeptEngine, kept
+from rondo.roles.rollout.sglang.keeper import KeptEngine, kept
 from rondo.roles.rollout.sglang.server import AttachedServer
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, WorkerDied
 from rondo.runtime.waits import pending

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from rondo.roles.rollout.engine import Engine, Prefix, Request, SamplingParams
+from rondo.roles.rollout.faults import NotThere
 from rondo.roles.rollout.sglang.capabilities import probe
 from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.kept import KeptEngine, kept
+from rondo.roles.rollout.sglang.keeper import KeptEngine, kept
 from rondo.roles.rollout.sglang.one_server import SGLangEngine
 from rondo.roles.rollout.sglang.open import one_engine
 from rondo.roles.rollout.sglang.server import SGLangServer
@@ -345,7 +346,7 @@ async def test_a_wake_that_fails_is_told_to_those_who_ask_and_tried_again_for_th
         rig.newest, rig.fails = 2, 1
         asked = [asyncio.create_task(rig.engine.generate(request(f"r{n}"))) for n in range(2)]
         for failed in await asyncio.gather(*asked, return_exceptions=True):
-            assert isinstance(failed, PeerGone) and "must wake with the newest weights, got CorruptData" in str(failed)
+            assert isinstance(failed, NotThere) and "must wake with the newest weights, got CorruptData" in str(failed)
         assert rig.server.pid is not None and rig.engine.engine is not None and rig.engine.engine.asleep
         assert (await rig.engine.generate(request("r"))).policy_versions.tolist() == [2] * 5
         await rig.engine.sleep()

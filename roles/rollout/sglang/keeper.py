@@ -235,7 +235,7 @@ class KeptEngine:
                     await self._engine.sleep()
 
     async def _wake(self) -> None:
-        """The newest weights once more, for all who ask while the server sleeps: those that it had are gone. Raises PeerGone
+        """The newest weights once more, for all who ask while the server sleeps: those that it had are gone. Raises NotThere
         where that fails; it sleeps on, and who asks next tries again."""
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._give_newest(), name=f"wake {self.server.name}")
@@ -260,12 +260,12 @@ class KeptEngine:
             except Closed:
                 raise
             except RondoError as error:
-                raise PeerGone(
+                raise NotThere(
                     f"the SGLang server {self.server.name} must wake with the newest weights, got {type(error).__name__}: {error}"
                 ) from error
 
     async def ready(self) -> bool:
-        """Whether requests would be taken now. Raises PeerGone, with the reason, while no server is there."""
+        """Whether requests would be taken now. Raises NotThere, with the reason, while no server is there."""
         return await self._there().ready()
 
     async def load(self) -> Load:
