@@ -92,6 +92,7 @@ BY_HAND = {
     "rondo bench router_replay",
     "rondo bench shared_prompts",
     "rondo bench staleness docs/staleness --steps 100",
+    "rondo bench strangers",
     "rondo bench trl --peers-python PEERS_VENV/bin/python",
     "rondo bench weights",
 }

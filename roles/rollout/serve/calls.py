@@ -39,7 +39,14 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<
 def call_reader(chat_template: object, tools: Tools) -> CallReader:
     """The way that the template shows to the model. `chat_template`: its text, or several of them."""
     way = _WAYS["qwen3_coder" if "<function=" in str(chat_template) else "hermes"]
-    return lambda text: way(text, tools)
+
+    def read(text: str) -> Call | None:
+        try:
+            return way(text, tools)
+        except orjson.JSONEncodeError:  # nested so deeply that it can be read and not be written
+            return None
+
+    return read
 
 
 def _hermes(text: str, tools: Tools) -> Call | None:

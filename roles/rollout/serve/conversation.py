@@ -89,12 +89,12 @@ def with_reasoning(kept: Trajectories, session: str | None, messages: list[Messa
 
 
 def said_in(message: Mapping[str, Any]) -> bytes:
-    """What a reply says beside its reasoning, however it is written down."""
+    """What a reply says beside its reasoning, however it is written down; nothing where that has no text."""
     calls = [_tool_call(call, "")["function"] for call in message.get("tool_calls", ())]
     try:
         return orjson.dumps([message.get("content") or "", calls], option=orjson.OPT_SORT_KEYS)
-    except TypeError as error:
-        raise ConfigError(f"tool_calls must have arguments of few levels, got {error}. Flatten them") from error
+    except orjson.JSONEncodeError:
+        return b""
 
 
 def _message(message: Any, where: str, template: object) -> Message:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -28,6 +29,7 @@ from rondo.roles.rollout.serve.errors import TurnedDown
 from rondo.roles.rollout.stops import Reading
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
 
+_LEAST_TURN = 8
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
@@ -139,7 +141,8 @@ class Requests:
 
     async def answers(self, asks: Sequence[Ask]) -> list[Answer]:
         """All of them whole, in order. Where one fails, the others are dropped and its error is raised."""
-        tasks = [asyncio.ensure_future(self.answer(ask)) for ask in asks]
+        turn = self._turn()
+        tasks = [asyncio.ensure_future(self.answer(ask, turn=turn)) for ask in asks]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -148,7 +151,7 @@ class Requests:
     async def parts(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Answer], None]:
         """(position in `asks`, answer so far) as they grow, and each at last with its `finish`. Close it to drop the rest."""
         newest: dict[int, Answer] = {}  # a slow reader gets fewer, longer parts
-        come = asyncio.Event()
+        come, turn = asyncio.Event(), self._turn()
 
         def put(index: int, answer: Answer) -> None:
             newest[index] = answer
@@ -156,7 +159,7 @@ class Requests:
 
         async def one(index: int, ask: Ask) -> None:
             try:
-                put(index, await self.answer(ask, lambda part: put(index, part)))
+                put(index, await self.answer(ask, lambda part: put(index, part), turn=turn))
             finally:
                 come.set()
 
@@ -177,8 +180,13 @@ class Requests:
         finally:
             await _drop(tasks)
 
-    async def answer(self, ask: Ask, on_part: OnPart | None = None) -> Answer:
-        """One sample, whole; `on_part` is told of its beginnings. ConfigError for what the engine cannot take."""
+    def _turn(self) -> asyncio.Semaphore:
+        """Lets a part of one request's samples into the engine at a time, so that who asks for one waits for few of them."""
+        return asyncio.Semaphore(max(_LEAST_TURN, self.engine.stats().num_slots // 4))
+
+    async def answer(self, ask: Ask, on_part: OnPart | None = None, *, turn: asyncio.Semaphore | None = None) -> Answer:
+        """One sample, whole; `on_part` is told of its beginnings. ConfigError for what the engine cannot take. Samples of one
+        `turn` wait for each other."""
         if self._closing:
             raise Closed("the server must be open for a request, got one while it ends. Ask another server")
         if ask.key in self._asked:
@@ -187,7 +195,8 @@ class Requests:
         asked = self._asked[ask.key] = _Asked(ask, self._reading(ask), f"{self._name}/{self._num_answered}/{ask.key}")
         began = self._clock()
         try:
-            done = await self._sample(asked, on_part)
+            async with turn or nullcontext():
+                done = await self._sample(asked, on_part)
             return self._whole(asked, done, self._clock() - began)
         finally:
             del self._asked[ask.key]

@@ -81,3 +81,9 @@ def test_values_of_tools_and_parameters_that_nobody_described_are_text() -> None
 )  # fmt: skip
 def test_what_is_no_whole_call_is_none(text: str) -> None:
     assert read(text, tool(a={"type": "string"})) is None
+
+
+def test_a_call_that_can_be_read_and_not_be_written_again_is_none() -> None:
+    deep = "[" * 300 + "]" * 300
+    assert call_reader("", [])(f'{{"name": "f", "arguments": {{"a": {deep}}}}}') is None
+    assert read(coder(("a", deep)), tool(a={"type": "array"})) is None

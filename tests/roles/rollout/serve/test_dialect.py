@@ -205,6 +205,19 @@ async def test_a_caller_that_leaves_takes_its_request_out_of_the_engine() -> Non
             assert (stats.num_running, stats.num_cancelled, stats.num_completed) == (0, 1, 1)
 
 
+async def test_of_many_samples_of_one_request_a_few_are_in_the_engine_and_an_abort_ends_them_all() -> None:
+    async with serving(lambda prompt: LONG) as served:
+        is_reached, go_on = served.speaker.hold(3)
+        many = asyncio.create_task(served.post("/generate", asking(rid="many", sampling_params={"n": 64})))
+        await reached(is_reached)
+        stats = served.engine.stats()
+        assert (stats.num_running + stats.num_waiting, served.requests.num_asked) == (8, 64)
+        await served.post("/abort_request", {"rid": "many"})
+        go_on.set()
+        told = await many
+    assert [each["meta_info"]["finish_reason"]["type"] for each in told] == ["abort"] * 64
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_a_pause_stops_the_sampling_and_afterwards_the_sample_is_the_one_of_no_pause(mode: str) -> None:
     body = asking(100, sampling_params={"max_new_tokens": 100, "sampling_seed": 9, "ignore_eos": True})

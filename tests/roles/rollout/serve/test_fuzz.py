@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,19 +15,6 @@ from hypothesis import strategies as st
 
 from tests.roles.rollout.serve.serving import LIMIT_S, MODEL, TOKEN, serving, until
 from tests.strength import strength
-
-NOT_YET: Mapping[str, str] = {
-    "top_k": "numbers of 2**31 and more raise inside the engine's step, for every request",
-    "stop_token_ids": "as top_k",
-    "temperature": "below the smallest normal float32 it raises there too",
-    "top_p": "below it the last token is sampled for ever",
-    "chat_template": "in chat_template_kwargs it is the caller's own Jinja, rendered on the loop",
-    "length": "texts are tokenised before any limit on their length",
-    "rid": "two rows of one client rid make their trajectory a 500",
-    "message": "fields of messages that the template does not know are kept, and count as nothing",
-    "authorization": "one that is not UTF-8 is a 500",
-}
-"""What is known to break and is not drawn here, and why."""
 
 PATIENCE = aiohttp.ClientTimeout(LIMIT_S)
 text = st.text(max_size=12)
@@ -43,6 +29,7 @@ json = st.recursive(
     max_leaves=6,
 )
 small = st.integers(-3, 8)
+huge = st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64 - 1, -(2**63)])
 ROLES = st.sampled_from(["user", "assistant", "system", "tool", "developer", "other"]) | json
 MESSAGES = st.lists(
     st.fixed_dictionaries(
@@ -50,6 +37,13 @@ MESSAGES = st.lists(
         optional={
             "role": ROLES,
             "content": text | json | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": text})),
+            "tool_calls": st.lists(
+                st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": text, "arguments": json})})
+            ),
+            "reasoning_content": text | json,
+            "name": json,
+            "refusal": json,
+            "odd": json,
         },
     )
     | json,
@@ -59,9 +53,10 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just(MODEL) | json,
     "max_tokens": small | json,
     "max_completion_tokens": small | json,
-    "temperature": st.sampled_from([0, 1, 0.5, -1, 3]) | text,
-    "top_p": st.sampled_from([0, 1, 0.5, -1, 2]) | text,
-    "top_k": st.integers(-3, 50) | text,
+    "temperature": st.sampled_from([0, 1, 0.5, -1, 3, 1e-50, 1e308]) | text,
+    "top_p": st.sampled_from([0, 1, 0.5, -1, 2, 1e-46]) | text,
+    "top_k": st.integers(-3, 50) | huge | text,
+    "stop_token_ids": st.lists(small | huge, max_size=3),
     "n": small | json,
     "stop": text | st.lists(text, max_size=5) | json,
     "seed": json,
@@ -83,11 +78,20 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "metadata": json,
     "return_token_ids": json,
     "odd": json,
-    "chat_template_kwargs": json.filter(lambda value: not (isinstance(value, dict) and "chat_template" in value)),
+    "chat_template_kwargs": st.dictionaries(
+        st.sampled_from(
+            ["chat_template", "tokenize", "tools", "messages", "add_generation_prompt", "documents", "odd"]
+        ),
+        json | st.just("{% for i in range(9) %}{{ i }}{% endfor %}"),
+        max_size=2,
+    )
+    | json,
 }
 NATIVE = {
-    "text": text | st.lists(text, max_size=2) | json,
-    "input_ids": st.lists(st.integers(-2, 2000), max_size=5) | json,
+    "text": text | st.lists(text, max_size=2) | st.just("long " * 9000) | json,
+    "input_ids": st.lists(st.integers(-2, 2000) | huge, max_size=5) | json,
+    "rid": st.just("mine") | json,
+    "priority": small | huge,
     "sampling_params": st.fixed_dictionaries(
         {},
         optional={
@@ -100,7 +104,7 @@ NATIVE = {
             "temperature": FIELDS["temperature"],
             "top_k": FIELDS["top_k"],
             "skip_special_tokens": json,
-            "stop_token_ids": small,
+            "stop_token_ids": small | huge,
         },
     )
     | json,
@@ -158,7 +162,7 @@ ASKED = (
     | st.tuples(
         st.just("POST"),
         st.just("/v1/completions"),
-        bodies({"prompt": text | json, "max_tokens": small}, FIELDS),
+        bodies({"prompt": text | st.lists(small | huge, max_size=3) | json, "max_tokens": small}, FIELDS),
         HEADERS,
     )
     | st.tuples(st.just("POST"), st.just("/generate"), bodies({}, NATIVE), HEADERS)
@@ -169,16 +173,6 @@ ASKED = (
         HEADERS,
     )
 )
-
-
-def known(asked: tuple[str, str, bytes, dict[str, str]]) -> bool:
-    """Whether it is one of what `NOT_YET` leaves out: messages must have the fields that templates know."""
-    try:
-        body = orjson.loads(asked[2])
-    except ValueError:
-        return False
-    messages = body.get("messages") if isinstance(body, dict) else None
-    return isinstance(messages, list) and any(isinstance(m, dict) and set(m) - {"role", "content"} for m in messages)
 
 
 async def storm(requests: list[tuple[str, str, bytes, dict[str, str]]]) -> None:
@@ -194,6 +188,9 @@ async def storm(requests: list[tuple[str, str, bytes, dict[str, str]]]) -> None:
                     told = await response.read()
                     assert response.status < 500 or response.status == 501, (method, path, body, headers, told)
                     assert b"Traceback" not in told
+        for name in (await served.get("/rondo/trajectories"))["sessions"]:
+            told = await served.get(f"/rondo/trajectories/{name}")
+            assert sum(len(row["calls"]) for row in told["rows"]) == len(told["calls"])
         asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
         done = await served.post("/v1/chat/completions", asked)
         assert done["choices"][0]["message"]["content"] == "hello"
@@ -204,7 +201,7 @@ async def storm(requests: list[tuple[str, str, bytes, dict[str, str]]]) -> None:
 
 def test_agents_are_answered_after_whatever_was_asked(caplog: pytest.LogCaptureFixture) -> None:
     @settings(max_examples=strength(quick=4, full=200))
-    @given(st.lists(ASKED.filter(lambda asked: not known(asked)), min_size=4, max_size=24))
+    @given(st.lists(ASKED, min_size=4, max_size=24))
     def one(requests: list[tuple[str, str, bytes, dict[str, str]]]) -> None:
         asyncio.run(storm(requests))
 
