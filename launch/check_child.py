@@ -144,6 +144,7 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
         from rondo.roles.rollout.sglang.model_folder import check_served
 
         report.look(lambda: check_served(path), "model")
+    report.look(lambda: look_at_family(config, report, model), "model")
     report.facts["max_positions"] = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     shapes = disk_shapes(model)
     report.facts["num_parameters"] = sum(torch.Size(shape).numel() for shape in shapes.values())
@@ -171,6 +172,32 @@ def look_at_stops(config: RunConfig, path: str, report: Report, tokenizer: Any) 
         report.add(
             "note", "no token ends a sample: each has rollout.max_new_tokens tokens. Set rollout.stop, or eos_token"
         )
+
+
+def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
+    """It trains, and generates on the engine of this run: asked of a small model of the same config, which has weights."""
+    from rondo.models.acceptance import accept
+    from rondo.models.load import attention
+    from rondo.models.rotations import check_length, longest_alike
+    from rondo.models.stand_in import stand_in
+    from rondo.models.trials import Failed
+    from rondo.roles.rollout.hf_forward import check_generation
+
+    rollout, name = config.rollout, type(model).__name__
+    check_length(name, longest_alike(model), rollout.max_prompt_tokens + rollout.max_new_tokens)
+    small = stand_in(model.config, attention(config.model.attn))
+    if small is None:
+        return  # asked when it is opened
+    try:
+        way = accept(small)
+    except Failed as error:
+        report.add("note", f"a small {name} computes nothing ({error}): whether it trains is seen when the run starts")
+        return
+    if rollout.sglang is None:
+        check_generation(small)
+    if not way.share_prompts:
+        how = "rows that several samples share" if way.share_rows else "a row of its own, as long as the longest"
+        report.add("note", f"{name} computes a prompt for each of its samples again, in {how}")
 
 
 def look_at_routers(report: Report, model: Any) -> None:

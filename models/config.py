@@ -31,7 +31,7 @@ class ModelConfig(Section):
     """Of the weights that engines serve. Training keeps float32 weights; `train.dtype` is that of its computation."""
     attn: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention of the trained and scoring models, by its name in transformers. With "sdpa" a micro-batch computes a prompt once
-    for all of its samples, where every layer is full causal attention."""
+    for all of its samples, where every layer is full causal attention; families without it get their own plain one."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -130,7 +130,7 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: 
     transformers.logging.disable_progress_bar()
     try:
         model, report = _auto_class(config).from_pretrained(
-            path, config=config, dtype=DTYPES[dtype], attn_implementation=attn, output_loading_info=True
+            path, config=config, dtype=DTYPES[dtype], attn_implementation=attention(attn), output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ConfigError(
@@ -190,6 +190,11 @@ def _quantization(path: str, configs: Sequence[Any]) -> str | None:
             return f"a quantization_config ({method})"
     small = ((name, dtype) for name, dtype in tensors_of(path).items() if dtype.startswith(("F4", "F6", "F8")))
     return next((f"{name} of {dtype}" for name, dtype in small), None)
+
+
+def attention(attn: str) -> str | None:
+    """What transformers is asked for: with "sdpa" nothing, which is that, and the plain one in families that have no other."""
+    return None if attn == "sdpa" else attn
 
 
 def empty_model(path: str) -> Any:

@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
@@ -54,6 +55,15 @@ def memory_tensors(model: Any) -> dict[str, torch.Tensor]:
     buffers = dict(model.named_buffers())
     persistent = buffers.keys() & model.state_dict().keys()
     return parameters | {name: tensor for name, tensor in buffers.items() if name in persistent}
+
+
+def kept_in_float32(model: Any) -> frozenset[str]:
+    """Names in memory of what transformers keeps in float32 beside bfloat16 weights: routers, their biases, in some families."""
+    plan = model._get_dtype_plan(torch.bfloat16)
+    if not plan:
+        return frozenset()
+    pattern, *_ = build_glob_alternation(list(plan))
+    return frozenset(name for name in memory_tensors(model) if pattern.search(name))
 
 
 def disk_groups(model: Any) -> tuple[Group, ...]:

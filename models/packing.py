@@ -36,6 +36,7 @@ import torch
 from rondo.models.families import family_of
 from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.rotations import check_length, longest_alike
 from rondo.models.routing import Routes
 from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out, share_prompts, why_apart
 from rondo.models.trials import Failed, differs, logits_of, trial
@@ -107,6 +108,9 @@ class Packing:
     dummy: Sequence | None
     """Of a multimodal family: what every batch of training holds beside its sequences."""
     placeholders: tuple[int, ...] = ()
+    longest: int | None = None
+    """Most tokens of a sequence, where those beside a longer one would be rotated otherwise."""
+    model_name: str = ""
 
     @classmethod
     def of(cls, model: Any) -> Packing:
@@ -122,13 +126,16 @@ class Packing:
                 "every sample is padded to the longest: model=%s reason=%r", type(model).__name__, why_alone(model)
             )
         family = family_of(model)
-        if family is None:
-            return cls(*ways, None)
-        tokens, media = family.dummy(model.config)
-        return cls(*ways, Sequence(tokens, 0, media), placeholder_ids(model))
+        dummy = None
+        if family is not None:
+            tokens, media = family.dummy(model.config)
+            dummy = Sequence(tokens, 0, media)
+        return cls(*ways, dummy, placeholder_ids(model), longest_alike(model), type(model).__name__)
 
     def pack(self, sequences: Ordered[Sequence], *, train: bool = False) -> PackedBatch:
-        """The batch of these sequences; with `train` every tower has work in it."""
+        """The batch of these sequences; with `train` every tower has work in it. ConfigError as from `pack`, and for a sequence
+        beyond `longest`."""
+        check_length(self.model_name, self.longest, max((len(one.tokens) for one in sequences), default=0))
         multimodal = self.dummy is not None
         dummy = self.dummy if train else None
         if self.share_prompts:

@@ -31,11 +31,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from rondo.models.names import disk_groups, memory_tensors, to_disk
+from rondo.models.names import disk_groups, kept_in_float32, memory_tensors, to_disk
 from rondo.models.packing import can_share_rows
 from rondo.models.routing import the_same_way
 from rondo.models.shared_prompts import share_prompts
-from rondo.models.units import decoder_layers, on_copies, owned, towers_of
+from rondo.models.units import Owned, decoder_layers, on_copies, owned, towers_of
 from rondo.runtime.errors import ConfigError
 
 _BUCKET_TENSORS = 64
@@ -71,18 +71,23 @@ def shard(
         )
     compute, reduce = getattr(torch, param_dtype), getattr(torch, reduce_dtype)
     encoding = {module for tower in towers for module in tower.modules()}
+    kept = {model.get_parameter(name) for name in kept_in_float32(model) & dict(model.named_parameters()).keys()}
+
+    def cast_in(units: list[Any], but: list[nn.Module] | None = None) -> Owned:
+        return [place for place in owned(units, but or ()) if place[2] not in kept]
+
     # What FSDP2 does not gather: everything in one process, or encoders that each rank holds whole.
     whole = [layer for layer in layers if world_size == 1 or (encoders == "replicate" and layer in encoding)]
     lent = whole if compute != torch.float32 else []
     for layer in layers:
         # Lent inside of what runs again: copies are there for the second run too.
         if layer in lent:
-            layer.forward = on_copies(layer, owned([layer]), compute)
+            layer.forward = on_copies(layer, cast_in([layer]), compute)
         if activation_checkpointing:
             layer.forward = _recomputed(layer, layer.forward)
     if world_size == 1:
         if compute != torch.float32:
-            model.forward = on_copies(model, owned([model], but=layers), compute)
+            model.forward = on_copies(model, cast_in([model], layers), compute)
         return model
     mesh = dist.init_device_mesh(next(model.parameters()).device.type, (world_size,), mesh_dim_names=("fsdp",))
     # Units get what the one before computed, in its dtype. Positions stay float32, for bfloat16 cannot tell 256 from 257.
@@ -93,7 +98,9 @@ def shard(
         _replicated[model] = ignored
         if compute != torch.float32:
             for tower in towers:
-                tower.forward = on_copies(tower, owned([tower], but=layers), compute)
+                tower.forward = on_copies(tower, cast_in([tower], layers), compute)
+    for unit in _apart(model, kept) if compute != torch.float32 else ():
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False))
     for layer in layers:
         if layer not in whole:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -102,6 +109,22 @@ def shard(
             fully_shard(tower, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored or None)
     return model
+
+
+def _apart(model: Any, kept: set[nn.Parameter]) -> list[nn.Module]:
+    """The modules of the parameters that stay in float32, outermost, as units of their own."""
+    units, inside = [], set[nn.Module]()
+    for unit in model.modules():
+        if unit in inside or not any(p in kept for p in unit.parameters(recurse=False)):
+            continue
+        units.append(unit)
+        inside.update(unit.modules())
+        if any(parameter not in kept for parameter in unit.parameters()):
+            raise ConfigError(
+                f"train.dtype must be float32 for {type(model).__name__} in several processes: {type(unit).__name__} has "
+                "parameters that stay in float32 beside others that do not, got bfloat16. Set it to float32"
+            )
+    return units
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------------
@@ -185,7 +208,8 @@ def discard_gradients(model: Any) -> None:
 def full_tensors(
     model: Any, dtype: str | None = None, *, beside: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name on disk, whole tensor), one group of tensors at a time; cast to `dtype` before they are gathered.
+    """(name on disk, whole tensor), one group of tensors at a time; cast to `dtype` before they are gathered, but for what
+    transformers keeps in float32.
 
     Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own. Which
     tensors these are is looked up in the call, so that a forward of an unsharded model may run while they are iterated; of a
@@ -193,18 +217,23 @@ def full_tensors(
     memory, and only its first rank gets tensors. Without, they are gathered by the group that forwards use.
     """
     drop_copies(model)
-    return _gathered(model, memory_tensors(model), getattr(torch, dtype) if dtype is not None else None, beside)
+    memory, kept = memory_tensors(model), kept_in_float32(model)
+    target = getattr(torch, dtype) if dtype is not None else None
+    return _gathered(model, memory, {name: None if name in kept else target for name in memory}, beside)
 
 
 def _gathered(
-    model: Any, memory: Mapping[str, torch.Tensor], target: torch.dtype | None, beside: dist.ProcessGroup | None
+    model: Any,
+    memory: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.dtype | None],
+    beside: dist.ProcessGroup | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for group in disk_groups(model):
         if beside is None:
-            whole = {name: _whole(memory[name], target) for name in group.sources}
+            whole = {name: _whole(memory[name], targets[name]) for name in group.sources}
             yield from to_disk(model, group, whole).items()
             continue
-        found = {name: _to_first(memory[name], target, beside) for name in group.sources}
+        found = {name: _to_first(memory[name], targets[name], beside) for name in group.sources}
         if dist.get_rank(beside) == 0:
             yield from to_disk(model, group, found).items()
 

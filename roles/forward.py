@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from rondo.comm.bus import POLL_S, Row
+from rondo.models.acceptance import accept
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.names import load_disk_tensors
-from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.models.routing import enable_replay
 from rondo.roles.determinism import settle
@@ -44,7 +44,7 @@ class Scorer:
         config = job.config
         settle(config)
         self._model = load_model(path, dtype=config.train.dtype, device=job.device, attn=config.model.attn)
-        self._packing = Packing.of(self._model)
+        self._packing = accept(self._model)
         if replays:
             enable_replay(self._model)
         self.version = 0

@@ -33,11 +33,12 @@ from rondo.comm.group import NO_VERSION
 from rondo.comm.spans import Span, rows_of
 from rondo.comm.weights.sums import bucket_sum
 from rondo.models import checkpoint, parallel
+from rondo.models.acceptance import accept
 from rondo.models.load import load_model, load_tokenizer
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.optimizer import learning_rate, make_optimizer
-from rondo.models.packing import PackedBatch, Packing
+from rondo.models.packing import PackedBatch
 from rondo.models.packing import Sequence as Packable
 from rondo.models.parts import freeze
 from rondo.models.routing import enable_replay
@@ -97,7 +98,7 @@ class Trainer:
         self._frozen = freeze(
             model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters
         )
-        self._packing = Packing.of(model)
+        self._packing = accept(model)
         self.lent = Lent(model) if lends else None
         if train.router_replay:  # of the trainer's own model alone: an engine routes by itself
             enable_replay(model)

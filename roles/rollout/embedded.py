@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from rondo.roles.rollout.engine import STALL_S, Completion, EngineStats, Prefix, Request
-from rondo.roles.rollout.hf_forward import HFForward
+from rondo.roles.rollout.hf_forward import HFForward, check_generation
 from rondo.roles.rollout.lent import Lent, LentForward
 from rondo.roles.rollout.qwen3_forward import Qwen3Forward, is_plain_qwen3
 from rondo.roles.rollout.recorder import Recorder
@@ -54,7 +54,7 @@ def slot_engine(
     """A slot engine over a transformers causal LM, which it puts into evaluation mode and whose weights it may replace.
 
     `forward`: "auto" takes the fused path for plain Qwen3 and the Hugging Face path for the rest; "fused" and "hf" force
-    one. Raises ConfigError if the forced path cannot compute the model. `lent`: whose tensors the model's are, where its weights
+    one. Raises ConfigError if it cannot compute the model. `lent`: whose tensors the model's are, where its weights
     are somebody else's. `sleeps`: it can release its memory. `tells_experts`: completions have their routed experts, of a model
     that has some. The rest is as in `SlotEngine`.
     """
@@ -67,6 +67,8 @@ def slot_engine(
         )
     model.eval()
     make: type[Qwen3Forward] | type[HFForward] = Qwen3Forward if fused and forward != "hf" else HFForward
+    if make is HFForward:
+        check_generation(model)
     build = functools.partial(make, model, num_slots=num_slots, max_length=max_length, fixed_shapes=fixed_shapes)
     recorder = Recorder(model, num_slots=num_slots, max_length=max_length) if tells_experts else None
     if recorder is not None:  # the fused path is of a model without experts

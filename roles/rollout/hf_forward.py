@@ -19,6 +19,7 @@ Legend: n decode rows, m prompts, T longest prompt, K key-value heads, D head_di
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,8 @@ from rondo.models.families import family_of
 from rondo.models.media.batch import collate, embedding, encoded_once, placeholder_ids
 from rondo.models.names import load_disk_tensors
 from rondo.models.packing import hide_placeholders
+from rondo.models.rotations import check_length, longest_alike
+from rondo.models.trials import differs, logits_of, trial
 from rondo.roles.rollout.recorder import Recorder
 from rondo.roles.rollout.slots import Batch, Prefill
 from rondo.runtime.errors import ConfigError
@@ -165,6 +168,36 @@ class _StateLayer(LinearAttentionLayer):
         return 0
 
 
+def check_generation(model: Any) -> None:
+    """Raises ConfigError unless prompts of different lengths, and the tokens behind them, have the logits through `HFForward`
+    that the model's own forward gives them. Tried out on a few tokens."""
+    device = next(model.parameters()).device
+    rows = [np.arange(length) * step % 3 + 1 for length, step in ((15, 1), (8, 2))]
+    ends, nothing = np.array([11, 4]), np.zeros(0, np.int64)
+    with trial(model):
+        alone = [logits_of(model, input_ids=torch.from_numpy(row)[None].to(device))[0] for row in rows]
+        forward = HFForward(model, num_slots=len(rows), max_length=KV_BLOCK)
+        prompts = tuple(Prefill(slot, row[:end]) for slot, (row, end) in enumerate(zip(rows, ends, strict=True)))
+        try:
+            found = [forward(Batch(nothing, nothing, prompts))]
+            for at in (ends + step for step in range(4)):
+                found.append(forward(Batch(np.array([row[p] for row, p in zip(rows, at, strict=True)]), at)))
+        except Exception as error:  # the code of any family, over a cache that it may not know
+            raise _together(
+                model, f"{type(error).__name__} {' '.join(str(error).split())[:200]}".strip(". ")
+            ) from error
+    expected = [torch.stack([own[end - 1 + step] for own, end in zip(alone, ends, strict=True)]) for step in range(5)]
+    if problem := differs(torch.cat(found).float(), torch.cat(expected)):
+        raise _together(model, problem)
+
+
+def _together(model: Any, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} must compute tokens one by one as it computes them together for the embedded engine, "
+        f"got: {problem}. Generate with an SGLang engine"
+    )
+
+
 class HFForward:
     """`Forward` for any transformers model with full, sliding or linear attention. Raises ConfigError for other layers. A
     `recorder` of the same model is told where the experts that it hears belong."""
@@ -179,6 +212,12 @@ class HFForward:
         recorder: Recorder | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
+        named = inspect.signature(type(model).forward).parameters
+        if missing := [name for name in ("past_key_values", "position_ids") if name not in named]:
+            raise ConfigError(
+                f"{type(model).__name__} must take past_key_values and position_ids for the embedded engine, got a model without "
+                f"{' and '.join(missing)}. Generate with an SGLang engine"
+            )
         kinds, options = get_layer_types_and_kwargs(config)
         if unknown := sorted(set(kinds) - _KNOWN_LAYERS):
             raise ConfigError(
@@ -192,14 +231,14 @@ class HFForward:
         self._recorder = recorder
         self._kinds = sorted(set(kinds))
         self._window = windows.pop() if windows else 0
+        check_length(type(model).__name__, longest_alike(model), max_length)
         self._length = -(-max_length // KV_BLOCK) * KV_BLOCK
         self._fixed_shapes = fixed_shapes
         self._layers: list[_RaggedLayer | _StateLayer] = [
             _StateLayer(num_slots) if kind == _LINEAR else _RaggedLayer(num_slots, self._length) for kind in kinds
         ]
         self._cache = Cache(layers=self._layers)
-        parameter = next(model.parameters())
-        self._device, self._dtype = parameter.device, parameter.dtype
+        self._device = next(model.parameters()).device
         self._columns = torch.arange(self._length, device=self._device)
         family = family_of(model)
         self.modalities: tuple[str, ...] = family.modalities if family is not None else ()
@@ -327,5 +366,6 @@ class HFForward:
         seen = columns <= at[:, None]
         if kind == "sliding_attention":
             seen &= columns > at[:, None] - self._window
-        mask = torch.full(seen.shape, -torch.inf, dtype=self._dtype, device=self._device).masked_fill_(seen, 0.0)
+        dtype = next(layer.keys.dtype for layer in self._layers if isinstance(layer, _RaggedLayer))
+        mask = torch.full(seen.shape, -torch.inf, dtype=dtype, device=self._device).masked_fill_(seen, 0.0)
         return mask[:, None, None]

@@ -162,6 +162,37 @@ def test_weights_that_are_not_the_models_are_told_before_any_is_read(make: Make,
     assert report.facts["num_tensors"] == len(weights) - 1  # the rest is looked at all the same
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "sentence"),
+    [
+        ("gemma2", {}, "Gemma2ForCausalLM must return what its output layer gives, got logits that it scales or caps"),
+        (
+            "jamba",
+            {},
+            "JambaForCausalLM must compute tokens one by one as it computes them together for the embedded engine",
+        ),
+        (
+            "llama",
+            {
+                "max_position_embeddings": 20,
+                "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+            },
+            "a sequence must have at most 20 tokens with LlamaForCausalLM, which rotates longer ones",
+        ),
+    ],
+)
+def test_a_model_that_would_not_train_or_generate_right_is_told(
+    make: Make, kind: str, settings: dict[str, object], sentence: str
+) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](num_hidden_layers=8, hidden_size=128, **settings))
+    with pytest.raises(ConfigError) as caught:
+        check_child.look_at_family(make(), check_child.Report(), model)
+    assert str(caught.value).startswith(sentence)
+
+
 def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:
     config = make("media.max_group_bytes=67108864")
     samples, row, media = 4, row_bytes(config.rollout), media_bytes(config)

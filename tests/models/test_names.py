@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
 
+from rondo.models import parallel
+from rondo.models.load import load_model
 from rondo.models.names import disk_groups, disk_shapes, load_disk_tensors, memory_tensors
 from rondo.models.parallel import full_tensors
+from rondo.models.stand_in import stand_in
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import SIZES, tiny
 
@@ -64,6 +68,32 @@ def test_a_cast_happens_on_the_way_out_and_on_the_way_in() -> None:
     load_disk_tensors(target, tensors)
     expected = [parameter.to(torch.bfloat16).float() for parameter in source.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(expected, target.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"), [("deepseek_v3", "e_score_correction_bias"), ("ernie4_5_moe", "mlp.gate.weight")]
+)
+def test_what_transformers_keeps_in_float32_is_published_trained_and_loaded_so(
+    kind: str, kept: str, tmp_path: Path
+) -> None:
+    source = stand_in(CONFIG_MAPPING[kind]())
+    source.save_pretrained(tmp_path)
+    engine = load_model(str(tmp_path), dtype="bfloat16")
+    with torch.no_grad():
+        for tensor in memory_tensors(source).values():
+            tensor += 0.01 * torch.randn(tensor.shape) * tensor.abs()
+    tensors = {name: tensor.clone() for name, tensor in full_tensors(source, "bfloat16")}
+    precise = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert {name for name in tensors if name.endswith(kept)} <= precise and "model.norm.weight" not in precise
+    load_disk_tensors(engine, tensors)
+    shown = {name: tensor for name, tensor in memory_tensors(source).items() if name.endswith(kept)}
+    assert shown and all(torch.equal(memory_tensors(engine)[name], tensor) for name, tensor in shown.items())
+    trained = parallel.shard(source, param_dtype="bfloat16")
+    ids = torch.arange(1, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(
+            trained(input_ids=ids, use_cache=False).logits, engine(input_ids=ids, use_cache=False).logits
+        )
 
 
 def test_a_tied_weight_may_come_under_both_names() -> None:

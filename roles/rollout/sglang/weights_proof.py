@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -47,6 +47,8 @@ class Recipe:
 
     names: tuple[str, ...]
     cuts: tuple[Cut, ...]
+    cast: bool = True
+    """To the server's dtype; else they are as they were sent: what stays in float32 beside bfloat16 weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,13 @@ class Recipes:
         names = _by_canonical(tensors)
         for key, found in told.items():
             if key not in self._known:
-                possible = (each for each in self._candidates(key, names) if _possible(each, tensors))
+                possible = (
+                    replace(each, cast=cast)
+                    for each in self._candidates(key, names)
+                    if _possible(each, tensors)
+                    for cast in (True, False)
+                    if cast or any(tensors[name].dtype != self._dtype for name in each.names)
+                )
                 recipe = next((each for each in possible if self._sum(key, each, tensors) == found), None)
                 if recipe is not None:
                     self._known[key] = recipe
@@ -112,7 +120,7 @@ class Recipes:
     def _parts(self, rank: int, recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         for name, cut in zip(recipe.names, recipe.cuts, strict=True):
             tensor = tensors[name]
-            if tensor.is_floating_point():
+            if recipe.cast and tensor.is_floating_point():
                 tensor = tensor.detach().to(self._dtype)
             yield self._cut(tensor, cut, rank)
 

@@ -64,6 +64,14 @@ def test_tensors_are_compared_in_the_servers_own_precision() -> None:
     assert recipes(1).learn(told, {"norm.weight": tensor}) == set(told)
 
 
+def test_what_stays_in_float32_beside_bfloat16_weights_is_compared_as_it_was_sent() -> None:
+    tensors = {"mlp.gate.e_score_correction_bias": torch.randn(7), "norm.weight": torch.randn(5).bfloat16()}
+    told = {(0, name): checksum([tensor], "cpu") for name, tensor in tensors.items()}
+    half = Recipes(device="cpu", dtype=torch.bfloat16, size=1, num_kv_heads=1)
+    assert half.learn(told, tensors) == set()
+    assert half.expect(tensors) == told
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3, 4)])
 def test_a_tensor_of_any_shape_that_fits_no_recipe_is_unknown(shape: tuple[int, ...]) -> None:
     assert recipes(4).learn({(3, "odd"): "0" * 16}, {"odd": torch.randn(shape)}) == {(3, "odd")}

@@ -1,0 +1,72 @@
+"""Which models train here: the others are refused when they are opened, and by `rondo check` before.
+
+Owns what a model is asked: that no token sees those behind it, and that a packed micro-batch gives the log-probs that its own
+forward gives each sequence alone. Asked of the model itself, on a few tokens; `rondo check`, which has no weights, asks a small
+one of the same config (`stand_in.py`), whose windows are shorter than these. Engines are asked by
+`roles/rollout/hf_forward.py`.
+
+    packing = accept(model)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rondo.models.logprobs import response_log_probs
+from rondo.models.packing import Packing, Sequence
+from rondo.models.trials import differs, logits_of, trial
+from rondo.runtime.errors import ConfigError
+
+_PROMPT, _ANSWERS = 5, (13, 13, 4)
+_NATS = 1e-3
+
+
+def accept(model: Any) -> Packing:
+    """How `model` (whole, not sharded) wants its sequences. Raises ConfigError with the reason where it cannot be trained: Failed
+    where its own forward computes nothing."""
+    name = type(model).__name__
+    if model.get_output_embeddings() is None:
+        raise ConfigError(f"{name} must have an output layer, got none. Choose a causal LM")
+    device = next(model.parameters()).device
+    tokens = [np.arange(_PROMPT + answer) * (1 + seed) % 3 + 1 for seed, answer in enumerate(_ANSWERS)]
+    tokens[1][:-1] = tokens[0][:-1]  # they differ in the last one
+    tokens[1][-1] = tokens[0][-1] % 3 + 1
+    with trial(model):
+        alone = [logits_of(model, input_ids=torch.from_numpy(one)[None].to(device))[0] for one in tokens]
+        if not all(bool(logits.isfinite().all()) for logits in alone):
+            raise ConfigError(f"{name} must give finite logits, got others on a few tokens. Check its weights")
+        if problem := differs(alone[0][:-1], alone[1][:-1]):
+            raise ConfigError(
+                f"the tokens of {name} must not see those behind them, got others after another last token ({problem}). "
+                "Choose a causal LM"
+            )
+        packing = Packing.of(model)
+        rows = [Sequence(one.astype(np.int32), len(one) - _PROMPT) for one in tokens]
+        try:
+            found, _ = response_log_probs(model, packing.pack(rows, train=True).to(device), chunk_tokens=7)
+        except (
+            IndexError,
+            RuntimeError,
+            TypeError,
+        ) as error:  # its output layer gets something else than hidden states
+            raise ConfigError(
+                f"{name} must compute a packed micro-batch, got {type(error).__name__}: {error}. Choose a model of another family"
+            ) from error
+    expected = torch.cat(
+        [
+            torch.log_softmax(logits[_PROMPT - 1 : -1], -1).gather(1, torch.from_numpy(one)[_PROMPT:, None].to(device))[
+                :, 0
+            ]
+            for logits, one in zip(alone, tokens, strict=True)
+        ]
+    )
+    gap = float((found - expected).abs().max())
+    if not gap <= _NATS:
+        raise ConfigError(
+            f"log-probs of a micro-batch must be those that {name} gives each sequence alone, got some {gap:.2g} nats off. "
+            "Choose a model of another family"
+        )
+    return packing
