@@ -177,6 +177,7 @@ def look_at_stops(config: RunConfig, path: str, report: Report, tokenizer: Any) 
 def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
     """It trains, and generates on the engine of this run: asked of a small model of the same config, which has weights."""
     from rondo.models.acceptance import accept
+    from rondo.models.families import family_of
     from rondo.models.load import attention
     from rondo.models.rotations import check_length, longest_alike
     from rondo.models.stand_in import stand_in
@@ -186,12 +187,14 @@ def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
     rollout, name = config.rollout, type(model).__name__
     check_length(name, longest_alike(model), rollout.max_prompt_tokens + rollout.max_new_tokens)
     small = stand_in(model.config, attention(config.model.attn))
-    if small is None:
-        return  # asked when it is opened
+    if small is None and family_of(model) is not None:
+        return  # families with media are known
     try:
+        if small is None:
+            raise Failed("transformers builds none")
         way = accept(small)
     except Failed as error:
-        report.add("note", f"a small {name} computes nothing ({error}): whether it trains is seen when the run starts")
+        report.add("note", f"no small {name} could be tried ({error}): whether it trains is seen when the run starts")
         return
     if rollout.sglang is None:
         check_generation(small)
