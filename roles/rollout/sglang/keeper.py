@@ -32,7 +32,7 @@ from rondo.roles.rollout.sglang.client import SGLangClient
 from rondo.roles.rollout.sglang.numbers import STRANGE, version_of
 from rondo.roles.rollout.sglang.one_server import Load, SGLangEngine
 from rondo.roles.rollout.sglang.server import Server
-from rondo.runtime.errors import Closed, ConfigError, PeerGone, RondoError
+from rondo.runtime.errors import Closed, ConfigError, PeerGone, ProtocolError, RondoError
 from rondo.runtime.waits import waiting
 
 if TYPE_CHECKING:
@@ -132,6 +132,11 @@ class KeptEngine:
         client = await self.server.start(self.start_deadline_s)
         try:
             engine = await self._connect(client)
+        except (TypeError, LookupError, AttributeError) as error:  # what it says of itself is not what a server says
+            await client.__aexit__()
+            raise ProtocolError(
+                f"the SGLang server {self.server.name} must tell what it is, got {type(error).__name__}: {error}"
+            ) from error
         except BaseException:
             await client.__aexit__()
             raise

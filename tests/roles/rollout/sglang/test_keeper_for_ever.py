@@ -128,13 +128,19 @@ async def lasting(*rigs: Rig) -> AsyncIterator[None]:
 
 
 async def test_a_server_that_cannot_be_restarted_is_tried_with_growing_pauses_and_ends_no_other() -> None:
-    died = [WorkerDied("no such file"), OSError("no room"), PeerGone("left"), *[WorkerDied("no such file")] * 7]
+    died = [
+        WorkerDied("no such file"),
+        OSError("no room"),
+        PeerGone("left"),
+        KeyError("dtype"),
+        *[WorkerDied("no such file")] * 6,
+    ]
     first, last = Under(), Under()
     bad, good = Rig("bad", first, *died, last), Rig("good", Under())
     async with lasting(bad, good):
         first.num_made = 3  # it has finished requests: the next one is there at once
         await bad.leave()
-        await bad.until(5)
+        await bad.until(6)
         with pytest.raises(PeerGone, match="the SGLang server bad must be there, got it did not start: no such file"):
             await bad.engine.ready()
         assert first.closed_with is not None and await good.engine.ready()
