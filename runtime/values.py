@@ -113,14 +113,10 @@ class _Unfit(Exception):
 def _plain(value: Any, buffers: list[Buffer] | None) -> Any:
     """What orjson writes without changing anything."""
     kind = type(value)
+    if kind is str:
+        return value if _is_whole(value) else _marked("str", value.encode("utf-8", "surrogatepass").hex())
     if value is None or kind is bool:
         return value
-    if kind is str:
-        return (
-            value
-            if value.isascii() or _is_whole(value)
-            else _marked("str", value.encode("utf-8", "surrogatepass").hex())
-        )
     if kind is int:
         return value if _LEAST_INT <= value <= _MOST_INT else _marked("int", hex(value))
     if kind is float:

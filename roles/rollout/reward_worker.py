@@ -55,7 +55,7 @@ def open_function(function: str) -> Callable[[list[Any]], Encoded]:
         response, label, prompt, metadata, told = item
         more = {name: value for name, value in zip(ASKED_FOR, told, strict=True) if name in names}
         value = reward(response, label, prompt=prompt, metadata=metadata, **more)
-        return scored(_loop().run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value)
+        return scored(_loop().run_until_complete(_awaited(value)) if hasattr(value, "__await__") else value)
 
     return score
 
