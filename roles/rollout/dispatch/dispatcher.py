@@ -29,11 +29,9 @@ import numpy as np
 from rondo.roles.rollout.dispatch.breaker import State
 from rondo.roles.rollout.dispatch.fleet import DispatchLimits, Fleet, Member, NoEngine
 from rondo.roles.rollout.dispatch.installing import Installer, Reload
-from rondo.roles.rollout.dispatch.placement import Placement
 from rondo.roles.rollout.dispatch.places import Job, Places
-from rondo.roles.rollout.dispatch.queue import SHARES
 from rondo.roles.rollout.dispatch.rolling import Rolling
-from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Kind, Request
+from rondo.roles.rollout.engine import Completion, Engine, EngineStats, Request
 from rondo.roles.rollout.faults import RequestFailed, fault_of, is_full, may_have_killed
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, Refused, RondoError
 from rondo.runtime.waits import waiting
@@ -101,8 +99,6 @@ class Dispatcher:
         *,
         names: Sequence[str] | None = None,
         limits: DispatchLimits | None = None,
-        shares: Mapping[Kind, float] = SHARES,
-        placement: Placement[Member] | None = None,
         reload: Reload | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
@@ -113,7 +109,7 @@ class Dispatcher:
         self._fleet = Fleet(self._limits, clock, self, self._repair, random.Random(seed))
         self._installer = Installer(self._fleet, reload)
         self._rolling = Rolling(self._fleet, self._installer)
-        self._places = Places(self._fleet, shares, placement or Placement(), clock)
+        self._places = Places(self._fleet)
         self._ended: BaseException | None = None
         counts = ("requests", "completed", "cancelled", "failed", "dropped", "lost", "put_off", "continued")
         self._num = dict.fromkeys(counts, 0)

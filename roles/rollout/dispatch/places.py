@@ -10,13 +10,12 @@ of those that wait (`queue.py`), the choice among engines (`placement.py`), nor 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 
 from rondo.roles.rollout.dispatch.fleet import Fleet, Member, NoEngine
 from rondo.roles.rollout.dispatch.placement import Key, Placement
-from rondo.roles.rollout.dispatch.queue import FairQueue
+from rondo.roles.rollout.dispatch.queue import SHARES, FairQueue
 from rondo.roles.rollout.dispatch.suspicion import Suspicion
-from rondo.roles.rollout.engine import Kind, Request
+from rondo.roles.rollout.engine import Request
 from rondo.roles.rollout.told import Told
 from rondo.runtime.waits import waiting
 
@@ -59,12 +58,10 @@ class Job:
 class Places:
     """Of the engines of one fleet. Used on one event loop."""
 
-    def __init__(
-        self, fleet: Fleet, shares: Mapping[Kind, float], placement: Placement[Member], clock: Callable[[], float]
-    ) -> None:
-        self._fleet, self._limits, self._clock = fleet, fleet.limits, clock
-        self.placement = placement
-        self._queue: FairQueue[Job] = FairQueue(shares)
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._limits, self._clock = fleet, fleet.limits, fleet.clock
+        self.placement: Placement[Member] = Placement()
+        self._queue: FairQueue[Job] = FairQueue(SHARES)
         self._suspects: list[Job] = []  # that wait, the oldest first
         self._absent_since: float | None = None
         self._absent: asyncio.TimerHandle | None = None
