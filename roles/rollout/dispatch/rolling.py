@@ -3,7 +3,7 @@
 Owns the order of an update and what newer weights do to it. Does not own how an engine takes weights (`installing.py`), nor its
 health (`fleet.py`).
 
-    A  serving v1 | updating |  serving v2 ............      at most half of those that serve are being updated at a time,
+    A  serving v1 | updating |  serving v2 ............      half of those that serve are being updated at a time,
     B  serving v1 ........... | updating |  serving v2       the last one that serves only when no other is about to
     C  dead ....... restarted | updating | serving v2        those that serve nothing at once, when they answer
 
@@ -17,6 +17,7 @@ updated finish, the rest go straight to the newer ones, and both updates return 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -140,7 +141,10 @@ class Rolling:
         serving = [m for m in able if fleet.serves(m)]
         num_serving = sum(fleet.serves(m) and not m.updating for m in fleet.members)
         if num_serving > 1:
-            most = max(1, int((num_serving + len(running)) * fleet.limits.updating_share))
+            share = (num_serving + len(running)) * fleet.limits.updating_share
+            # Rounded up where some are away, so that without one of eight there are as many waves as with it.
+            away = num_serving + len(running) < len(fleet.members)
+            most = max(1, math.ceil(share) if away else int(share))
             room = min(most - len(running), num_serving - 1)
             return [*idle, *serving[: max(0, room)]]
         if serving and not running and len(todo) == 1:

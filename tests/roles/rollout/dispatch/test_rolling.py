@@ -341,6 +341,25 @@ async def test_an_update_neither_asks_nor_awaits_an_engine_that_is_known_to_be_g
     await dispatcher.close()
 
 
+async def test_one_of_eight_that_is_away_makes_an_update_no_more_waves() -> None:
+    engines = [Silent() for _ in range(8)]
+    dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None))
+    await routable(dispatcher, *(f"engine-{i}" for i in range(8)))
+    engines[0].gone = True
+    await gone(dispatcher, "engine-0")
+    for engine in engines:
+        engine.allowed.clear()
+    task, waves = asyncio.create_task(dispatcher.update_weights(2, {})), []
+    while not task.done():
+        wave = [engine for engine in engines if engine.updating.is_set() and not engine.allowed.is_set()]
+        waves += [len(wave)] if wave else []
+        for engine in wave:
+            engine.allowed.set()
+        await asyncio.sleep(0.005)
+    assert waves == [4, 3]
+    await dispatcher.close()
+
+
 async def test_one_that_dies_in_its_update_is_left_behind_as_soon_as_it_is_seen_and_asked_by_no_later_one() -> None:
     engines = [Silent(), Told()]
     dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None, health_interval_s=0.01))
