@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -329,7 +329,8 @@ async def test_a_server_that_hangs_is_killed_and_started_again(tmp_path: Path) -
         rig.hold.touch()
         asking = asyncio.create_task(rig.engine.generate(request("r")))
         await in_flight(rig)
-        os.kill(first, signal.SIGSTOP)
+        with suppress(ProcessLookupError):  # on a busy machine it may have been found silent already
+            os.kill(first, signal.SIGSTOP)
         with pytest.raises(PeerGone, match="got it was silent for"):
             await asking
         rig.hold.unlink()
