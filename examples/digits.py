@@ -107,14 +107,22 @@ def _moving(held_out: bool) -> list[Medium]:
 
 
 def _drawn(digit: int, draw: random.Random) -> bytes:
-    """A digit in 28 x 28 pixels, somewhere near the middle, tilted, with noise."""
+    """A digit that fills 28 x 28 pixels, thin or bold, a little off the middle, tilted, with noise. Smaller ones with as much
+    room around them are learnt by none of the tiny models in these few steps."""
     from PIL import Image, ImageDraw
 
     image = Image.new("L", (28, 28))
-    place = (7 + draw.uniform(-4, 4), 1 + draw.uniform(-4, 4))
-    ImageDraw.Draw(image).text(place, str(digit), fill=draw.randint(160, 255), font=_font())
-    image = image.rotate(draw.uniform(-20, 20), Image.Resampling.BILINEAR)
-    noise = np.random.default_rng(draw.getrandbits(32)).normal(0, 20, (28, 28))
+    place = (14 + draw.uniform(-2, 2), 14 + draw.uniform(-2, 2))
+    ImageDraw.Draw(image).text(
+        place,
+        str(digit),
+        fill=draw.randint(200, 255),
+        font=_font(),
+        anchor="mm",
+        stroke_width=draw.choice((0, 1)),
+    )
+    image = image.rotate(draw.uniform(-15, 15), Image.Resampling.BILINEAR)
+    noise = np.random.default_rng(draw.getrandbits(32)).normal(0, 8, (28, 28))
     return _png(Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8)))
 
 
@@ -122,7 +130,7 @@ def _drawn(digit: int, draw: random.Random) -> bytes:
 def _font() -> Any:
     from PIL import ImageFont
 
-    return ImageFont.load_default(size=22)
+    return ImageFont.load_default(size=26)
 
 
 def _png(image: Any) -> bytes:
