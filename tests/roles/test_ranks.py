@@ -104,7 +104,10 @@ class Bus:
 
     async def stream(self, *_: Any, step: int, **__: Any) -> AsyncIterator[Any]:
         chosen = (range(0, 5), range(5, 8))[self._rank]
-        named = [SimpleNamespace(group=at, sample=0, length=len(batch(step)[at].mask), reward=1.0) for at in chosen]
+        named = [
+            SimpleNamespace(group=at, sample=0, length=len(batch(step)[at].mask), reward=1.0, finish="stop")
+            for at in chosen
+        ]
         yield SimpleNamespace(
             rows=named,
             spans=[[at, 0, 0, 1] for at in chosen],

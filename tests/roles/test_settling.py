@@ -33,9 +33,11 @@ class Told:
         self._log = log
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def method(*_: Any, **__: Any) -> Any:
+        def method(*given: Any, **_: Any) -> Any:
             self._log.append(name)
-            return {"finish": ({}, []), "sum_over_ranks": [1.0] * 8}.get(name)
+            if name == "sum_over_ranks":
+                return [1.0 for _ in given[0]]
+            return ({}, []) if name == "finish" else None
 
         method.__name__ = name
         return method
