@@ -8,7 +8,7 @@ child with it.
     inspect(config) -> findings          `rondo check` prints them all
     inspect(config, target)              `rondo check --nodes 2 --devices 8 ...`: for other machines than this one
     judge(config, facts, memory)         the part without a child
-    require(config, folder, nursery) -> facts     `rondo train` raises ConfigError with every error, a line each
+    require(config, folder, nursery, say) -> facts     `rondo train` raises ConfigError with every error, a line each
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,14 +69,17 @@ class Facts:
     """Of every data set: the number of its rows, and their digest (`roles/fingerprints.py`)."""
 
 
-def require(config: RunConfig, folder: Path, nursery: Nursery) -> Facts:
-    """Checks all; ConfigError with every error, a line each. A model that is built stays in `folder`, for the run, and what was
-    loaded in `nursery`."""
+def require(config: RunConfig, folder: Path, nursery: Nursery, say: Callable[[str], None]) -> Facts:
+    """Checks all; ConfigError with every error, a line each, and a line said for every note. A model that is built stays in
+    `folder`, for the run, and what was loaded in `nursery`."""
     child, facts = _in_child(config, folder, nursery)
     findings = [*child, *judge(config, facts, free_memory_bytes())]
     errors = [finding.text for finding in findings if finding.level == "error"]
     if errors:
         raise ConfigError("\n".join(errors))
+    for finding in findings:
+        if finding.level == "note":
+            say(f"note: {finding.text}")
     return facts
 
 

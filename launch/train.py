@@ -176,7 +176,7 @@ def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str], nursery: N
             "Its checkpoint knows these alone"
         )
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
-        facts = require(changed, Path(folder), nursery)
+        facts = require(changed, Path(folder), nursery, say)
     assert facts.num_rows is not None
     prepared = read_json(run.path / PREPARED)
     write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.groups)})
@@ -264,7 +264,7 @@ def _prepared(
         with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
             # Checked is what will run: the copy, from its first moment on.
             taken = take(config, options.config_path, Path(folder) / FOLDER)
-            facts = require(taken, Path(folder), nursery)
+            facts = require(taken, Path(folder), nursery, say)
             kept = resolve(as_kept(taken, Path(folder)))
             admin = stack.enter_context(listen(config.admin))
             run = stack.enter_context(RunDir.create(config.run_dir, name, kept, Path(folder) / FOLDER))
