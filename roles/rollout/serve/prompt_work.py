@@ -30,8 +30,8 @@ from rondo.runtime.pool import Item, Outcome, Pool
 QUICK_CHARS = 1 << 15
 QUICK_CPU_S, LONG_CPU_S = 0.1, 10.0
 MAX_WAITING = {"quick": 1024, "long": 32}
-_SLACK = 3.0
-"""Seconds of time for one of CPU, before what cannot be interrupted is ended with its process."""
+_DEADLINE_S = {"quick": 15.0, "long": 40.0}
+"""Before what cannot be interrupted is ended with its process: on a busy machine a second of CPU takes several."""
 _LOAD_S = 300.0
 _WORKER = "rondo.roles.rollout.serve.prompt_worker:open_function"
 
@@ -80,9 +80,9 @@ async def prompt_work(path: str, *, num_workers: int = 1) -> AsyncIterator[Promp
     pools = {
         lane: Pool(
             _WORKER, {"path": path}, work="prompt", source="the model's tokenizer", num_workers=num_workers,
-            deadline_s=_SLACK * (cpu_s + 1), load_deadline_s=_LOAD_S,
+            deadline_s=deadline_s, load_deadline_s=_LOAD_S,
         )
-        for lane, cpu_s in (("quick", QUICK_CPU_S), ("long", LONG_CPU_S))
+        for lane, deadline_s in _DEADLINE_S.items()
     }  # fmt: skip
 
     async def run(lane: Lane, asked: bytes) -> Outcome:
