@@ -74,11 +74,11 @@ def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
     assert len(lines) == 4
-    assert lines[0] == (
+    assert lines[2] == (
         f"reward.function must load without errors, got ImportError: no such thing ({tmp_path}/noisy.py:2). Correct it"
     )
-    assert lines[1].startswith("model.path must be a folder with a config.json, got ")
-    assert "'answer'" in lines[2]
+    assert lines[0].startswith("model.path must be a folder with a config.json, got ")
+    assert "'answer'" in lines[1]
     assert lines[3].startswith("rollout.prompts_per_step * rollout.samples_per_prompt must be at least ")
     assert not (tmp_path / "runs").exists()
 
