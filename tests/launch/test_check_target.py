@@ -23,6 +23,8 @@ SHAPE = Shape(
     trained_decoder=600, trained_encoders=100, layer_parameters=300, root_parameters=400,
 )  # fmt: skip
 EXAMPLES = Path(__file__).parents[2] / "examples" / "full_size"
+NUM_ROWS = 256 + 64
+"""What the examples hold out, and one step."""
 
 
 def groups(rollouts: int, ranks: int) -> tuple[RoleGroup, ...]:
@@ -236,7 +238,7 @@ def checked(name: str, folder: Path, rows: Path, *options: str) -> tuple[int, li
 
 
 def test_qwen3_4b_on_text_fits_a_machine_of_8_devices(tmp_path: Path) -> None:
-    folder, rows = full_size.qwen3_4b(tmp_path / "model"), full_size.rows(tmp_path, "text", 260)
+    folder, rows = full_size.qwen3_4b(tmp_path / "model"), full_size.rows(tmp_path, "text", NUM_ROWS)
     code, lines = checked("qwen3_4b_text", folder, rows, "--devices", "8", "--device-gib", "80", "--memory-gib", "512")
     assert code == 0, lines
     assert "ok     the model has 4,022,468,096 parameters and takes 40960 positions" in lines
@@ -244,15 +246,16 @@ def test_qwen3_4b_on_text_fits_a_machine_of_8_devices(tmp_path: Path) -> None:
 
 
 def test_qwen3_vl_4b_fits_a_machine_of_8_devices(tmp_path: Path) -> None:
-    folder, rows = full_size.qwen3_vl_4b(tmp_path / "model"), full_size.rows(tmp_path, "image", 260)
+    folder, rows = full_size.qwen3_vl_4b(tmp_path / "model"), full_size.rows(tmp_path, "image", NUM_ROWS)
     code, lines = checked("qwen3_vl_4b", folder, rows, "--devices", "8", "--device-gib", "80", "--memory-gib", "512")
     assert code == 0, lines
     assert "ok     the model has 4,437,815,808 parameters and takes 262144 positions" in lines
-    assert any(line.startswith("ok     data: prompts with media take up to ") for line in lines)
+    looked_at = "ok     data: 4 of 64 rows were looked at, and take up to "
+    assert any(line.startswith(looked_at) and " and media up to " in line for line in lines)
 
 
 def test_qwen3_omni_30b_fits_two_machines_of_8_large_devices_but_cannot_be_started_there(tmp_path: Path) -> None:
-    folder, rows = full_size.qwen3_omni_30b(tmp_path / "model"), full_size.rows(tmp_path, "omni", 260)
+    folder, rows = full_size.qwen3_omni_30b(tmp_path / "model"), full_size.rows(tmp_path, "omni", NUM_ROWS)
     machines = ("--nodes", "2", "--devices", "8", "--device-gib", "139", "--memory-gib", "2000")
     code, lines = checked("qwen3_omni_30b", folder, rows, *machines)
     assert code == 0, lines
