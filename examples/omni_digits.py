@@ -1,4 +1,4 @@
-"""Two CPU cores, no downloads, about four minutes: a tiny Qwen3-Omni learns to add digits that it sees and hears.
+"""Two CPU cores, no downloads, about six minutes: a tiny Qwen3-Omni learns to add digits that it sees and hears.
 
     rondo train examples/omni_digits.py                       # a picture and a sound in each question
     MODALITY=image rondo train examples/omni_digits.py        # or audio

@@ -99,7 +99,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {str(value)[:20]!r}")
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_arrives_as_it_was(value: Any) -> None:
     text, buffers = encode({"value": value})
     found = decode(orjson.loads(text), [memoryview(bytearray(buffer)) for buffer in buffers])["value"]
