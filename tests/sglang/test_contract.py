@@ -115,7 +115,7 @@ async def test_a_cancelled_request_ends_as_cancelled_with_what_it_has(engine: En
 
 async def test_what_cannot_be_is_refused_and_harms_nobody(engine: Engine) -> None:
     with pytest.raises(ConfigError):
-        await engine.generate(request("long", 5, 5000))
+        await engine.generate(request("long", 5000, 5))
     twice = await asyncio.gather(*(engine.generate(request("r", 5, 4)) for _ in range(2)), return_exceptions=True)
     assert [type(each) for each in twice] in ([Completion, ConfigError], [ConfigError, Completion])
     assert len((await engine.generate(request("r", 5, 4))).tokens) == 4

@@ -378,6 +378,7 @@ class Dispatcher:
         job.why.append(why)
         if killed:
             job.suspicion.died(begun=job.has_token)
+            job.bereft_at = self._clock()
         if job.cancelled:
             return
         if job.suspicion.found_out or len(job.why) >= self._limits.most_attempts:

@@ -10,6 +10,7 @@ of those that wait (`queue.py`), the choice among engines (`placement.py`), nor 
 from __future__ import annotations
 
 import asyncio
+import math
 
 from rondo.roles.rollout.dispatch.fleet import Fleet, Member, NoEngine
 from rondo.roles.rollout.dispatch.placement import Key, Placement
@@ -24,8 +25,8 @@ class Job:
     """One request under way."""
 
     __slots__ = (
-        "age", "attempts", "begun", "cancelled", "cancelling", "cost", "engine_id", "failed_on", "has_token", "key", "lost",
-        "member", "place", "put_off_at", "queued", "request", "silenced", "since", "strikes", "suspicion", "task", "told",
+        "age", "attempts", "begun", "bereft_at", "cancelled", "cancelling", "cost", "engine_id", "failed_on", "has_token", "key",
+        "lost", "member", "place", "put_off_at", "queued", "request", "silenced", "since", "strikes", "suspicion", "task", "told",
         "why",
     )  # fmt: skip
 
@@ -46,6 +47,7 @@ class Job:
         self.key: Key | None = None
         self.why: list[str] = []
         self.suspicion = Suspicion(most_kills)
+        self.bereft_at = -math.inf  # when an engine last died of it, perhaps
         self.strikes = 0
         self.failed_on: set[Member] = set()
         self.put_off_at: float | None = None
@@ -85,7 +87,8 @@ class Places:
         request, suspected = job.request, job.suspicion.suspected
         job.cost = self.placement.cost(request)
         if suspected:
-            free = [m for m in candidates if m.trial is None]
+            # Engines that something else kills together must not look as if it had: each has to answer again first.
+            free = [m for m in candidates if m.trial is None and m.ready_at >= job.bereft_at]
             member = min(free, key=lambda m: m.in_flight, default=None)
         else:
             if job.key is None:
@@ -127,6 +130,8 @@ class Places:
         job.queued = True
         if suspected:
             self._suspects.append(job)
+            for member in self._fleet.routable:
+                member.wake.set()
         else:
             self._queue.add(kind, job.request.priority, job.age, job)
         self.watch_absence()

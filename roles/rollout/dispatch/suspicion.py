@@ -1,7 +1,7 @@
 """Whether a request is what its engines died of: who is suspected, who is cleared, and who is found out.
 
 Owns the judgement of one request, as a pure fold. Does not own where it is tried: a suspect is alone among suspects at its engine
-(`dispatcher.py`), so a second death under it is no chance of the company it was in.
+that has answered since (`places.py`), so a second death under it is no chance of the company it was in.
 
     at its engine's death        first                          second                 third
     it had no token there yet    suspected until it has one     found out

@@ -321,6 +321,41 @@ async def test_what_dies_with_its_company_is_tried_apart_from_it_and_only_the_re
         assert len([task.result() for task in tasks[1:]]) == 15
 
 
+class Mortal(Failing):
+    """Ends whatever it is asked while it is not `up`, and says so when it is asked how it is."""
+
+    up = True
+
+    async def ready(self) -> bool:
+        return self.up
+
+    async def generate(self, request: Request) -> Completion:
+        if not self.up:
+            raise PeerGone("it died")
+        return await super().generate(request)
+
+
+async def test_nothing_is_found_out_by_engines_that_something_else_ends_together() -> None:
+    engines = [Mortal() for _ in range(2)]
+    async with over(*engines) as dispatcher:
+        for engine in engines:
+            engine.tells = False  # nothing had a token: all are suspected
+        tasks = await begun(dispatcher, *(asked(f"r{i}", group=i) for i in range(4)))
+        for engine in engines:
+            engine.up = False
+        for engine in engines:
+            await engine.die()
+        await until(lambda: not dispatcher._fleet.routable)
+        for engine in engines:
+            engine.up = True
+        while not all(task.done() for task in tasks):
+            for engine in engines:
+                if engine.held:
+                    await engine.answer()
+            await asyncio.sleep(0.001)
+        assert len(await asyncio.gather(*tasks)) == 4
+
+
 async def test_requests_that_had_tokens_when_their_engine_died_are_asked_again_at_once_and_together() -> None:
     engines = [Failing() for _ in range(2)]
     async with over(*engines, limits=replace(QUICK, most_kills=2)) as dispatcher:
