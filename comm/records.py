@@ -240,9 +240,12 @@ def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header
 
     `limit` is how many bytes there are up to the end of the ring. Raises CorruptData when anything disagrees.
     """
-    first = bytes(
-        view[at : at + HEADER_BYTES]
-    )  # what is checked is what is used, though a producer may write here meanwhile
+    if limit < HEADER_BYTES:
+        raise CorruptData(
+            f"a record must have {HEADER_BYTES} bytes for its header, got {limit} from {pos} to the ring's end."
+        )
+    # What is checked is what is used, though a producer may write here meanwhile.
+    first = bytes(view[at : at + HEADER_BYTES])
     magic, *fields = HEADER_FIELDS.unpack_from(first)
     header = Header._make(fields)
     if magic != _MAGIC or header.pos != pos:
