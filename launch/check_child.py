@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rondo.launch.check_data import Elsewhere, is_made, look_at_data, look_at_order
+from rondo.launch.check_findings import Report
 from rondo.launch.config import RunConfig, unresolve
 from rondo.roles.datasets import Row
-from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.reference import in_one_line, in_users_words, uncollected
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import uncollected
 
 QUESTION = "question.json"
 ANSWER = "answer.json"
@@ -31,29 +32,6 @@ if TYPE_CHECKING:
 
 _ANSWERS = ("", "1")
 """What the reward function is given as answers to the rows that it is tried on, beside their labels."""
-
-
-class Report:
-    """Findings and facts, filled by one look after another."""
-
-    def __init__(self) -> None:
-        self.findings: list[dict[str, str]] = []
-        self.facts: dict[str, Any] = {}
-
-    def add(self, level: str, text: str) -> None:
-        self.findings.append({"level": level, "text": in_users_words(text)})
-
-    def look(self, at: Callable[[], None], what: str) -> None:
-        """Runs one look. An error of ours has its text; one of user code or of a library is told with type and place."""
-        try:
-            at()
-        except RondoError as error:
-            self.add("error", str(error))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - any failure of user code is a finding
-            self.add(
-                "error",
-                f"{what} must load without errors, got {in_one_line(error)}. Correct it",
-            )
 
 
 def main() -> None:

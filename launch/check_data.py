@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from rondo.launch.check_findings import Report
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.machine import show_bytes
 from rondo.roles.cursor import Order, Permutation
@@ -32,7 +33,6 @@ from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.section import settings_at
 
 if TYPE_CHECKING:
-    from rondo.launch.check_child import Report
     from rondo.roles.config import DataConfig
     from rondo.roles.sft import Prepare
 
