@@ -154,7 +154,7 @@ class SGLangServer:
     def __init__(self, launch: Launch, *, log: Path, folder: Path, name: str = "sglang", grace_s: float = 10.0) -> None:
         self.name = name
         self.log = log
-        self.key = secrets.token_urlsafe(32)
+        self.key = secrets.token_hex(32)  # no text that begins with "-": the server would take it for an option
         self.port = 0
         self._launch = launch
         self._grace_s = grace_s

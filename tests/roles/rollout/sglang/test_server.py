@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -93,6 +94,12 @@ async def test_its_key_is_its_own_and_in_private_files_alone(tmp_path: Path) -> 
     finally:
         await client.__aexit__()
         await made.close()
+
+
+def test_no_key_reads_as_an_option_of_the_server(tmp_path: Path) -> None:
+    told = launch(tmp_path)
+    keys = [SGLangServer(told, log=tmp_path / "log", folder=tmp_path).key for _ in range(64)]
+    assert len(set(keys)) == 64 and all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
 
 
 async def test_a_killed_server_is_told_with_how_it_ended_and_can_be_started_again(tmp_path: Path) -> None:
