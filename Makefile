@@ -28,8 +28,8 @@ test-long: test
 
 # What touches numbers, as on a processor whose widest instructions are AVX2: paths that this one has and others lack are not taken.
 NUMERIC = tests/models $(addprefix --ignore tests/models/,media test_checkpoint.py test_fsdp_media.py) \
-	$(addprefix tests/roles/rollout/test_,forwards.py embedded.py new_weights.py lent.py media_engine.py recorder.py) \
-	$(addprefix tests/roles/test_,trainer.py trainer_updates.py losses.py ranks.py)
+	$(addprefix tests/roles/engines/embedded/test_,forwards.py embedded.py new_weights.py shared_weights.py media_engine.py recorder.py) \
+	$(addprefix tests/roles/,algorithms/test_losses.py $(addprefix training/test_,backend.py trainer_updates.py ranks.py))
 test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
 test-avx2: export ATEN_CPU_CAPABILITY = avx2
 test-avx2: export MKL_ENABLE_INSTRUCTIONS = AVX2

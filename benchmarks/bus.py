@@ -2,9 +2,9 @@
 
     rondo bench bus [--repetitions 5] [--peers-python PEERS_VENV/bin/python]
 
-Every process is real: the coordinator is `python -m rondo.comm.serve`, producers and consumers are processes of their own with a
-`Bus`, memory is handed over as in a run (`benchmarks/bus_world.py`). A consumer reads both ends of every column of every row,
-checks the round and commits the step.
+Every process is real: the coordinator is `python -m rondo.comm.bus.serve`, producers and consumers are processes of their own
+with a `Bus`, memory is handed over as in a run (`benchmarks/bus_world.py`). A consumer reads both ends of every column of
+every row, checks the round and commits the step.
 
 - text: 64 rows a put, tokens, log-probs and versions of 256 to 4,096 tokens (28 kB a row); multimodal: 4 rows a put with float32
   pixel values (7 MB a row). "limit": one memcpy of a batch that lies in one piece into warm shared memory, and nothing else.
@@ -38,9 +38,9 @@ import psutil
 import uvloop
 
 from benchmarks.bus_world import MIB, Load, World, columns_of, multimodal, put_group, text, told, touch, world
-from rondo.comm.bus import Bus
-from rondo.comm.coordinator import ROLLOUT_READER
-from rondo.runtime.segments import Segment
+from rondo.comm.bus.bus import Bus
+from rondo.comm.bus.coordinator import ROLLOUT_READER
+from rondo.runtime.memory.segments import Segment
 
 PEER = Path(__file__).parent / "peers" / "transferqueue.py"
 SMALL = (16, 24)  # tokens of the rows that are held

@@ -26,16 +26,16 @@ import numpy as np
 import orjson
 import uvloop
 
-from rondo.comm.bus import Bus, Member, Round
-from rondo.comm.coordinator import ROLLOUT_READER, CoordinatorConfig
-from rondo.comm.index import Rules
-from rondo.comm.records import Column, worst_case_bytes
-from rondo.comm.rounds import Stream
-from rondo.comm.serve import CONFIG
-from rondo.comm.words import Words
-from rondo.runtime.actor import Actor, endpoint, serve
-from rondo.runtime.ref import ActorRef
-from rondo.runtime.segments import SegmentClient, SegmentServer
+from rondo.comm.bus.bus import Bus, Member, Round
+from rondo.comm.bus.coordinator import ROLLOUT_READER, CoordinatorConfig
+from rondo.comm.bus.index import Rules
+from rondo.comm.bus.rounds import Stream
+from rondo.comm.bus.serve import CONFIG
+from rondo.comm.ring.records import Column, worst_case_bytes
+from rondo.comm.ring.words import Words
+from rondo.runtime.actors.actor import Actor, endpoint, serve
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.memory.segments import SegmentClient, SegmentServer
 
 TOKEN = "benchmark"
 TEXT = (("tokens", "int32"), ("rollout_log_probs", "float32"), ("policy_versions", "int32"))
@@ -209,7 +209,7 @@ async def world(load: Load) -> AsyncIterator[World]:
 
 
 def _spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "rondo.comm.serve"], env=env)
+    return subprocess.Popen([sys.executable, "-m", "rondo.comm.bus.serve"], env=env)
 
 
 # ---- both ends ------------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from typing import Any
 import orjson
 import uvloop
 
-from rondo.runtime.actor import Actor, endpoint, serve
-from rondo.runtime.ref import ActorRef
+from rondo.runtime.actors.actor import Actor, endpoint, serve
+from rondo.runtime.actors.ref import ActorRef
 
 NUM_WARM, NUM_SEQUENTIAL, NUM_PIPELINED, WINDOW = 300, 2000, 10_000, 500
 SWITCH_INTERVAL_S = 0.0002

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rondo.launch.records import evaluation_records, step_records
+from rondo.launch.report.records import evaluation_records, step_records
 
 COLUMNS = ("reward_mean", "log_prob_gap", "log_prob_gap_max", "entropy", "grad_norm", "step_s")
 

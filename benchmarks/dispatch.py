@@ -37,11 +37,11 @@ import numpy as np
 import orjson
 import uvloop
 
-from rondo.roles.rollout.dispatch import Dispatcher, DispatchLimits
-from rondo.roles.rollout.engine import Request, SamplingParams
-from rondo.roles.rollout.sglang.capabilities import Capabilities, probe
-from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.one_server import SGLangEngine
+from rondo.roles.engines.dispatch import Dispatcher, DispatchLimits
+from rondo.roles.engines.engine import Request, SamplingParams
+from rondo.roles.engines.sglang.capabilities import Capabilities, probe
+from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.engines.sglang.one_server import SGLangEngine
 
 BAR = 0.97
 STEP_S = 0.01
@@ -229,7 +229,7 @@ def load(url: str, key: str | None, found: Capabilities, in_flight: int, count: 
 
 def real(options: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     """Starts a server of SGLang, or takes the one at `--url`, and measures it."""
-    from rondo.roles.rollout.sglang.server import Launch, SGLangServer
+    from rondo.roles.engines.sglang.server import Launch, SGLangServer
 
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         model = options.model or _tiny(Path(folder) / "model")

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import transformers
 
-from rondo.roles.rollout.embedded import ForwardPath, slot_engine
-from rondo.roles.rollout.engine import Request, SamplingParams
+from rondo.roles.engines.embedded.embedded import ForwardPath, slot_engine
+from rondo.roles.engines.engine import Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ from rondo.comm.links.config import LinkConfig
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.links.receiver import LinkReceiver
 from rondo.comm.links.sender import LinkSender
-from rondo.comm.records import Column
-from rondo.comm.ring import RingTail, RingWriter, ring_bytes
-from rondo.comm.words import drain, new_doorbell
-from rondo.runtime.segments import Segment
+from rondo.comm.ring.records import Column
+from rondo.comm.ring.ring import RingTail, RingWriter, ring_bytes
+from rondo.comm.ring.words import drain, new_doorbell
+from rondo.runtime.memory.segments import Segment
 
 RING, TOKEN = "ring/benchmark", "benchmark"
 SIZES = {"6.9 MB": 6_900_000, "28 kB": 28_000}

@@ -37,15 +37,15 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from rondo.comm.records import GROUP_BLOB, Column, record_bytes
-from rondo.comm.ring import RingWriter, ring_bytes
+from rondo.comm.ring.records import GROUP_BLOB, Column, record_bytes
+from rondo.comm.ring.ring import RingWriter, ring_bytes
 from rondo.models.media.config import MediaConfig
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.media.refs import Kind, MediaRef
 from rondo.roles.config import DataConfig
-from rondo.roles.datasets import Row
-from rondo.roles.media import MediaPool
-from rondo.runtime.segments import Segment
+from rondo.roles.data.datasets import Row
+from rondo.roles.data.media import MediaPool
+from rondo.runtime.memory.segments import Segment
 
 MIB = 1 << 20
 HEIGHT, WIDTH = 3000, 4000

@@ -36,19 +36,19 @@ from typing import Any
 import orjson
 
 from benchmarks.replay_stages import PROMPT_TOKENS, Mode, Replay
-from rondo.comm.config import BusConfig
-from rondo.comm.records import ALIGN_BYTES, worst_case_bytes
-from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.comm.bus.config import BusConfig
+from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.comm.ring.records import ALIGN_BYTES, worst_case_bytes
 from rondo.launch import train
 from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import colocate, fully_async
 from rondo.launch.plan import group_specs
-from rondo.launch.records import step_records
+from rondo.launch.report.records import step_records
 from rondo.launch.rundir import RunDir, write_json
 from rondo.models.config import ModelConfig
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
-from rondo.runtime.spec import GroupSpec
+from rondo.runtime.supervision.spec import GroupSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 ROLE_CLASSES = {

@@ -27,22 +27,22 @@ import numpy as np
 import torch
 
 from benchmarks.replay_stages import Replay
-from rondo.comm.bus import Bus, Round
-from rondo.comm.records import Column
-from rondo.comm.spans import Span
+from rondo.comm.bus.bus import Bus, Round
+from rondo.comm.bus.spans import Span
+from rondo.comm.ring.records import Column
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.actor import ActorRole, Read, Taken
 from rondo.roles.advantages import AdvantagesRole
 from rondo.roles.config import DataConfig
-from rondo.roles.datasets import Row
+from rondo.roles.data.datasets import Row
+from rondo.roles.engines.engine import Completion, EngineStats, Request
+from rondo.roles.engines.replica import Replica
 from rondo.roles.forward import ActorForwardRole, ReferenceRole
 from rondo.roles.job import Job
-from rondo.roles.rollout.engine import Completion, EngineStats, Request
-from rondo.roles.rollout.groups import PromptGroups
-from rondo.roles.rollout.replica import Replica
-from rondo.roles.rollout.role import RolloutRole
-from rondo.roles.trainer import Trainer, TrainRow
-from rondo.runtime.context import WorkerContext
+from rondo.roles.rollout import RolloutRole
+from rondo.roles.sampling.groups import PromptGroups
+from rondo.roles.training.backend import Trainer, TrainRow
+from rondo.runtime.worker.context import WorkerContext
 
 __all__ = ["AdvantagesRole", "ReplayActor", "ReplayActorForward", "ReplayReference", "ReplayRollout"]
 

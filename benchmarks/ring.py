@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.records import Column, plan
-from rondo.comm.ring import CONTROL_BYTES, RingTail, RingView, RingWriter, ring_bytes
-from rondo.comm.words import Words, drain, new_doorbell, ring_doorbell
-from rondo.runtime.segments import Segment
+from rondo.comm.ring.records import Column, plan
+from rondo.comm.ring.ring import CONTROL_BYTES, RingTail, RingView, RingWriter, ring_bytes
+from rondo.comm.ring.words import Words, drain, new_doorbell, ring_doorbell
+from rondo.runtime.memory.segments import Segment
 
 NAME = "ring/benchmark"
 

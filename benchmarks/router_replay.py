@@ -29,9 +29,9 @@ from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import Packing, Sequence
 from rondo.models.routing import Routing, enable_replay, routers_of
-from rondo.roles.rollout.embedded import slot_engine
-from rondo.roles.rollout.engine import Request, SamplingParams
-from rondo.roles.rollout.slots import SlotEngine
+from rondo.roles.engines.embedded.embedded import slot_engine
+from rondo.roles.engines.embedded.slots import SlotEngine
+from rondo.roles.engines.engine import Request, SamplingParams
 
 NUM_SAMPLES, NUM_PROMPT, NUM_NEW = 32, 16, 64
 MICRO_BATCH = 16

@@ -38,9 +38,9 @@ import torch
 
 from rondo.models.load import load_model
 from rondo.models.tiny.qwen3 import build
-from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
-from rondo.roles.rollout.engine import Request, SamplingParams
-from rondo.roles.rollout.sglang.client import SGLangClient
+from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
+from rondo.roles.engines.engine import Request, SamplingParams
+from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.runtime.errors import RondoError
 
 NUM_PROMPT = 16

@@ -33,9 +33,9 @@ from safetensors.torch import load_file
 
 from rondo.models.tiny.qwen3 import build
 from rondo.roles.config import SGLangConfig
-from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.server import Launch, SGLangServer
-from rondo.roles.rollout.sglang.weights import ServerWeights
+from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.engines.sglang.server import Launch, SGLangServer
+from rondo.roles.engines.sglang.weights import ServerWeights
 
 WAYS = ("disk", "tensor", "distributed")
 PAUSES = ("in_place", "retract", "abort")

@@ -42,7 +42,7 @@ from typing import Any
 import psutil
 
 from benchmarks import trl_task as task
-from rondo.launch.records import step_records
+from rondo.launch.report.records import step_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER = Path(__file__).parent / "peers" / "trl_grpo.py"
@@ -112,7 +112,7 @@ def kind_of(command: Sequence[str], name: str) -> str:
     if worker is not None:
         return worker[1]
     for part, kind in (
-        ("rondo.runtime.nursery", "torchrun"), ("stand_in.py", "torchrun"), ("rondo.comm.serve", "coordinator"),
+        ("rondo.runtime.supervision.nursery", "torchrun"), ("stand_in.py", "torchrun"), ("rondo.comm.bus.serve", "coordinator"),
         ("pool_worker", "reward"), ("trl_run", "supervisor"), ("trl_grpo", "trainer"),
     ):  # fmt: skip
         if part in text:

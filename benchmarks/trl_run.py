@@ -26,10 +26,10 @@ from rondo.launch.train import main as train
 from rondo.models.config import ModelConfig
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
-from rondo.roles.rollout.engine import Request, SamplingParams
-from rondo.roles.rollout.groups import Lease, PromptGroups
-from rondo.roles.rollout.role import RolloutRole
-from rondo.runtime.spec import GroupSpec
+from rondo.roles.engines.engine import Request, SamplingParams
+from rondo.roles.rollout import RolloutRole
+from rondo.roles.sampling.groups import Lease, PromptGroups
+from rondo.runtime.supervision.spec import GroupSpec
 
 LOAD, STEPS = "RONDO_BENCH_LOAD", "RONDO_BENCH_STEPS"
 """Of the environment: which length list, and for how many steps there are prompts."""

@@ -34,14 +34,14 @@ import torch
 from benchmarks import link
 from benchmarks.generation import SIZES, build, workload
 from rondo.comm.links.config import LinkConfig
-from rondo.comm.ring import ring_bytes
-from rondo.comm.slab import WeightSlab, slab_bytes
+from rondo.comm.ring.ring import ring_bytes
 from rondo.comm.weights.delta import apply, encode
 from rondo.comm.weights.held import Held, Published, VersionId
 from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.models.optimizer import make_optimizer
 from rondo.models.parallel import full_tensors
-from rondo.roles.rollout.embedded import slot_engine
+from rondo.roles.engines.embedded.embedded import slot_engine
 
 _BUCKET_BYTES = 16 << 20
 

@@ -1,14 +1,11 @@
 """What moves between roles.
 
-memory         words, records, ring, slab (weights), snapshot (of an actor), tensors
-decisions      index (a pure fold), with group, rounds (and balance), space and versions; journal; coordinator is their
-               shell, rings what it holds, answers what it tells, wakes who is asked again, serve its process
-for roles      bus; partitions: named sets of rows beside the training stream
-on its own     host: a bus without a run; joining: how programs come in
-versions       weights: deltas, broadcasts and files behind one proof, publishing beside the next step
-other places   links: rings mirrored on other nodes; groups: process groups across separately started jobs
-               (epochs, meeting, communicators, carriers, nccl_extras)
-afterwards     audit
+ring           rows in shared memory
+bus            the data bus of a run: coordinator, index, journal; every sample from admission to commit
+partitions     named sets of rows beside the training stream, and a bus without a run
+weights        policy versions: slab and snapshot on this node, broadcasts, deltas and files behind one proof
+links          rings mirrored on other nodes
+groups         process groups across separately started jobs
 """
 
 from __future__ import annotations
@@ -16,19 +13,19 @@ from __future__ import annotations
 from rondo.runtime.face import lazy
 
 _FACE = {
-    "Bus": "rondo.comm.bus",
-    "Column": "rondo.comm.records",
-    "GroupSpec": "rondo.comm.epochs",
-    "Index": "rondo.comm.index",
-    "Journal": "rondo.comm.journal",
-    "ProcessGroups": "rondo.comm.groups",
-    "RingWriter": "rondo.comm.ring",
-    "RingView": "rondo.comm.ring",
-    "WeightSlab": "rondo.comm.slab",
-    "HotSnapshot": "rondo.comm.snapshot",
-    "Host": "rondo.comm.host",
-    "SyncBus": "rondo.comm.joining",
-    "join": "rondo.comm.joining",
+    "Bus": "rondo.comm.bus.bus",
+    "Column": "rondo.comm.ring.records",
+    "GroupSpec": "rondo.comm.groups.epochs",
+    "Index": "rondo.comm.bus.index",
+    "Journal": "rondo.comm.bus.journal",
+    "ProcessGroups": "rondo.comm.groups.groups",
+    "RingWriter": "rondo.comm.ring.ring",
+    "RingView": "rondo.comm.ring.ring",
+    "WeightSlab": "rondo.comm.weights.slab",
+    "HotSnapshot": "rondo.comm.weights.snapshot",
+    "Host": "rondo.comm.partitions.host",
+    "SyncBus": "rondo.comm.partitions.joining",
+    "join": "rondo.comm.partitions.joining",
 }
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)

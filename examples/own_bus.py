@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.host import Host
-from rondo.comm.joining import SyncBus, join
 from rondo.comm.partitions import Balanced
-from rondo.runtime.guard import die_with_parent
+from rondo.comm.partitions.host import Host
+from rondo.comm.partitions.joining import SyncBus, join
+from rondo.runtime.processes.guard import die_with_parent
 
 ROWS, WRITERS, RANKS, PASSES = 256, 2, 2, 2
 SETTINGS = {"capacity_bytes": 64 << 20, "num_producers": WRITERS}

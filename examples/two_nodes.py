@@ -23,19 +23,19 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from rondo.comm.epochs import GroupSpec
-from rondo.comm.groups import ProcessGroups
+from rondo.comm.groups.epochs import GroupSpec
+from rondo.comm.groups.groups import ProcessGroups
+from rondo.comm.groups.meeting import Meeting
 from rondo.comm.links import LinkReceiver, LinkSender, Mirror
-from rondo.comm.meeting import Meeting
-from rondo.comm.records import Column
-from rondo.comm.ring import RingTail, RingView, RingWriter, ring_bytes
-from rondo.comm.slab import WeightSlab, slab_bytes
+from rondo.comm.ring.records import Column
+from rondo.comm.ring.ring import RingTail, RingView, RingWriter, ring_bytes
+from rondo.comm.ring.words import drain, new_doorbell
 from rondo.comm.weights import Held, Publisher, receive_version, send_version
-from rondo.comm.words import drain, new_doorbell
-from rondo.runtime.actor import serve
-from rondo.runtime.guard import die_with_parent
-from rondo.runtime.ref import ActorRef
-from rondo.runtime.segments import Segment
+from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.runtime.actors.actor import serve
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.memory.segments import Segment
+from rondo.runtime.processes.guard import die_with_parent
 
 RING, TOKEN, RECORDS, RING_BYTES = "ring/rollout-0/0", "the run's token", 200, ring_bytes(1 << 20)
 SPEC = GroupSpec("weights", ("actor-0/0", "rollout-0/0"), timeout_s=60.0)

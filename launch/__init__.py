@@ -1,7 +1,7 @@
 """How a run starts.
 
-cli -> config (with groups, modes) -> check -> train (with plan, provider, view) -> summary, plot
-rundir is the folder of a run; status asks a run in another process
+cli -> config (with groups, modes) -> check/ -> train (with plan, provider) -> report/
+rundir is the folder of a run, code the user's modules in it; serve and bench start what is no run
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from rondo.launch.check_target import Target
+    from rondo.launch.check.target import Target
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -121,8 +121,8 @@ def check(options: argparse.Namespace) -> int:
     target = _target(options)
     import tempfile
 
-    from rondo.launch.check import inspect, memory_order
-    from rondo.launch.check_findings import print_findings
+    from rondo.launch.check.check import inspect, memory_order
+    from rondo.launch.check.findings import print_findings
     from rondo.launch.code import FOLDER, take
     from rondo.launch.config import load
 
@@ -150,13 +150,13 @@ def show(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    from rondo.launch.status import show_status
+    from rondo.launch.report.status import show_status
 
     return show_status(options.run, as_json=options.json)
 
 
 def stop(options: argparse.Namespace) -> int:
-    from rondo.launch.status import ask_to_stop
+    from rondo.launch.report.status import ask_to_stop
 
     return ask_to_stop(options.run, reason=options.reason, now=options.now, wait=not options.no_wait)
 
@@ -171,20 +171,20 @@ def resume(options: argparse.Namespace) -> int:
 
 
 def diff(options: argparse.Namespace) -> int:
-    from rondo.launch.diff import show_diff
+    from rondo.launch.report.diff import show_diff
     from rondo.launch.rundir import existing_run
 
     return show_diff(existing_run(options.first), existing_run(options.second), ids_only=options.ids)
 
 
 def timeline(options: argparse.Namespace) -> int:
-    from rondo.launch.timeline import export
+    from rondo.launch.report.timeline import export
 
     return export(options.run, options.out, options.steps)
 
 
 def explain(options: argparse.Namespace) -> int:
-    from rondo.launch.explain import show
+    from rondo.launch.report.explain import show
 
     return show(options.run, options.steps, as_json=options.json)
 
@@ -202,7 +202,7 @@ def bus(options: argparse.Namespace) -> int:
 
     import uvloop
 
-    from rondo.comm.host import serve_until_told
+    from rondo.comm.partitions.host import serve_until_told
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_until_told(options.folder))
@@ -347,7 +347,7 @@ def _target(options: argparse.Namespace) -> Target | None:
     given = {name: getattr(options, name) for name in ("nodes", "devices", "device_gib", "memory_gib")}
     if all(value is None for value in given.values()):
         return None
-    from rondo.launch.check_target import Target
+    from rondo.launch.check.target import Target
     from rondo.runtime.errors import ConfigError
 
     needed = ["devices", "memory_gib"] + ["device_gib"] * bool(options.devices)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
-from rondo.launch.check_data import Elsewhere
+from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.launch.check.data import Elsewhere
 from rondo.launch.code import copied, digest, seal
 from rondo.launch.config import RunConfig
 from rondo.launch.rundir import PRIVATE, read_json, write_json
-from rondo.roles.fingerprints import FILE as FINGERPRINTS
-from rondo.roles.fingerprints import Fingerprint
+from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
+from rondo.roles.data.fingerprints import Fingerprint
 from rondo.runtime.errors import ConfigError
 
 _LIMIT_S = 600.0

@@ -1,7 +1,7 @@
 """Machine: what of this computer a run may use. Imports nothing heavy.
 
 Owns three questions: how many cores, is a port free, can files be made in a folder. How much memory is free is
-`rondo.runtime.memory`'s.
+`rondo.runtime.memory.free`'s.
 """
 
 from __future__ import annotations

@@ -12,15 +12,15 @@ from typing import Any
 
 import orjson
 
-from rondo.comm.coordinator import CoordinatorConfig
-from rondo.comm.index import Rules
+from rondo.comm.bus.coordinator import CoordinatorConfig
+from rondo.comm.bus.index import Rules
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
 from rondo.roles.streams import base_columns, media_bytes, row_bytes, streams_of
-from rondo.runtime.spec import GroupSpec
+from rondo.runtime.supervision.spec import GroupSpec
 
 ROLE_CLASSES: Mapping[str, str] = {
-    "rollout": "rondo.roles.rollout.role:RolloutRole",
+    "rollout": "rondo.roles.rollout:RolloutRole",
     "actor": "rondo.roles.actor:ActorRole",
     "actor_fwd": "rondo.roles.forward:ActorForwardRole",
     "reference": "rondo.roles.forward:ReferenceRole",

@@ -16,16 +16,16 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from rondo.launch.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
-from rondo.runtime.admin import Handler
-from rondo.runtime.broadcast import Broadcast
+from rondo.launch.report.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
+from rondo.runtime.actors.broadcast import Broadcast
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.admin.endpoint import Handler
 from rondo.runtime.errors import RondoError
-from rondo.runtime.record import read_lines
-from rondo.runtime.ref import ActorRef
-from rondo.runtime.spec import COORDINATOR_NAME
-from rondo.runtime.supervision import State
-from rondo.runtime.supervisor import Supervisor
-from rondo.runtime.telling import tell_every
+from rondo.runtime.records.record import read_lines
+from rondo.runtime.records.telling import tell_every
+from rondo.runtime.supervision.machine import State
+from rondo.runtime.supervision.spec import COORDINATOR_NAME
+from rondo.runtime.supervision.supervisor import Supervisor
 
 _PERIOD_S = 2.0
 _ANSWER_S = 1.0

@@ -34,7 +34,7 @@ import orjson
 
 from rondo.runtime import formats
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.telling import telling
+from rondo.runtime.records.telling import telling
 
 FORMAT = "format.json"
 PRIVATE = 0o600

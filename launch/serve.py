@@ -1,7 +1,7 @@
 """`rondo serve MODEL`: a model behind HTTP, in SGLang's dialect and OpenAI's, by the embedded engine.
 
 Owns the process: what is loaded, the compute thread, the token's file, the signals. Does not own the server
-(`roles/rollout/serve/`) or the engine.
+(`roles/serve/`) or the engine.
 
     rondo serve runs/quickstart --port 30000       # a Hugging Face folder, a name on the hub, or a run with a checkpoint
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 import uvloop
 
-from rondo.runtime.admin_token import read_token_file
+from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.config import is_loopback
 from rondo.runtime.errors import ConfigError
@@ -99,7 +99,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
     import torch
 
     from rondo.models.load import end_ids, load_config, load_model, load_tokenizer
-    from rondo.roles.rollout.embedded import slot_engine
+    from rondo.roles.engines.embedded.embedded import slot_engine
 
     config = load_config(path)
     tokenizer = load_tokenizer(path)
@@ -124,9 +124,9 @@ async def _serve(
     stop_ids: Any,
     length: int,
 ) -> int:
-    from rondo.roles.rollout.embedded import EmbeddedEngine
-    from rondo.roles.rollout.serve.app import listening, server
-    from rondo.roles.rollout.serve.prompt_work import prompt_work
+    from rondo.roles.engines.embedded.embedded import EmbeddedEngine
+    from rondo.roles.serve.app import listening, server
+    from rondo.roles.serve.prompt_work import prompt_work
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 

@@ -2,7 +2,7 @@
 
 Owns the order: check, listen, claim the directory, prepare the model, start supervisor, view and admin endpoint, and when all
 of it has ended write the summary and the picture. Owns no rule: each piece knows its own. Invariant: once the supervisor has
-started, nothing but its outcome decides the exit code; the rest only tells (`runtime/telling.py`).
+started, nothing but its outcome decides the exit code; the rest only tells (`runtime/records/telling.py`).
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from typing import Any
 
 import uvloop
 
-from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
-from rondo.launch.check import Facts, require
-from rondo.launch.check_estimate import routed_bytes
+from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.launch.check.check import Facts, require
+from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.cli import EXIT_USAGE, TrainOptions
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs, model_modules
 from rondo.launch.provider import RunProvider, serve_trace
+from rondo.launch.report.steps import Records
+from rondo.launch.report.summary import print_table, read, summarize, write
+from rondo.launch.report.view import open_view, say
 from rondo.launch.rundir import RunDir, existing_run, newest_run, owner, read_json, write_json
-from rondo.launch.steps import Records
-from rondo.launch.summary import print_table, read, summarize, write
-from rondo.launch.view import open_view, say
-from rondo.roles.fingerprints import FILE as FINGERPRINTS
-from rondo.runtime import timeline
-from rondo.runtime.admin import AdminServer, listen
+from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
+from rondo.runtime.admin.endpoint import AdminServer, listen
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.nursery import Nursery
-from rondo.runtime.orders import EXIT_FAILED
-from rondo.runtime.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
-from rondo.runtime.supervision import Limits
-from rondo.runtime.supervisor import Supervisor, stop_signals
-from rondo.runtime.telling import PROCESS, tell_every, telling
+from rondo.runtime.records import timeline
+from rondo.runtime.records.telling import PROCESS, tell_every, telling
+from rondo.runtime.supervision.machine import Limits
+from rondo.runtime.supervision.nursery import Nursery
+from rondo.runtime.supervision.orders import EXIT_FAILED
+from rondo.runtime.supervision.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
+from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
 _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
@@ -102,7 +102,7 @@ def fine_tune(config: RunConfig, options: TrainOptions) -> int:
     """`rondo sft`: the warm-up as a job of its own, on the actor's processes alone. Its result is a checkpoint."""
     actor = config.group_of("actor")
     assert actor is not None
-    group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft_role:SftRole",), actor.threads)
+    group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft:SftRole",), actor.threads)
     placed = {"extra": {"sft-0": 0} if actor.devices else {}, "ranks": {"sft-0": actor.processes}}
     with Nursery() as nursery, _prepared(config, f"{config.name}-sft", options, nursery, **placed) as (run, admin):
         return _run(config, run, options, admin, nursery, attempt=0, groups=(group,))
@@ -369,7 +369,7 @@ def _supervisor_config(
     return SupervisorConfig(
         run_dir=run.path,
         groups=groups,
-        coordinator=ServiceSpec("coordinator", "rondo.comm.serve"),
+        coordinator=ServiceSpec("coordinator", "rondo.comm.bus.serve"),
         attempt=attempt,
         limits=Limits(
             max_restarts=limits.max_restarts,
@@ -399,7 +399,7 @@ def _by_role(counts: Mapping[str, int]) -> dict[str, int]:
 
 def _plot(run: Path) -> None:
     """Draw the curves; a run is worth its summary also without a picture."""
-    command = [sys.executable, "-m", "rondo.launch.plot", str(run)]
+    command = [sys.executable, "-m", "rondo.launch.report.plot", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PLOT_LIMIT_S, check=False)
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     if done.returncode not in (0, EXIT_USAGE):

@@ -3,7 +3,7 @@
 Owns what a model is asked: that no token sees those behind it, and that a packed micro-batch gives the log-probs that its own
 forward gives each sequence alone. Asked of the model itself, on a few tokens; `rondo check`, which has no weights, asks a small
 one of the same config (`stand_in.py`), whose windows are shorter than these. Engines are asked by
-`roles/rollout/hf_forward.py`.
+`roles/engines/embedded/hf_forward.py`.
 
     packing = accept(model)
 """

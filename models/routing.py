@@ -1,7 +1,7 @@
 """Router replay: a trainer sends each token to the experts that the engine sampled it with.
 
 Owns the one hook on a model's routers, what is recorded with it and what is put in its place. Does not own where recordings lie
-(`roles/rollout/recorder.py` in an engine, the bus in between, `packing.py` in a micro-batch).
+(`roles/engines/embedded/recorder.py` in an engine, the bus in between, `packing.py` in a micro-batch).
 
 Transformers routes in one module a layer, `*TopKRouter`, which returns (logits, weights, experts). Two precisions, or two
 orders of summing, choose other experts for a few tokens in a hundred, and those tokens get other log-probs. So the recorded

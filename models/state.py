@@ -1,7 +1,7 @@
 """Everything that the next step of training depends on, as this rank holds it: for snapshots, without any collective.
 
 Owns the names and the completeness of that state: parameters and buffers, optimizer moments, learning rates, the random states
-of torch, numpy and Python. Does not own where it is kept (`comm/snapshot.py` in memory, `checkpoint.py` on disk).
+of torch, numpy and Python. Does not own where it is kept (`comm/weights/snapshot.py` in memory, `checkpoint.py` on disk).
 Hyper-parameters are not part of it; they come from the settings.
 
 Invariant: loading what was taken restores every bit, in place, and training goes on bit by bit as it would have.

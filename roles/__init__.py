@@ -1,9 +1,10 @@
 """What each process does.
 
-roles          actor (with trainer), forward (actor_fwd, reference), advantages, sft_role, rollout/
-algorithms     algorithms (a record each), losses, advantage_functions, gap (engine against trainer), sft, warm_up
-data           datasets, sources, cursor, prompts; media_rows, media (image, audio, video)
-streams        which role reads and writes which columns
+roles          rollout, actor, forward (actor_fwd, reference), advantages, sft
+shared         job (what the roles of one process share), streams (which role reads and writes which columns), resumed (samples
+               that a checkpoint holds), config/ (settings)
+samples        sampling/ over engines/, rewards/ and data/; serve/ is HTTP over any engine
+training       training/ (a model) with algorithms/ (a loss)
 """
 
 from __future__ import annotations

@@ -32,28 +32,28 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import orjson
 
-from rondo.comm.bus import POLL_S, Round, Row
-from rondo.comm.group import NO_VERSION
-from rondo.comm.slab import WeightSlab, slab_bytes
-from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
-from rondo.comm.spans import Span
+from rondo.comm.bus.bus import POLL_S, Round, Row
+from rondo.comm.bus.group import NO_VERSION
+from rondo.comm.bus.spans import Span
 from rondo.comm.weights.publisher import Copied, Publisher
+from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
 from rondo.models.checkpoint import HF
-from rondo.roles.algorithms import OldLogProbs
+from rondo.roles.algorithms.algorithm import OldLogProbs
+from rondo.roles.algorithms.whitening import Contribution, contribution
 from rondo.roles.forward import REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job, timed
-from rondo.roles.kept import copy_samples, write_samples
-from rondo.roles.parity import ParityLog, RowSum, row_sum
-from rondo.roles.room import save_last, when_there_is_room
+from rondo.roles.resumed import copy_samples, write_samples
 from rondo.roles.streams import ROUTED
-from rondo.roles.trainer import Trainer, TrainRow
-from rondo.roles.warm_up import run_warm_up
-from rondo.roles.whitening import Contribution, contribution
+from rondo.roles.training.backend import Trainer, TrainRow
+from rondo.roles.training.parity import ParityLog, RowSum, row_sum
+from rondo.roles.training.room import save_last, when_there_is_room
+from rondo.roles.training.warm_up import run_warm_up
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
-from rondo.runtime.context import WorkerContext
 from rondo.runtime.errors import Fatal, RondoError
-from rondo.runtime.heartbeat import SAVE
+from rondo.runtime.supervision.heartbeat import SAVE
 from rondo.runtime.waits import totals, wait_for, waiting
+from rondo.runtime.worker.context import WorkerContext
 
 PUBLISH_LIMIT_S = 600.0
 SETTLE_LIMIT_S = 1800.0

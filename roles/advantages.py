@@ -9,10 +9,10 @@ from itertools import groupby
 
 import numpy as np
 
-from rondo.comm.bus import Row
-from rondo.roles import advantage_functions
+from rondo.comm.bus.bus import Row
+from rondo.roles.algorithms import advantages as advantage_functions
 from rondo.roles.job import groups_of, open_job, timed
-from rondo.runtime.context import WorkerContext
+from rondo.runtime.worker.context import WorkerContext
 
 TOKENS_PER_ROUND = 1 << 20  # no model runs here: as many groups at once as are ready
 

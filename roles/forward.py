@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.comm.bus import POLL_S, Row
+from rondo.comm.bus.bus import POLL_S, Row
 from rondo.models.acceptance import accept
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
@@ -25,11 +25,11 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Sequence as Packable
 from rondo.models.routing import enable_replay
-from rondo.roles.determinism import settle
 from rondo.roles.job import Job, follow, groups_of, open_job, timed
 from rondo.roles.streams import ROUTED
-from rondo.runtime.context import WorkerContext
+from rondo.roles.training.determinism import settle
 from rondo.runtime.waits import totals
+from rondo.runtime.worker.context import WorkerContext
 
 REPORT_S = 5.0
 REFERENCE = "reference"

@@ -18,18 +18,18 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from rondo.comm.bus import POLL_S, Bus, Member, Round
+from rondo.comm.bus.bus import POLL_S, Bus, Member, Round
 from rondo.roles.config import JobConfig
-from rondo.roles.turns import Turns
-from rondo.runtime.context import WorkerContext
+from rondo.roles.training.compute_turns import Turns
+from rondo.runtime.memory.segments import SegmentClient
 from rondo.runtime.pace import PaceLimits
 from rondo.runtime.reference import relative_to
 from rondo.runtime.section import with_references
-from rondo.runtime.segments import SegmentClient
+from rondo.runtime.worker.context import WorkerContext
 
 if TYPE_CHECKING:
-    from rondo.comm.slab import WeightSlab
-    from rondo.roles.rollout.lent import Lent
+    from rondo.comm.weights.slab import WeightSlab
+    from rondo.roles.engines.embedded.shared_weights import Lent
 
 SLAB = "weights"
 Install = Callable[[int, Mapping[str, Any]], Awaitable[None]]
@@ -138,7 +138,7 @@ async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> A
 
 
 async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, first: asyncio.Event) -> None:
-    from rondo.comm.slab import WeightSlab  # needs torch, which a role without weights does without
+    from rondo.comm.weights.slab import WeightSlab  # needs torch, which a role without weights does without
 
     version, reader = -1, f"{role}.{ctx.rank}"
     slab: WeightSlab | None = None

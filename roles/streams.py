@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rondo.comm.records import ALIGN_BYTES, worst_case_bytes
-from rondo.comm.rounds import Stream
+from rondo.comm.bus.rounds import Stream
+from rondo.comm.ring.records import ALIGN_BYTES, worst_case_bytes
 from rondo.models.media.inputs import ARRAYS
 from rondo.roles.config import JobConfig, RolloutConfig
 

@@ -1,9 +1,12 @@
 """What everything stands on.
 
-actors and calls    actor, transport, waits, errors
-a run's processes   supervisor, supervision (its pure core), spec, launcher, nursery, worker, context, segments, store
-work that may fail  pool, pool_worker, keeper (killable processes for rewards and media), values (what they are sent)
-what users see      admin, record, telling (it never decides), section (settings), checkpoints, formats
+actors         calls between processes
+supervision    who starts what, notices its death, and starts it again; worker, the process of one rank
+processes      killable processes for rewards and media, and the end of processes with proof
+memory         shared segments
+records        what a run writes down; admin, what users ask over HTTP
+here           errors, waits, section and config (settings), reference (to functions), values (a user's data as bytes),
+               checkpoints, formats, pace
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ from __future__ import annotations
 from rondo.runtime.face import lazy
 
 _FACE = {
-    "Actor": "rondo.runtime.actor",
-    "ActorRef": "rondo.runtime.ref",
-    "GroupRef": "rondo.runtime.ref",
-    "endpoint": "rondo.runtime.actor",
-    "serve": "rondo.runtime.actor",
-    "Supervisor": "rondo.runtime.supervisor",
-    "SupervisorConfig": "rondo.runtime.spec",
-    "WorkerContext": "rondo.runtime.context",
+    "Actor": "rondo.runtime.actors.actor",
+    "ActorRef": "rondo.runtime.actors.ref",
+    "GroupRef": "rondo.runtime.actors.ref",
+    "endpoint": "rondo.runtime.actors.actor",
+    "serve": "rondo.runtime.actors.actor",
+    "Supervisor": "rondo.runtime.supervision.supervisor",
+    "SupervisorConfig": "rondo.runtime.supervision.spec",
+    "WorkerContext": "rondo.runtime.worker.context",
     "waiting": "rondo.runtime.waits",
 }
 __all__ = list(_FACE)

@@ -1,6 +1,6 @@
 """A folder's public face, loaded name by name: importing `rondo.comm` imports no torch.
 
-__getattr__ = lazy(__name__, {"Bus": "rondo.comm.bus"})
+__getattr__ = lazy(__name__, {"Bus": "rondo.comm.bus.bus"})
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Formats: the number that everything a run leaves on disk carries, and the one line that refuses what a newer release wrote.
 
 Owns the numbers of run directories and checkpoints, and how a format is said and checked. Does not own how an older form is read:
-whoever reads it does (journals and dumps of the index: `comm/formats.py`). Format 0 is what has no number: the first releases.
+whoever reads it does (journals and dumps of the index: `comm/bus/formats.py`). Format 0 is what has no number: the first
+releases.
 
     stamp(RUN)                       -> {"format": 1, "release": "0.1.0"}
     check(fields, RUN, "runs/demo")  -> 1; ConfigError where only a newer release can read it

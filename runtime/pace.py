@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from rondo.runtime.heartbeat import HeartbeatWriter
+from rondo.runtime.supervision.heartbeat import HeartbeatWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ nothing which tests start outlives them.
 Owns nothing of any test. Examples are the same in every run and have no time limit, so that neither chance nor a busy machine
 decides whether the suite passes; RONDO_HYPOTHESIS=random looks for new ones. How many there are: `strength.py`.
 
-    RONDO_HYPOTHESIS=random pytest tests/comm/test_records.py
+    RONDO_HYPOTHESIS=random pytest tests/comm/ring/test_records.py
     RONDO_TEST_LONG=1 pytest tests/comm                             # as `make test-long`
 """
 

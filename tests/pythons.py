@@ -19,17 +19,24 @@ ROOT = Path(__file__).resolve().parents[1]
 LIGHT = ("aiohttp", "numpy", "orjson", "psutil", "pydantic", "rich", "uvloop")
 TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
 FOLDERS = ("runtime", "comm", "models", "roles", "launch", "examples", "benchmarks", "tests")
-TESTS = (
-    *(f"tests/runtime/test_{name}.py" for name in (
-        "actor", "admin", "errors", "heartbeat", "record", "section", "supervision", "timeline", "transport", "waits",
-    )),
-    *(f"tests/comm/test_{name}.py" for name in (
-        "balance", "coordinator", "evaluations", "index", "journal", "records", "ring", "schedules", "space", "spans", "updates",
-        "versions", "words",
-    )),
-    *(f"tests/launch/test_{name}.py" for name in ("config", "explain", "plan", "rundir", "status", "summary")),
-    *(f"tests/roles/test_{name}.py" for name in ("config", "cursor", "datasets", "turns")),
-)  # fmt: skip
+TESTS = tuple(
+    f"tests/{folder}/test_{name}.py"
+    for folder, names in {
+        "runtime": "errors section waits",
+        "runtime/actors": "actor transport",
+        "runtime/admin": "endpoint",
+        "runtime/records": "record timeline",
+        "runtime/supervision": "heartbeat machine",
+        "comm/ring": "records ring words",
+        "comm/bus": "balance coordinator evaluations index journal schedules space spans updates versions",
+        "launch": "config plan rundir",
+        "launch/report": "explain status summary",
+        "roles": "config",
+        "roles/data": "cursor datasets",
+        "roles/training": "compute_turns",
+    }.items()
+    for name in names.split()
+)
 
 
 def interpreter(version: str) -> str | None:

@@ -15,7 +15,7 @@ import pytest
 from rondo.launch.bench import benchmarks
 from rondo.launch.cli import _parser, timeline
 from rondo.launch.config import load
-from rondo.launch.timeline import parse_steps
+from rondo.launch.report.timeline import parse_steps
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,17 +63,17 @@ ELSEWHERE = {
     "rondo train examples/quickstart.py --resume-or-start": "tests/launch/test_train.py::"
     "test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so",
     "rondo resume runs/quickstart --set groups.1.processes=2": STOPPED,
-    "rondo timeline --steps 20:25 --out trace.json": "tests/launch/test_timeline.py::"
+    "rondo timeline --steps 20:25 --out trace.json": "tests/launch/report/test_timeline.py::"
     "test_the_command_writes_a_trace_and_says_what_is_missing",
-    "rondo bus /tmp/bus": "tests/comm/test_host.py::test_a_signal_ends_the_command_and_leaves_no_process",
+    "rondo bus /tmp/bus": "tests/comm/partitions/test_host.py::test_a_signal_ends_the_command_and_leaves_no_process",
     "rondo bench": "tests/launch/test_bench.py::test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
     "rondo check examples/full_size/qwen3_4b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
-    "--set model.path=FOLDER": "tests/launch/test_check_target.py::test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
+    "--set model.path=FOLDER": "tests/launch/check/test_target.py::test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
     "rondo sglang install .venv-sglang": "tests/launch/test_sglang.py::"
     "test_an_environment_for_sglang_is_built_in_these_steps",
     "rondo serve runs/quickstart --port 30000": "tests/launch/test_serve.py::"
     "test_a_model_is_served_and_a_signal_lets_what_is_in_flight_be_answered",
-    'curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:30000/rondo/trajectories/task-7': "tests/roles/rollout/serve/"
+    'curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:30000/rondo/trajectories/task-7': "tests/roles/serve/"
     "test_sessions.py::test_a_second_turn_begins_with_the_tokens_that_were_sampled_and_not_with_those_of_their_text",
 }
 """The test that shows what a command does, with other folders and ports."""

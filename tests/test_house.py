@@ -20,14 +20,14 @@ BELOW = {
     "launch": {"roles", "models", "comm", "runtime"},
 }
 LIGHT = (
-    "rondo.runtime.supervisor",
-    "rondo.runtime.admin",
-    "rondo.runtime.pool",
-    "rondo.runtime.pool_worker",
-    "rondo.comm.serve",
-    "rondo.comm.bus",
+    "rondo.runtime.supervision.supervisor",
+    "rondo.runtime.admin.endpoint",
+    "rondo.runtime.processes.pool",
+    "rondo.runtime.processes.pool_worker",
+    "rondo.comm.bus.serve",
+    "rondo.comm.bus.bus",
     "rondo.roles.advantages",
-    "rondo.roles.rollout.reward_worker",
+    "rondo.roles.rewards.worker",
     "rondo.launch.cli",
     "rondo.launch.train",
 )

@@ -1,7 +1,7 @@
 """A link whose payloads cross a process group (gloo, nccl); headers, descriptors and control cross one TCP stream beside it.
 
 Owns how one epoch of such a link begins and ends. Does not own its two ends (`collective_sender.py`, `collective_receiver.py`),
-the group (`comm/groups.py`), the rings, or what follows an epoch.
+the group (`comm/groups/groups.py`), the rings, or what follows an epoch.
 
     sender                          control, TCP                                   receiver
                 OPEN {ring, epoch, ...}  ->           <-  OPENED {head, tail, have}
@@ -30,7 +30,7 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rondo.comm.communicators import Communicator
+from rondo.comm.groups.communicators import Communicator
 from rondo.comm.links.frames import (
     FRAME_BYTES,
     Frame,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rondo.comm.communicators import Communicator
+from rondo.comm.groups.communicators import Communicator
 from rondo.comm.links.collective import group_name, one_epoch, read_frame, rung, together
 from rondo.comm.links.config import LinkConfig
 from rondo.comm.links.device_ring import DeviceMirror
@@ -40,6 +40,7 @@ from rondo.comm.links.frames import (
 )
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.links.sender import receive
+from rondo.runtime.actors.transport import HELLO_S, parse_address
 from rondo.runtime.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -48,7 +49,6 @@ from rondo.runtime.errors import (
     Refused,
     RondoError,
 )
-from rondo.runtime.transport import HELLO_S, parse_address
 from rondo.runtime.waits import waiting
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rondo.comm.communicators import Communicator
+from rondo.comm.groups.communicators import Communicator
 from rondo.comm.links.collective import group_name, one_epoch, read_frame, rung, together
 from rondo.comm.links.config import LinkConfig
 from rondo.comm.links.frames import (
@@ -39,12 +39,12 @@ from rondo.comm.links.frames import (
     unpack_json,
 )
 from rondo.comm.links.pieces import Pieces
-from rondo.comm.ring import Memory
+from rondo.comm.ring.ring import Memory
+from rondo.runtime.actors.transport import parse_address
 from rondo.runtime.errors import (
     ConfigError,
     ProtocolError,
 )
-from rondo.runtime.transport import parse_address
 from rondo.runtime.waits import waiting
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rondo.comm.links.frames import CHECKSUMS
-from rondo.comm.records import ALIGN_BYTES
+from rondo.comm.ring.records import ALIGN_BYTES
 from rondo.runtime.errors import ConfigError
 
 MAX_STREAMS = 64

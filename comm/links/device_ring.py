@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from rondo.comm.links.mirror import Mirror
-from rondo.comm.records import STORAGE, Descriptor
-from rondo.comm.ring import HEAD_WORD, SEQ_WORD, Memory, Record, RecordRef, RingView
+from rondo.comm.ring.records import STORAGE, Descriptor
+from rondo.comm.ring.ring import HEAD_WORD, SEQ_WORD, Memory, Record, RecordRef, RingView
 
 
 class DeviceMirror(Mirror):

@@ -3,7 +3,7 @@
 Owns the bytes between two nodes. Does not own when a frame is sent (`sender.py`, `receiver.py`) nor where a chunk lies
 (`origin.py`, `mirror.py`).
 
-    hello   the 112 bytes of `runtime/transport.py`, with the run's token, once a connection, client to server
+    hello   the 112 bytes of `runtime/actors/transport.py`, with the run's token, once a connection, client to server
     frame   header 40 B: magic kind checksum body_bytes pos extra crc32(of these) | body
 
     sender -> receiver   OPEN {ring, capacity, ...}    DATA pos, a chunk of the log    BEAT
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rondo.runtime.actors.transport import HELLO, HELLO_MAGIC, token_digest
 from rondo.runtime.errors import TRAVELLERS, ProtocolError, Refused, RemoteError
-from rondo.runtime.transport import HELLO, HELLO_MAGIC, token_digest
 
 LINK_VERSION = 1
 OPEN, OPENED, DATA, CREDIT, RESEND, BEAT, REFUSAL, PAYLOAD = range(1, 9)

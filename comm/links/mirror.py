@@ -21,9 +21,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from rondo.comm.records import ALIGN_BYTES, HEADER_BYTES, HEADER_FIELDS, RECORD
-from rondo.comm.ring import HEAD_WORD, MAGIC_WORD, RING_MAGIC, SEQ_WORD, TAIL_WORD, Memory, RingLog
-from rondo.comm.words import ring_doorbell
+from rondo.comm.ring.records import ALIGN_BYTES, HEADER_BYTES, HEADER_FIELDS, RECORD
+from rondo.comm.ring.ring import HEAD_WORD, MAGIC_WORD, RING_MAGIC, SEQ_WORD, TAIL_WORD, Memory, RingLog
+from rondo.comm.ring.words import ring_doorbell
 from rondo.runtime.errors import CorruptData, ProtocolError, Refused
 
 _BORN, _INCARNATION = 8, 9  # control words that only mirrors use: attempt + 1; the newest sender's incarnation + 1

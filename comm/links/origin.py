@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rondo.comm.records import HEADER_BYTES, PAD, RECORD
-from rondo.comm.ring import RingView
-from rondo.comm.words import PEEK_IS_SAFE, settle
+from rondo.comm.ring.records import HEADER_BYTES, PAD, RECORD
+from rondo.comm.ring.ring import RingView
+from rondo.comm.ring.words import PEEK_IS_SAFE, settle
 from rondo.runtime.errors import CorruptData, Refused
 
 

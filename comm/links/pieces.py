@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rondo.comm.links.origin import Origin
-from rondo.comm.records import HEADER_BYTES, PAD, align
-from rondo.comm.words import PEEK_IS_SAFE
+from rondo.comm.ring.records import HEADER_BYTES, PAD, align
+from rondo.comm.ring.words import PEEK_IS_SAFE
 
 
 class Piece(NamedTuple):

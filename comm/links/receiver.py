@@ -43,8 +43,8 @@ from rondo.comm.links.frames import (
 from rondo.comm.links.mirror import Mirror, MirrorStats
 from rondo.comm.links.record_stream import RecordStream
 from rondo.comm.links.sender import receive
+from rondo.runtime.actors.transport import HELLO_S, parse_address
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, Refused, RondoError
-from rondo.runtime.transport import HELLO_S, parse_address
 from rondo.runtime.waits import waiting
 
 _MAX_HAVE = 1024

@@ -43,10 +43,10 @@ from rondo.comm.links.frames import (
 )
 from rondo.comm.links.origin import Origin
 from rondo.comm.links.record_stream import RecordStream
-from rondo.comm.ring import Memory
-from rondo.comm.words import drain
+from rondo.comm.ring.ring import Memory
+from rondo.comm.ring.words import drain
+from rondo.runtime.actors.transport import parse_address
 from rondo.runtime.errors import ConfigError, CorruptData, DeadlineExceeded, PeerGone, ProtocolError
-from rondo.runtime.transport import parse_address
 from rondo.runtime.waits import PROCESS, Wait, waiting
 
 _MAX_RESENDS = 8

@@ -21,7 +21,7 @@ import numpy as np
 
 from rondo.comm.partitions.nested import decoded, unflatten
 from rondo.comm.partitions.runs import count, expand
-from rondo.comm.ring import Record
+from rondo.comm.ring.ring import Record
 from rondo.runtime.errors import CorruptData
 
 Piece = Sequence[int]  # [record's place in the list, first row there, rows]
@@ -81,7 +81,7 @@ class Batch:
 
     def tensors(self, name: str) -> list[Any]:
         """One torch tensor a row over the same memory; not to be written to."""
-        from rondo.comm.tensors import as_tensor  # the bus imports no torch: who asks for tensors has it
+        from rondo.comm.ring.tensors import as_tensor  # the bus imports no torch: who asks for tensors has it
 
         return [as_tensor(array, self.dtype(name)) for array in self.arrays(name)]
 

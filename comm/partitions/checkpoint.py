@@ -29,7 +29,7 @@ from rondo.comm.partitions.batch import Batch
 from rondo.comm.partitions.client import Partition
 from rondo.comm.partitions.runs import compress
 from rondo.comm.partitions.spec import load_sampler
-from rondo.comm.records import (
+from rondo.comm.ring.records import (
     HEADER_BYTES,
     RECORD,
     Column,

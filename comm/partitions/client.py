@@ -31,14 +31,14 @@ from rondo.comm.partitions.runs import MAX_ROWS, compress, count
 from rondo.comm.partitions.spec import Sampler, Sequential
 from rondo.comm.partitions.stats import DROPPED, ENDED, PartitionStats, StatsReader, stats_name
 from rondo.comm.partitions.stream import Reading, Stream
-from rondo.comm.records import Column, record_bytes
-from rondo.comm.ring import Record, RingView, RingWriter, place
+from rondo.comm.ring.records import Column, record_bytes
+from rondo.comm.ring.ring import Record, RingView, RingWriter, place
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, OutOfSpace, RondoError
-from rondo.runtime.segments import Segment, SegmentClient
+from rondo.runtime.memory.segments import Segment, SegmentClient
 from rondo.runtime.waits import waiting
 
 if TYPE_CHECKING:
-    from rondo.comm.bus import Member
+    from rondo.comm.bus.bus import Member
 
 ROOM = "partition room"
 _STREAM_S = 3600.0

@@ -16,7 +16,7 @@ from rondo.comm.partitions.runs import ROW_BITS, compress, row_id
 from rondo.comm.partitions.service import PartitionService, Reader, Want
 from rondo.comm.partitions.spec import load_sampler
 from rondo.comm.partitions.table import Table
-from rondo.runtime.actor import endpoint
+from rondo.runtime.actors.actor import endpoint
 from rondo.runtime.errors import ConfigError
 
 _PAGE_ROWS = 65_536

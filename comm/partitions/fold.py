@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondo.comm.journal import Event
+from rondo.comm.bus.journal import Event
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.table import Table
 

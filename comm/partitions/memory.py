@@ -15,7 +15,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from rondo.runtime.segments import Segment, SegmentClient
+from rondo.runtime.memory.segments import Segment, SegmentClient
 
 FILE = "file:"
 

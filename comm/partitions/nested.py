@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rondo.comm.records import STORAGE, Column
+from rondo.comm.ring.records import STORAGE, Column
 
 SEPARATOR = "."
 
@@ -110,7 +110,7 @@ def _dtype(name: str, array: np.ndarray) -> str:
 
 
 def _tensors(name: str, tensors: Sequence[Any]) -> Column:
-    from rondo.comm.tensors import as_array  # the bus imports no torch: who has tensors has it
+    from rondo.comm.ring.tensors import as_array  # the bus imports no torch: who has tensors has it
 
     pairs = [as_array(tensor.detach().cpu().contiguous()) for tensor in tensors]
     dtypes = {dtype for _, dtype in pairs}

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rondo.comm.journal import Event
+from rondo.comm.bus.journal import Event
+from rondo.comm.bus.rings import Rings
 from rondo.comm.partitions.fold import Partitions
 from rondo.comm.partitions.memory import FILE, Memories
 from rondo.comm.partitions.runs import ROW_MASK
@@ -30,10 +31,9 @@ from rondo.comm.partitions.stats import MAX_NAME_BYTES, MAX_TASKS, STATS_BYTES, 
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import CLAIMED, DONE, READY, WAITING, Task
 from rondo.comm.partitions.waited import Waited
-from rondo.comm.ring import fits, ring_bytes
-from rondo.comm.rings import Rings
+from rondo.comm.ring.ring import fits, ring_bytes
 from rondo.runtime.errors import Closed, ConfigError, Refused, SamplerFailed
-from rondo.runtime.segments import SegmentClient
+from rondo.runtime.memory.segments import SegmentClient
 
 _EVERY = 8  # waits between two looks at the percentiles, which cost more than a count
 _BURY_RECORDS = 1000  # how many records of a dropped partition are let go in one turn of the loop

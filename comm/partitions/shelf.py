@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.comm.ring import ring_bytes
+from rondo.comm.ring.ring import ring_bytes
 
 
 @dataclass(slots=True)

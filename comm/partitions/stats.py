@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import CLAIMED, DONE, READY, WAITING
-from rondo.comm.words import LINE_BYTES, Words
-from rondo.runtime.segments import Segment
+from rondo.comm.ring.words import LINE_BYTES, Words
+from rondo.runtime.memory.segments import Segment
 
 OPEN, ENDED, DROPPED = 1, 2, 3
 MAX_TASKS = 64

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from rondo.comm.journal import Event
+from rondo.comm.bus.journal import Event
 from rondo.comm.partitions.entry import DEAD, HELD, LIVE, Entry, places_of
 from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, Numbers, Run, compress, count, expand, number_of, row_id
 from rondo.comm.partitions.shelf import Ring, Shelf

@@ -1,4 +1,4 @@
-"""How policy versions reach those who serve them, beside the slab (`comm/slab.py`).
+"""How policy versions reach those who serve them, beside the slab (`comm/weights/slab.py`).
 
 one version    held (a receiver's copy, and when it counts), sums (a bucket's checksum)
 ways           delta (what changed since the version before), broadcast (other nodes and jobs; with parcel and topology),

@@ -44,7 +44,8 @@ _WHOLE, _DELTA, _END = "whole", "delta", "end"
 
 
 class Communicator(Protocol):
-    """A group of processes that move tensors of bytes, as `comm/communicators.py` makes them. Calls of one process come from one
+    """A group of processes that move tensors of bytes, as `comm/groups/communicators.py` makes them. Calls of one process come
+    from one
     thread, in the same order on both sides; each ends, in time, with the tensor moved or with an error."""
 
     @property

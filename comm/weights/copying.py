@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from rondo.comm.slab import SlotWriter
+from rondo.comm.weights.slab import SlotWriter
 from rondo.comm.weights.sums import bucket_sum
 
 _Part = tuple[int, np.ndarray]

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.comm.slab import WeightSlab, manifest_checksum
-from rondo.comm.tensors import manifest_of, unpack
+from rondo.comm.ring.tensors import manifest_of, unpack
+from rondo.comm.weights.slab import WeightSlab, manifest_checksum
 from rondo.comm.weights.sums import bucket_sum, in_threads
 from rondo.runtime.errors import Closed, CorruptData, OutOfSpace
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from rondo.comm.tensors import dtype_name, torch_dtype
+from rondo.comm.ring.tensors import dtype_name, torch_dtype
 from rondo.runtime.errors import ConfigError, CorruptData
 
 _BYTES = ("handle", "counter_handle", "event_handle")

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rondo.comm.slab import SlotWriter, WeightSlab
-from rondo.comm.tensors import BUCKET_BYTES
+from rondo.comm.ring.tensors import BUCKET_BYTES
 from rondo.comm.weights.copying import copy_and_sum
 from rondo.comm.weights.held import Published, VersionId
+from rondo.comm.weights.slab import SlotWriter, WeightSlab
 from rondo.runtime.errors import Closed, RondoError
 from rondo.runtime.waits import blocking
 

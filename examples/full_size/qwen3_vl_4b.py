@@ -9,7 +9,7 @@ files is enough.
 
 from __future__ import annotations
 
-from rondo.comm.config import BusConfig
+from rondo.comm.bus.config import BusConfig
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import fully_async
 from rondo.models.config import ModelConfig

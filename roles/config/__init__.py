@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from rondo.comm.config import BusConfig
+from rondo.comm.bus.config import BusConfig
 from rondo.models.config import ModelConfig
 from rondo.models.media.config import MediaConfig
-from rondo.roles.algorithms import Algorithm, OldLogProbs, old_log_probs_source, resolve
+from rondo.roles.algorithms.algorithm import Algorithm, OldLogProbs, old_log_probs_source, resolve
 from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
 from rondo.roles.config.training import AlgorithmConfig, SftConfig, TrainConfig

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rondo.models.media.refs import Kind
-from rondo.roles.rollout import ranges
+from rondo.roles.engines import ranges
 from rondo.runtime.section import FunctionRef, Section
 
 NewTokens = Annotated[int, AfterValidator(ranges.NEW_TOKENS.check)]

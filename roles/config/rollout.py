@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rondo.roles.config.data import NewTokens, TopK, TopP
-from rondo.roles.rollout import ranges
+from rondo.roles.engines import ranges
 from rondo.runtime.config import is_loopback
 from rondo.runtime.section import FunctionRef, Section
 

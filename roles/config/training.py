@@ -1,6 +1,6 @@
 """Settings of training: algorithm, optimizer and micro-batches, and the warm-up on demonstrations.
 
-Owns their bounds. Does not own what an algorithm computes (`roles/algorithms.py`, `roles/losses.py`).
+Owns their bounds. Does not own what an algorithm computes (`roles/algorithms/algorithm.py`, `roles/algorithms/losses.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rondo.roles.algorithms import (
+from rondo.roles.algorithms.algorithm import (
     ALGORITHMS,
     Algorithm,
     BatchNormalization,

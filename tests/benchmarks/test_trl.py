@@ -12,8 +12,8 @@ import pytest
 from benchmarks import trl, trl_run
 from benchmarks import trl_task as task
 from rondo.launch.plan import group_specs
-from rondo.roles.rollout.engine import SamplingParams
-from rondo.roles.rollout.groups import Lease
+from rondo.roles.engines.engine import SamplingParams
+from rondo.roles.sampling.groups import Lease
 
 
 def test_both_lists_have_the_same_mean_and_the_ragged_one_a_long_tail() -> None:
@@ -83,9 +83,11 @@ def test_the_ratio_is_to_the_quickest_of_the_peers() -> None:
 
 
 def test_processes_are_told_apart_by_their_names_and_command_lines() -> None:
-    forked = ["python", "-m", "rondo.runtime.nursery", "5,6"]
+    forked = ["python", "-m", "rondo.runtime.supervision.nursery", "5,6"]
     assert trl.kind_of(forked, "actor-0.0") == "actor" and trl.kind_of(forked, "actor_fwd-12.0") == "actor_fwd"
     assert (
-        trl.kind_of(forked, "python") == trl.kind_of(["python", "runtime/stand_in.py", "m:R"], "python") == "torchrun"
+        trl.kind_of(forked, "python")
+        == trl.kind_of(["python", "runtime/supervision/stand_in.py", "m:R"], "python")
+        == "torchrun"
     )
     assert trl.kind_of(["sleep"], "sleep") == "other"

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from rondo.comm.audit import Audit, audit
-from rondo.comm.journal import Event, encode, files, read
-from rondo.comm.spans import rows_of
-from rondo.runtime.actor import serve
-from rondo.runtime.ref import ActorRef
-from rondo.runtime.segments import SegmentServer
+from rondo.comm.bus.audit import Audit, audit
+from rondo.comm.bus.journal import Event, encode, files, read
+from rondo.comm.bus.spans import rows_of
+from rondo.runtime.actors.actor import serve
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.memory.segments import SegmentServer
 from rondo.runtime.waits import wait_for
 from tests.chaos.total_queue import Verdict, judge
 from tests.chaos.worker import MEMBERS, TOKEN, TRAIN, N, P

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-import rondo.comm.journal
-from rondo.comm.bus import Bus, Member
-from rondo.comm.coordinator import Coordinator, CoordinatorConfig
-from rondo.comm.journal import Journal
-from rondo.comm.ring import ring_bytes
-from rondo.comm.serve import open_index
-from rondo.comm.spans import rows_of
-from rondo.runtime.actor import serve
-from rondo.runtime.guard import die_with_parent
-from rondo.runtime.ref import ActorRef
-from rondo.runtime.segments import SegmentClient
+import rondo.comm.bus.journal
+from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.bus.journal import Journal
+from rondo.comm.bus.serve import open_index
+from rondo.comm.bus.spans import rows_of
+from rondo.comm.ring.ring import ring_bytes
+from rondo.runtime.actors.actor import serve
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.memory.segments import SegmentClient
+from rondo.runtime.processes.guard import die_with_parent
 from tests.comm import inprocess
 from tests.comm.driver import STREAMS, rules
 from tests.comm.inprocess import payload, put, put_scores, row_bytes
@@ -51,7 +51,7 @@ def config() -> CoordinatorConfig:
 
 
 async def coordinator(folder: Path) -> None:
-    rondo.comm.journal.ROTATE_BYTES = 1 << 40  # the checker reads every event
+    rondo.comm.bus.journal.ROTATE_BYTES = 1 << 40  # the checker reads every event
     with Journal(folder / "journal") as journal:
         index, ledger = open_index(config(), journal, folder, 0)
         segments = SegmentClient(folder / "handover.sock", TOKEN)

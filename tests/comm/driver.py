@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rondo.comm.group import Group
-from rondo.comm.index import Index, Rules
-from rondo.comm.journal import Event
-from rondo.comm.records import GROUP_BLOB
-from rondo.comm.rounds import Stream
-from rondo.comm.spans import num_samples, rows_of, spans_of
+from rondo.comm.bus.group import Group
+from rondo.comm.bus.index import Index, Rules
+from rondo.comm.bus.journal import Event
+from rondo.comm.bus.rounds import Stream
+from rondo.comm.bus.spans import num_samples, rows_of, spans_of
+from rondo.comm.ring.records import GROUP_BLOB
 
 STREAMS = (
     Stream("actor_fwd", ("tokens",), ("log_probs",), media=True),

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rondo.comm.bus import Bus, Member, Round
-from rondo.comm.coordinator import Coordinator, CoordinatorConfig
-from rondo.comm.group import NO_VERSION
-from rondo.comm.journal import Journal
-from rondo.comm.records import Column, worst_case_bytes
-from rondo.comm.serve import open_index
-from rondo.comm.words import new_doorbell
-from rondo.runtime.segments import Segment
-from rondo.runtime.transport import pack, unpack
+from rondo.comm.bus.bus import Bus, Member, Round
+from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.bus.group import NO_VERSION
+from rondo.comm.bus.journal import Journal
+from rondo.comm.bus.serve import open_index
+from rondo.comm.ring.records import Column, worst_case_bytes
+from rondo.comm.ring.words import new_doorbell
+from rondo.runtime.actors.transport import pack, unpack
+from rondo.runtime.memory.segments import Segment
 from tests.comm.driver import rules
 
 LENGTH, RESPONSE = 6, 4

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.joining import join
-from rondo.runtime.guard import die_with_parent
+from rondo.comm.partitions.joining import join
+from rondo.runtime.processes.guard import die_with_parent
 
 
 def say(word: Any) -> None:

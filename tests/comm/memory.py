@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.records import Column
-from rondo.comm.ring import RingTail, RingView, RingWriter, ring_bytes
+from rondo.comm.ring.records import Column
+from rondo.comm.ring.ring import RingTail, RingView, RingWriter, ring_bytes
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.bus import Bus, Member, Round
-from rondo.comm.coordinator import Coordinator, CoordinatorConfig
-from rondo.comm.journal import Journal
-from rondo.comm.records import Column, worst_case_bytes
-from rondo.comm.serve import open_index
-from rondo.runtime.actor import Actor, Server, endpoint, serve
-from rondo.runtime.ref import ActorRef
-from rondo.runtime.segments import SegmentClient, SegmentServer
+from rondo.comm.bus.bus import Bus, Member, Round
+from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.bus.journal import Journal
+from rondo.comm.bus.serve import open_index
+from rondo.comm.ring.records import Column, worst_case_bytes
+from rondo.runtime.actors.actor import Actor, Server, endpoint, serve
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.memory.segments import SegmentClient, SegmentServer
 from tests.comm.driver import rules
 
 TOKEN = "t0ken"

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import orjson
 
-from rondo.launch.status import show_status
+from rondo.launch.report.status import show_status
 from tests.e2e.runs import Running
 
 

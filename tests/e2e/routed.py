@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.comm.bus import Round
+from rondo.comm.bus.bus import Round
 from rondo.launch import train
 from rondo.launch.config import RunConfig, override
 from rondo.launch.modes import colocate, fully_async, hybrid
@@ -25,8 +25,8 @@ from rondo.models.routing import routers_of
 from rondo.roles.actor import ActorRole, Read
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.forward import ActorForwardRole
-from rondo.roles.trainer import Trainer
-from rondo.runtime.spec import GroupSpec
+from rondo.roles.training.backend import Trainer
+from rondo.runtime.supervision.spec import GroupSpec
 
 NAME, NUM_STEPS, NUM_EXPERTS = "routed", 5, 4
 MODES = {

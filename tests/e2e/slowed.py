@@ -19,12 +19,12 @@ from rondo.launch.train import TrainOptions
 from rondo.models.config import ModelConfig
 from rondo.roles.actor import ActorRole
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
+from rondo.roles.engines.engine import Completion, Request
 from rondo.roles.forward import ActorForwardRole, ReferenceRole
-from rondo.roles.rollout.engine import Completion, Request
-from rondo.roles.rollout.groups import Lease, PromptGroups
-from rondo.roles.rollout.role import RolloutRole
-from rondo.roles.trainer import Trainer
-from rondo.runtime.spec import GroupSpec
+from rondo.roles.rollout import RolloutRole
+from rondo.roles.sampling.groups import Lease, PromptGroups
+from rondo.roles.training.backend import Trainer
+from rondo.runtime.supervision.spec import GroupSpec
 
 NAME = "slowed"
 ORDER = ("rollout", "reward", "reference", "actor_fwd", "actor")

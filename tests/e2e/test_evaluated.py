@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rondo.launch.records import evaluation_records, step_records
+from rondo.launch.report.records import evaluation_records, step_records
 from tests.e2e.runs import ROOT, command, finish, left_behind, start
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from rondo.launch.explain import show
+from rondo.launch.report.explain import show
 from tests.e2e.runs import ROOT, finish, left_behind, start
 from tests.e2e.slowed import NAME, steps_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import orjson
 
-from rondo.launch.records import step_records
+from rondo.launch.report.records import step_records
 from tests.e2e.runs import ROOT, command, finish, left_behind, start
 
 

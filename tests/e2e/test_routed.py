@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orjson
 
-from rondo.launch.records import step_records
+from rondo.launch.report.records import step_records
 from tests.e2e.routed import NAME, NUM_STEPS
 from tests.e2e.runs import ROOT, finish, left_behind, start
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from rondo.launch.records import read_records, step_records
+from rondo.launch.report.records import read_records, step_records
+from rondo.launch.report.status import ask
+from rondo.launch.report.steps import read_steps
 from rondo.launch.rundir import supervisor_record
-from rondo.launch.status import ask
-from rondo.launch.steps import read_steps
 from rondo.runtime.checkpoints import newest_complete
 from tests.e2e.agent import ask_the_policy
 from tests.e2e.runs import QUICKSTART, ROOT, Ended, command, finish, left_behind, read_until, start, train

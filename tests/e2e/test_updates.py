@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rondo.comm.journal import files, read
-from rondo.launch.diff import first_difference
-from rondo.launch.records import step_records
-from rondo.launch.timeline import read_run
+from rondo.comm.bus.journal import files, read
+from rondo.launch.report.diff import first_difference
+from rondo.launch.report.records import step_records
+from rondo.launch.report.timeline import read_run
 from tests.e2e.runs import ROOT, Ended, Running, command, finish, left_behind, start
 
 NUM_STEPS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from rondo.launch.timeline import SpanRecord
+from rondo.launch.report.timeline import SpanRecord
 
 TENTH = 100_000_000
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rondo.comm.serve import CONFIG as COORDINATOR_CONFIG
-from rondo.launch.check_data import Opened
+from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.launch.check.data import Opened
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, load, resolve
 from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.rundir import RunDir, write_json
-from rondo.roles.fingerprints import FILE as FINGERPRINTS
+from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.errors import ConfigError
 from tests.launch import configs
 

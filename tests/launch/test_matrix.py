@@ -9,14 +9,14 @@ from typing import Any
 import orjson
 import pytest
 
-from rondo.comm.coordinator import CoordinatorConfig
-from rondo.comm.index import Index
+from rondo.comm.bus.coordinator import CoordinatorConfig
+from rondo.comm.bus.index import Index
 from rondo.launch.config import RunConfig, override
 from rondo.launch.groups import RoleGroup
 from rondo.launch.modes import colocate, fully_async, hybrid
 from rondo.launch.plan import coordinator_config, coordinator_json, group_specs
 from rondo.models.config import ModelConfig
-from rondo.roles.algorithms import ALGORITHMS
+from rondo.roles.algorithms.algorithm import ALGORITHMS
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 
 OPTIONS: dict[str, dict[str, Any]] = {

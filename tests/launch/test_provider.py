@@ -10,9 +10,9 @@ import pytest
 
 from rondo.launch import provider as module
 from rondo.launch.provider import RunProvider
-from rondo.runtime.admin import prometheus_lines
-from rondo.runtime.orders import State
-from rondo.runtime.supervisor import Supervisor
+from rondo.runtime.admin.endpoint import prometheus_lines
+from rondo.runtime.supervision.orders import State
+from rondo.runtime.supervision.supervisor import Supervisor
 
 LEASE = {"name": "call lease", "waiter": "rollout-0.0", "peer": "coordinator", "seconds": 1.5}
 

@@ -8,8 +8,8 @@ from threading import Thread
 import orjson
 import pytest
 
-from rondo.launch.check_child import Report, look_at_model
-from rondo.launch.check_sglang import look_at_sglang
+from rondo.launch.check.child import Report, look_at_model
+from rondo.launch.check.sglang import look_at_sglang
 from rondo.launch.config import load
 from rondo.launch.sglang_env import VERSION, commands, has_sglang, install
 from rondo.models.media.config import MediaConfig

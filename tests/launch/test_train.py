@@ -15,13 +15,13 @@ import pytest
 from rondo.launch import cli, train
 from rondo.launch.cli import TrainOptions
 from rondo.launch.config import load, resolve
+from rondo.launch.report.summary import Summary, write
 from rondo.launch.rundir import RunDir, read_json, write_json
-from rondo.launch.summary import Summary, write
-from rondo.runtime.admin import listen
+from rondo.runtime.admin.endpoint import listen
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.nursery import Nursery
-from rondo.runtime.orders import Limits
-from rondo.runtime.spec import GroupSpec
+from rondo.runtime.supervision.nursery import Nursery
+from rondo.runtime.supervision.orders import Limits
+from rondo.runtime.supervision.spec import GroupSpec
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
@@ -30,9 +30,9 @@ import contextlib, sys
 from pathlib import Path
 from rondo.launch import cli, train
 from rondo.launch.rundir import RunDir
-from rondo.launch.view import PlainView
-from rondo.runtime.admin import listen
-from rondo.runtime.spec import Outcome
+from rondo.launch.report.view import PlainView
+from rondo.runtime.admin.endpoint import listen
+from rondo.runtime.supervision.spec import Outcome
 
 async def supervise(config, run, options, *_):
     view = PlainView(config.num_steps)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.models import parallel
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import learning_rate

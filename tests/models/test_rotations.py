@@ -12,10 +12,10 @@ import transformers as hf
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Packing, Sequence
 from rondo.models.rotations import longest_alike
-from rondo.roles.rollout.embedded import slot_engine
+from rondo.roles.engines.embedded.embedded import slot_engine
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import SIZES, unpacked
-from tests.roles.rollout.engines import gap, request, run
+from tests.roles.engines.engines import gap, request, run
 
 LONG = {
     "rope_type": "longrope",

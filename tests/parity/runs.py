@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rondo.launch.timeline import read_run
+from rondo.launch.report.timeline import read_run
 from tests.e2e.runs import ROOT, Ended, Running, finish, left_behind, read_until, start
 
 RONDO = [sys.executable, "-m", "rondo.launch.cli"]

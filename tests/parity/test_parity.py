@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.diff import first_difference
-from rondo.launch.records import step_records
-from rondo.roles.cursor import Order
-from rondo.roles.parity import read
+from rondo.launch.report.diff import first_difference
+from rondo.launch.report.records import step_records
+from rondo.roles.data.cursor import Order
+from rondo.roles.training.parity import read
 from tests.parity.runs import NUM_STEPS, TASK, Run, scored_in_waits
 
 STEPS = random.Random(1905)

@@ -9,16 +9,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from rondo.comm.snapshot import HotSnapshot, snapshot_bytes
+from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
 from rondo.roles.actor import ActorRole, reward_figures, reward_sums
+from rondo.roles.algorithms.whitening import Whitening, contribution
 from rondo.roles.config import JobConfig
-from rondo.roles.trainer import TrainRow
-from rondo.roles.turns import Turns
-from rondo.roles.whitening import Whitening, contribution
-from rondo.runtime.timeline import Span, span
+from rondo.roles.training.backend import TrainRow
+from rondo.roles.training.compute_turns import Turns
+from rondo.runtime.records.timeline import Span, span
 from tests.comm.memory import MemorySegment
-from tests.roles.test_trainer import model, rows, trainer
-from tests.roles.test_trainer_updates import several
+from tests.roles.training.test_backend import model, rows, trainer
+from tests.roles.training.test_trainer_updates import several
 
 __all__ = ["model"]
 COLUMNS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rondo.comm.config import BusConfig
+from rondo.comm.bus.config import BusConfig
 from rondo.roles.config import JobConfig
 from rondo.runtime.section import explain
 

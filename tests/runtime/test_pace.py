@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rondo.runtime.heartbeat import Beat, HeartbeatWriter, read_beats, segment_bytes
 from rondo.runtime.pace import PaceLimits, Work
+from rondo.runtime.supervision.heartbeat import Beat, HeartbeatWriter, read_beats, segment_bytes
 
 LIMITS = PaceLimits(factor=10, floor_s=60, ceiling_s=1000)
 

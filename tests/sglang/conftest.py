@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rondo.launch.sglang_env import has_sglang
-from rondo.roles.rollout.sglang.owned import FOLDER
+from rondo.roles.engines.sglang.owned import FOLDER
 from tests.sglang.servers import Served, launch, moe, serve
 
 _HERE = Path(__file__).parent

@@ -15,11 +15,11 @@ import transformers
 
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.config import SGLangConfig
-from rondo.roles.rollout.sglang.capabilities import Capabilities, probe
-from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.one_server import Pause, SGLangEngine
-from rondo.roles.rollout.sglang.server import Launch, SGLangServer
-from rondo.roles.rollout.sglang.weights import weight_path
+from rondo.roles.engines.sglang.capabilities import Capabilities, probe
+from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.engines.sglang.one_server import Pause, SGLangEngine
+from rondo.roles.engines.sglang.server import Launch, SGLangServer
+from rondo.roles.engines.sglang.weights import weight_path
 
 SHIM = Path(__file__).parent / "shim"
 START_S = 600.0

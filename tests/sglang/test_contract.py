@@ -16,10 +16,10 @@ import pytest
 
 from rondo.models.load import load_model
 from rondo.models.parallel import full_tensors
-from rondo.roles.rollout.embedded import EmbeddedEngine, slot_engine
-from rondo.roles.rollout.engine import Completion, Engine
+from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
+from rondo.roles.engines.engine import Completion, Engine
 from rondo.runtime.errors import Closed, ConfigError
-from tests.roles.rollout.engines import full_log_probs, request
+from tests.roles.engines.engines import full_log_probs, request
 from tests.sglang.servers import Served
 
 NEAR = 5e-5

@@ -20,13 +20,13 @@ import torch
 from rondo.models.load import load_model
 from rondo.models.parallel import full_tensors
 from rondo.roles.config import SGLangConfig
-from rondo.roles.rollout.dispatch import Dispatcher
-from rondo.roles.rollout.engine import Completion, Request
-from rondo.roles.rollout.sglang.keeper import KeptEngine, Weights, kept
-from rondo.roles.rollout.sglang.open import connect_engine
-from rondo.roles.rollout.sglang.server import SGLangServer
+from rondo.roles.engines.dispatch import Dispatcher
+from rondo.roles.engines.engine import Completion, Request
+from rondo.roles.engines.sglang.keeper import KeptEngine, Weights, kept
+from rondo.roles.engines.sglang.open import connect_engine
+from rondo.roles.engines.sglang.server import SGLangServer
 from rondo.runtime.waits import waiting
-from tests.roles.rollout.engines import request
+from tests.roles.engines.engines import request
 from tests.sglang.servers import START_S, launch, moe, python
 
 STEP_S = 600.0

@@ -13,10 +13,10 @@ import openai
 import orjson
 
 from rondo.models.load import load_tokenizer
-from rondo.roles.rollout.engine import Prefix, Request, SamplingParams
-from rondo.roles.rollout.serve.app import listening, server
-from rondo.roles.rollout.serve.prompt_work import prompt_work
-from rondo.roles.rollout.sglang.client import SGLangClient
+from rondo.roles.engines.engine import Prefix, Request, SamplingParams
+from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.serve.app import listening, server
+from rondo.roles.serve.prompt_work import prompt_work
 from tests.sglang.servers import Served
 
 TOKEN = "a-token-of-a-test"

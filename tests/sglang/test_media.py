@@ -17,8 +17,8 @@ from rondo.models.media.config import MediaConfig
 from rondo.models.media.processor import Prepared, Processor
 from rondo.models.parallel import full_tensors
 from rondo.models.tiny import qwen3_vl
-from rondo.roles.rollout.engine import Completion, Request
-from tests.roles.rollout.test_media_engine import Made, frames, image, sample, trained
+from rondo.roles.engines.engine import Completion, Request
+from tests.roles.engines.embedded.test_media_engine import Made, frames, image, sample, trained
 from tests.sglang.servers import Served, launch, serve
 
 NEAR = 5e-5

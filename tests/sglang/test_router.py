@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rondo.roles.rollout.sglang.client import SGLangClient
-from rondo.roles.rollout.sglang.router import RoutedServers
-from rondo.roles.rollout.sglang.server import held_port
+from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.engines.sglang.router import RoutedServers
+from rondo.roles.engines.sglang.server import held_port
 from rondo.runtime.errors import ConfigError
-from tests.roles.rollout.dispatch.stub import Nursery, record_of, stubs
+from tests.roles.engines.dispatch.stub import Nursery, record_of, stubs
 
 _PYTHON = Path(os.environ.get("SGLANG_ROUTER_VENV", "")) / "bin" / "python"
 

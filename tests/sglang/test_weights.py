@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 
 from rondo.models.load import load_model
 from rondo.roles.config import SGLangConfig
-from rondo.roles.rollout.sglang import weights_distributed, weights_tensor
-from rondo.roles.rollout.sglang.client import ServerError, SGLangClient
-from rondo.roles.rollout.sglang.owned import FOLDER
-from rondo.roles.rollout.sglang.server import SGLangServer
-from rondo.roles.rollout.sglang.weights import ServerWeights
-from rondo.roles.rollout.sglang.weights_buckets import Bucket, pack
+from rondo.roles.engines.sglang import weights_distributed, weights_tensor
+from rondo.roles.engines.sglang.client import ServerError, SGLangClient
+from rondo.roles.engines.sglang.owned import FOLDER
+from rondo.roles.engines.sglang.server import SGLangServer
+from rondo.roles.engines.sglang.weights import ServerWeights
+from rondo.roles.engines.sglang.weights_buckets import Bucket, pack
 from rondo.runtime.errors import PeerGone
-from rondo.runtime.process import kill_session
-from tests.roles.rollout.engines import full_log_probs, request
+from rondo.runtime.processes.process import kill_session
+from tests.roles.engines.engines import full_log_probs, request
 from tests.sglang.servers import START_S, Served, launch, moe, python
 
 WAYS = ["disk", "tensor", "distributed"]

@@ -17,9 +17,9 @@ from rondo.comm.links.config import LinkConfig
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.links.receiver import LinkReceiver
 from rondo.comm.links.sender import LinkSender
-from rondo.comm.records import Column
-from rondo.comm.ring import RingTail, RingView, RingWriter, ring_bytes
-from rondo.comm.words import drain
+from rondo.comm.ring.records import Column
+from rondo.comm.ring.ring import RingTail, RingView, RingWriter, ring_bytes
+from rondo.comm.ring.words import drain
 from tests.comm.memory import MemorySegment
 
 TOKEN = "a token of a run"

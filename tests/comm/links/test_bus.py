@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.comm.audit import audit
-from rondo.comm.bus import Bus, Member
-from rondo.comm.coordinator import Coordinator
+from rondo.comm.bus.audit import audit
+from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.coordinator import Coordinator
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.links.receiver import LinkReceiver
 from rondo.comm.links.sender import LinkSender
-from rondo.comm.records import Column
-from rondo.comm.ring import RingTail, ring_bytes
+from rondo.comm.ring.records import Column
+from rondo.comm.ring.ring import RingTail, ring_bytes
 from tests.comm.inprocess import InProcess, Store, Wire, payload, put, put_scores
 from tests.comm.links.ends import PATIENCE_S, QUICK, TOKEN
 

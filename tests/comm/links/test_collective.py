@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from rondo.comm.communicators import Communicator, open_group
-from rondo.comm.epochs import Epoch, GroupSpec, Life
+from rondo.comm.groups.communicators import Communicator, open_group
+from rondo.comm.groups.epochs import Epoch, GroupSpec, Life
 from rondo.comm.links.collective_receiver import CollectiveReceiver
 from rondo.comm.links.collective_sender import CollectiveSender
 from rondo.comm.links.device_ring import DeviceMirror, DeviceView
 from rondo.comm.links.mirror import Mirror
-from rondo.comm.ring import RingTail
-from rondo.comm.words import new_doorbell
+from rondo.comm.ring.ring import RingTail
+from rondo.comm.ring.words import new_doorbell
 from rondo.runtime.errors import ConfigError, GroupBroken, Refused
 from tests.comm.links.ends import PATIENCE_S, QUICK, RING, TOKEN, Ends, Reader, column, rung
 from tests.comm.memory import MemorySegment, start_child

@@ -16,8 +16,8 @@ from rondo.comm.links.frames import CHECKSUMS
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.links.receiver import LinkReceiver
 from rondo.comm.links.sender import LinkSender
-from rondo.comm.ring import RingView, ring_bytes
-from rondo.comm.words import new_doorbell
+from rondo.comm.ring.ring import RingView, ring_bytes
+from rondo.comm.ring.words import new_doorbell
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, Refused
 from tests.comm.links.ends import PATIENCE_S, QUICK, RING, TOKEN, Ends, Proxy, Reader, cross, rung, running
 from tests.comm.memory import MemorySegment, start_child

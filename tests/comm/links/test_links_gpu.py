@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore, is_nccl_available
 
-from rondo.comm.communicators import Communicator, open_group
-from rondo.comm.epochs import Epoch, GroupSpec, Life
+from rondo.comm.groups.communicators import Communicator, open_group
+from rondo.comm.groups.epochs import Epoch, GroupSpec, Life
 from rondo.comm.links.collective_receiver import CollectiveReceiver
 from rondo.comm.links.collective_sender import CollectiveSender
 from rondo.comm.links.device_ring import DeviceMirror
-from rondo.comm.ring import CONTROL_BYTES, RingView
+from rondo.comm.ring.ring import CONTROL_BYTES, RingView
 from rondo.runtime.errors import GroupBroken
 from tests.comm.links.ends import QUICK, RING, TOKEN, Ends
 from tests.comm.links.test_collective import TensorReader

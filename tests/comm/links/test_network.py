@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rondo.comm.words import new_doorbell
+from rondo.comm.ring.words import new_doorbell
 from tests.comm.links.ends import PATIENCE_S, Ends, Reader, rung
 from tests.comm.memory import start_child
 

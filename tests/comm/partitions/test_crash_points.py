@@ -1,6 +1,6 @@
 """A process that uses a partition, killed at its n-th store or its n-th journal write, for every n: what was put is there.
 
-As `tests/comm/test_crash_points.py`, with a partition's acts: puts of rows by key, a column added by another role, claims,
+As `tests/comm/bus/test_crash_points.py`, with a partition's acts: puts of rows by key, a column added by another role, claims,
 acknowledgements, a row cleared by name, rows cleared because they were read, the end.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rondo.comm.partitions.stats import STATS_BYTES, stats_name
-from rondo.comm.ring import ring_bytes
+from rondo.comm.ring.ring import ring_bytes
+from tests.comm.bus.test_crash_points import Log, in_child, plant
 from tests.comm.inprocess import MEMBERS, InProcess, Store, ask
 from tests.comm.partitions.scripted import key, leftovers, numbers_of, put, score
-from tests.comm.test_crash_points import Log, in_child, plant
 
 NUM_ROWS, CLEARED = 4, 3
 RING_BYTES = ring_bytes(1 << 13)

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from rondo.comm.index import Index
+from rondo.comm.bus.index import Index
 from rondo.comm.partitions.batch import Batch
 from rondo.comm.partitions.stream import Stream
 from rondo.comm.partitions.table import Table

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rondo.comm.bus import Bus, Member
+from rondo.comm.bus.bus import Bus, Member
 from tests.comm.served import Served, served
 
 ROOT = Path(__file__).parents[3]

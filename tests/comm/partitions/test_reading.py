@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rondo.comm.bus import Bus, Member
-from rondo.comm.index import Index
+from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.index import Index
 from rondo.comm.partitions.checkpoint import restore, save
 from rondo.comm.partitions.loader import StreamingLoader
 from rondo.comm.partitions.runs import expand

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.bus import Bus, Member
+from rondo.comm.bus.bus import Bus, Member
 from rondo.comm.partitions.client import Partition
-from rondo.runtime.process import die_with_parent
-from rondo.runtime.ref import ActorRef
-from rondo.runtime.segments import SegmentClient
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.memory.segments import SegmentClient
+from rondo.runtime.processes.process import die_with_parent
 from tests.comm.served import TOKEN
 
 

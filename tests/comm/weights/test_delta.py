@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.delta import Chain, apply, changed_words, encode
 from rondo.comm.weights.held import Held, Published, VersionId
+from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.runtime.errors import Closed, CorruptData, Refused
 from tests.comm.memory import MemorySegment
 from tests.comm.weights.versions import assert_serves, fill, flip, holding, new_slab, publish

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.comm.slab import WeightSlab
 from rondo.comm.weights.delta import apply, encode
 from rondo.comm.weights.held import Published
 from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.slab import WeightSlab
 from rondo.runtime.errors import Closed, CorruptData, OutOfSpace, PeerGone
 from rondo.runtime.waits import pending
 from tests.comm.memory import MemorySegment

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rondo.comm.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.held import Held, Published, VersionId
+from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.runtime.errors import PeerGone
 from tests.comm.memory import ROOT, MemorySegment
 

@@ -32,10 +32,10 @@ from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Sequence
 from rondo.models.stand_in import stand_in
 from rondo.models.trials import Failed
-from rondo.roles.rollout.embedded import slot_engine
+from rondo.roles.engines.embedded.embedded import slot_engine
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import unpacked
-from tests.roles.rollout.engines import gap, request, run
+from tests.roles.engines.engines import gap, request, run
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 LIMIT = 5e-3

@@ -1,0 +1,421 @@
+"""The bus as a role sees it: put rows, stream rounds, hold weights. One `Bus` per worker process.
+
+Owns this process's side of the rings (one writer, cached read-only maps) and the calls to the coordinator. Decides nothing:
+which rows exist and who may read them is the coordinator's word alone.
+
+    async for round in bus.stream("reference", tokens=4096):       # waits have names and deadlines
+        log_probs = score([row.array("tokens") for row in round.rows])
+        bus.put_columns(round, {"ref_log_probs": log_probs})       # one copy in; never waits (room was reserved)
+        await bus.ack(round)                                       # checks generations, then gives the memory back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rondo.comm.bus.ahead import Ahead
+from rondo.comm.bus.group import FINISHES, INFO
+from rondo.comm.bus.spans import Span, num_rows, spans_in
+from rondo.comm.partitions.client import Partition
+from rondo.comm.ring.records import GROUP_BLOB, Column
+from rondo.comm.ring.ring import Record, RecordRef, RingView, RingWriter
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.errors import CorruptData, NotYet
+from rondo.runtime.memory.segments import Segment, SegmentClient
+from rondo.runtime.waits import PROCESS, waiting
+
+POLL_S = 3600.0
+"""Longest time that one call waits at the coordinator: one that lives says sooner that there is nothing yet (`NotYet`), and is
+asked again, without end."""
+
+MADE_S = 3900.0
+"""Longer than making the largest segment may take."""
+
+Prepare = Callable[["Round"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Who speaks: one rank of one incarnation of a role group."""
+
+    group: str
+    incarnation: int
+    rank: int
+    world_size: int
+    attempt: int
+
+
+class Row:
+    """One row of a round: a part of a sample, most often its only one. `array` gives a read-only view into the ring, valid until
+    the round is acknowledged. So are the arrays of `media`: one mapping for all samples of a prompt group; None for text, and in
+    streams that read no media."""
+
+    __slots__ = ("_held", "_number", "finish", "length", "response", "reward")
+
+    def __init__(self, held: _Held, number: int, length: int, response: int, reward: float | None, finish: int) -> None:
+        self._number = number  # among the rows of its group (`group.py`)
+        self.length = length  # tokens, prompt and response
+        self.response = response  # tokens of the response
+        self.reward = reward  # None: it failed
+        self.finish = FINISHES[finish]
+        self._held = held
+
+    @property
+    def group(self) -> int:
+        return self._held.group
+
+    @property
+    def sample(self) -> int:
+        return self._number % self._held.num_samples
+
+    @property
+    def part(self) -> int:
+        return self._number // self._held.num_samples
+
+    @property
+    def step(self) -> int:
+        return self._held.step
+
+    @property
+    def media(self) -> Mapping[str, np.ndarray] | None:
+        return self._held.media
+
+    @property
+    def media_key(self) -> str:
+        """Equal for samples that share media, and for no others."""
+        return f"group {self.group}"
+
+    @property
+    def columns(self) -> Collection[str]:
+        """The columns that the stream reads."""
+        return self._held.columns
+
+    def array(self, column: str) -> np.ndarray:
+        return self._held[column][self._number]
+
+
+class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
+    """What a round has of one prompt group: column -> number of the row -> its array. A column is made when it is first asked
+    for."""
+
+    __slots__ = ("_extents", "_records", "columns", "group", "media", "num_samples", "step")
+
+    def __init__(self, fields: Mapping[str, Any], records: Mapping[tuple[str, int, int], Record]) -> None:
+        self.group: int = fields["group"]
+        self.step: int = fields["step"]
+        self.num_samples: int = fields["samples"]
+        self._extents, self._records = fields["extents"], records
+        self.columns = {name for names, *_ in self._extents for name in names}
+        self.media = {
+            name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in fields["media"].items()
+        } or None
+
+    def __missing__(self, column: str) -> Mapping[int, np.ndarray] | Sequence[np.ndarray]:
+        found: dict[int, np.ndarray] = {}
+        for names, part, first, count, (ring, pos, seq, i) in self._extents:
+            if column in names:
+                arrays = self._records[ring, pos, seq].arrays(column)
+                if first == i == 0 and len(self._extents) == 1:
+                    return self.setdefault(column, arrays)  # put whole: they stand in the order of their samples
+                start = part * self.num_samples + first
+                found.update(zip(range(start, start + count), arrays[i : i + count], strict=True))
+        return self.setdefault(column, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """This rank's part of one micro-batch. No rows means: run a dummy, so that all ranks run the same collectives.
+    `spans` name the rows in their order. `turn` orders the rounds of all train streams of a step. `last` ends the step; `closes`
+    ends `update`, one optimizer step of it."""
+
+    key: str
+    index: int
+    step: int
+    last: bool
+    turn: int
+    update: int
+    closes: bool
+    rows: tuple[Row, ...]
+    spans: list[Span]
+    ring: str | None
+    records: Mapping[tuple[str, int, int], Record]
+
+
+class Views:
+    """Rings mapped read-only, each at its first use and until it is let go. To be used by one thread at a time."""
+
+    def __init__(self, segments: SegmentClient) -> None:
+        self._segments = segments
+        self._open: dict[str, tuple[RingView, Segment]] = {}
+
+    def __getitem__(self, ring: str) -> RingView:
+        """Raises NoSuchSegment for a ring that was taken away."""
+        if ring not in self._open:
+            segment = self._segments.segment(ring, 0)
+            self._open[ring] = RingView(segment, ring), segment
+        return self._open[ring][0]
+
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        """Let go of every ring that is not wanted."""
+        for ring in [ring for ring in self._open if not wanted(ring)]:
+            view, segment = self._open.pop(ring)
+            view.close()
+            segment.close()
+
+    def close(self) -> None:
+        self.keep(lambda _: False)
+
+    def __enter__(self) -> Views:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Bus:
+    def __init__(self, member: Member, coordinator: ActorRef, segments: SegmentClient) -> None:
+        self.member = member
+        self._coordinator = coordinator
+        self._segments = segments
+        self.held_up_at = -math.inf
+        """When the coordinator last said that it must wait itself, on the clock of waits: what waits for it may go on waiting."""
+        self._open = ExitStack()
+        self._views = Views(segments)
+        # stream -> the rings that the rounds of its newest two answers view: those worked on, and those asked for ahead
+        self._named: dict[str, deque[set[str]]] = {}
+        self._joined: dict[str, int] = {}  # stream -> tokens a micro-batch
+        self._ahead: dict[str, Ahead[Round | None]] = {}  # train stream -> its next round
+        self._here: dict[
+            str, dict[tuple[int, int], Round]
+        ] = {}  # train stream -> rounds (step, index) that came with another
+        self._partitions: dict[str, Partition] = {}
+
+    async def open(self) -> None:
+        """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head. Making tens of
+        gigabytes takes minutes, in which whoever makes it keeps the deadline."""
+        self._own_name = (await self.call("open_ring", self.member.rank, deadline_s=MADE_S))["ring"]
+        self._own = self._open.enter_context(self._writer(self._own_name))
+
+    def close(self) -> None:
+        """Let go of every ring; memory and records stay."""
+        for ahead in self._ahead.values():
+            ahead.drop()
+        for partition in self._partitions.values():
+            partition.close()
+        self._views.close()
+        self._open.close()
+
+    async def call(self, method: str, *args: Any, deadline_s: float = 60.0, **kwargs: Any) -> Any:
+        """An idempotent request as this member, repeated over coordinator restarts until the deadline, and without one while a
+        coordinator that lives has no answer yet."""
+        who = (self.member.group, self.member.incarnation)
+        while True:
+            try:
+                return await self._coordinator.call(method, *who, *args, deadline_s=deadline_s, retry=True, **kwargs)
+            except NotYet as answer:
+                if answer.after_s:
+                    self.held_up_at = PROCESS.clock()
+                    async with waiting(f"call {method}", peer=f"coordinator: {answer}", deadline_s=None):
+                        await asyncio.sleep(answer.after_s)
+
+    def partition(self, name: str, **settings: Any) -> Partition:
+        """The named set of rows `name`, beside the training stream. Its first use makes it, with these `partitions.spec.Spec`."""
+        if name not in self._partitions:
+            self._partitions[name] = Partition(name, settings, self.member, self.call, self._segments)
+        return self._partitions[name]
+
+    async def flush(self) -> None:
+        """Send every acknowledgement of partitions that no claim has taken along."""
+        for partition in self._partitions.values():
+            await partition.flush()
+
+    # ---- producing --------------------------------------------------------------------------------------------------
+
+    def put_samples(
+        self,
+        ring: str,
+        group: int,
+        epoch: int,
+        samples: Sequence[int],
+        columns: Sequence[Column],
+        info: Sequence[Sequence[float | None]],
+        parts: Sequence[int] | None = None,
+    ) -> RecordRef:
+        """Samples of a leased group, whole, which become visible together. info: `INFO` of each row; versions are NO_VERSION
+        where no policy sampled a token.
+
+        parts: how many rows each sample has; None: one each. The rows stand part by part: part 0 of every sample, then part 1 of
+        those that have one, and so on.
+        """
+        spans = spans_in(group, samples)
+        for part in range(1, max(parts or (1,))):
+            more = [sample for sample, num_parts in zip(samples, parts or (), strict=True) if num_parts > part]
+            spans += spans_in(group, more, part)
+        if len(info) != num_rows(spans) or set(map(len, info)) != {len(INFO)}:
+            raise ValueError(f"info must have {', '.join(INFO)} of {num_rows(spans)} rows, got {list(info)!r:.200}.")
+        meta = {"reservation": f"group.{group}.{epoch}", "info": list(zip(*info, strict=True))}
+        return self._put(ring, spans, columns, epoch, meta)
+
+    def put_media(
+        self, ring: str, group: int, epoch: int, columns: Sequence[Column], encoder_positions: int
+    ) -> RecordRef:
+        """The media of a leased group, once for all its samples and before them; each column has one array. Not where the
+        lease says `has_media`: those of an earlier holder stay, and there is no room for others. `encoder_positions`: what
+        the towers work on, which rounds are balanced by."""
+        meta = {"reservation": f"group.{group}.{epoch}", "info": [[encoder_positions]]}
+        return self._put(ring, [(group, 0, GROUP_BLOB, 1)], columns, epoch, meta)
+
+    def put_columns(self, made: Round, columns: Mapping[str, Sequence[np.ndarray]]) -> RecordRef | None:
+        """Derived columns for the rows of a round, one array a row, in the round's order."""
+        if not made.rows or made.ring is None:
+            return None
+        meta = {"reservation": f"{made.key}.{self.member.rank}"}
+        fields = [Column(name, arrays[0].dtype.name, list(arrays)) for name, arrays in columns.items()]
+        return self._put(made.ring, made.spans, fields, 0, meta)
+
+    def _put(
+        self, ring: str, spans: Sequence[Sequence[int]], columns: Sequence[Column], epoch: int, meta: dict[str, Any]
+    ) -> RecordRef:
+        if ring == self._own_name:
+            return self._own.put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
+        with self._writer(
+            ring
+        ) as writer:  # an overflow ring serves one grant: the coordinator takes it away when empty
+            return writer.put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
+
+    @contextmanager
+    def _writer(self, ring: str) -> Iterator[RingWriter]:
+        with self._segments.segment(ring, 0) as segment:
+            doorbell = self._segments.doorbell(ring)
+            writer = RingWriter(segment, doorbell, ring)
+            try:
+                yield writer
+            finally:
+                writer.close()
+                os.close(doorbell)
+
+    # ---- consuming --------------------------------------------------------------------------------------------------
+
+    async def join(self, stream: str, tokens: int) -> None:
+        """Register this group's layout for a stream. Once is enough: the coordinator's journal keeps it."""
+        if self._joined.get(stream) != tokens:
+            await self.call("join", stream, self.member.world_size, tokens)
+            self._joined[stream] = tokens
+
+    async def stream(
+        self,
+        stream: str,
+        *,
+        tokens: int,
+        step: int | None = None,
+        then: int | None = None,
+        prepare: Prepare | None = None,
+    ) -> AsyncGenerator[Round, None]:
+        """Rounds of a stream in order, until the run ends; of one step, until its last, when `step` is given.
+
+        The next round of a step is asked for when the last one that is here is handed out. `then`: the step whose first round is
+        asked for with the last of this one. `prepare` is awaited with every round that came before it was needed.
+        """
+        await self.join(stream, tokens)
+        if step is not None:
+            async for made in self._rounds_of_step(stream, step, then, prepare):
+                yield made
+            return
+        index = 0
+        while rounds := await self._ask(stream, index, None):
+            for made in rounds:
+                yield made
+            index += len(rounds)
+
+    async def _rounds_of_step(
+        self, stream: str, step: int, then: int | None, prepare: Prepare | None
+    ) -> AsyncGenerator[Round, None]:
+        here = self._here.setdefault(stream, {})
+
+        async def request(step: int, index: int, early: bool) -> Round | None:
+            made = here.pop((step, index), None)
+            if made is None:
+                rounds = await self._ask(stream, index, step, early=early)
+                made = rounds[0] if rounds else None
+                here.update(((step, other.index), other) for other in rounds[1:])
+            if early and made is not None and prepare is not None:
+                await prepare(made)
+            return made
+
+        async def hurry(step: int, index: int) -> None:
+            await self.call("round_needed", stream, self.member.rank, index, step, deadline_s=POLL_S)
+
+        if stream not in self._ahead:
+            self._ahead[stream] = Ahead(request, hurry)
+        ahead, index = self._ahead[stream], 0
+        whole = False
+        try:
+            while not whole and (made := await ahead.take(step, index)) is not None:
+                index, whole = index + 1, made.last
+                if not whole and (prepare is not None or (step, index) not in here):
+                    ahead.ask(step, index)
+                elif whole and then is not None:
+                    ahead.ask(then, 0)
+                yield made
+        finally:
+            if not whole:
+                ahead.drop()
+                here.clear()
+
+    async def _ask(self, stream: str, index: int, step: int | None, *, early: bool = False) -> list[Round]:
+        """Round `index` and those behind it that are there, or none where no more come. early: once it is full, since nobody
+        waits for it yet."""
+        method = "rounds_ahead" if early else "next_rounds"
+        answer = await self.call(method, stream, self.member.rank, index, step, deadline_s=POLL_S)
+        return self._rounds(stream, answer.get("rounds", ()))
+
+    def _rounds(self, stream: str, answer: Sequence[Mapping[str, Any]]) -> list[Round]:
+        named = [_named(fields) for fields in answer]
+        rings = {ring for records in named for ring, _, _ in records}
+        self._named.setdefault(stream, deque(maxlen=2)).append(rings)
+        viewed = set().union(*(rings for newest in self._named.values() for rings in newest))
+        self._views.keep(lambda name: name in viewed or not name.startswith("overflow/"))
+        return [self._round(fields, records) for fields, records in zip(answer, named, strict=True)]
+
+    def _round(self, fields: Mapping[str, Any], named: set[tuple[str, int, int]]) -> Round:
+        records = {(ring, pos, seq): self._views[ring].read(pos, seq) for ring, pos, seq in named}
+        held = {group["group"]: _Held(group, records) for group in fields["groups"]}
+        spans = fields["spans"]
+        of = [held[group] for group, _, _, count in spans for _ in range(count)]
+        starts = [(part * held[group].num_samples + first, count) for group, part, first, count in spans]
+        numbers = [number for start, count in starts for number in range(start, start + count)]
+        rows = tuple(map(Row, of, numbers, *fields["info"]))
+        plain = {name: fields[name] for name in ("key", "index", "step", "last", "turn", "update", "closes", "ring")}
+        return Round(**plain, rows=rows, spans=spans, records=records)
+
+    def views(self) -> Views:
+        """Views of the rings for whoever reads on another thread: those of the rounds come and go with the rounds."""
+        return Views(self._segments)
+
+    def check(self, made: Round) -> None:
+        """Raise CorruptData when memory of this round was overwritten while it was read: the work is discarded."""
+        for (ring, pos, seq), record in made.records.items():
+            if not record.valid():
+                raise CorruptData(
+                    f"record {seq} at {pos} of {ring} must stay until it is acknowledged, got another one there. "
+                    "This is a fault in rondo: the round is discarded and its role group restarts."
+                )
+
+    async def ack(self, made: Round) -> None:
+        self.check(made)
+        await self.call("ack", made.key, self.member.rank)
+
+
+def _named(fields: Mapping[str, Any]) -> set[tuple[str, int, int]]:
+    """The records that the answer about a round names: (ring, position, generation)."""
+    rows = {(ring, pos, seq) for group in fields["groups"] for *_, (ring, pos, seq, _) in group["extents"]}
+    return rows | {(ring, pos, seq) for group in fields["groups"] for ring, pos, seq, _ in group["media"].values()}

@@ -1,0 +1,638 @@
+"""The index of the bus: what every prompt group is, where its rows lie, and what may happen to it next.
+
+Owns admission, leases, outcomes and the accounting (promise B1). Pure: state changes only in `apply(event)`, a fold over the
+journal; `plan_*` methods look at the state and propose events without changing it. No clock, no memory, no sockets: those are
+the coordinator's. `group.py` holds what was put of one group, `rounds.py` the part that consumers see, `space.py` the room in
+rings, `versions.py` the weights.
+
+    waiting --grant--> running --all n rows visible--> ready --commit--> trained
+       ^                 |  |                            `--commit, beyond the first P--> surplus
+       `--lose, error----'  `--settle--> filtered | failed        too many errors --> quarantined
+
+Where several roles are trained on the same steps, a version is committed when each has reported it (`prepared`).
+
+Invariants: a group trains at the step it was admitted for and at no other; a step is its first P survivors in admission order;
+the first visible put of a (group, sample), of a column of one of its rows, and of a group's media, wins; accounts count samples,
+whatever rows they have; at every moment
+admitted = trained + filtered + surplus + failed + quarantined + waiting + running + ready.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rondo.comm.bus import formats
+from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
+from rondo.comm.bus.journal import Event
+from rondo.comm.bus.rounds import Rounds, Stream, mini_batch_of
+from rondo.comm.bus.space import Space
+from rondo.comm.bus.spans import Span, whole_samples
+from rondo.comm.bus.versions import Versions
+from rondo.comm.partitions.fold import Partitions
+from rondo.comm.ring.records import GROUP_BLOB
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the index must hold to; fixed for a run."""
+
+    num_steps: int
+    groups_per_step: int  # P, in prompt groups
+    samples_per_group: int  # n
+    max_staleness: int  # in policy versions
+    base_columns: tuple[str, ...]  # written by rollout
+    streams: tuple[Stream, ...]
+    row_bytes: int  # worst case of one sample's record, all its parts, in a rollout ring
+    media_bytes: int = 0  # worst case of the record with a prompt group's media; 0: there are none
+    num_slots: int = 2
+    spare_groups: int = 0
+    max_consecutive_filtered: int = 1000
+    max_consecutive_failed: int = 100
+    max_data_failures: int = 2
+    max_infra_failures: int = 5
+    num_positions: int | None = None  # data-set rows times passes; None is endless
+
+
+class Index:
+    """The fold. `apply` is total and deterministic: equal events give equal `dump()`, and an event that means nothing any more,
+    since its lease, its ring or its group is gone, changes nothing."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.attempt = 0
+        self.version: int | None = None  # newest committed policy version; None before the first commit
+        self.trainable = tuple(stream.name for stream in rules.streams if stream.kind == "train")
+        self.checksums: dict[str, int] = {}  # trainable role -> checksum of its weights at `version`
+        self.prepared: dict[str, dict[str, Any]] = {}  # trainable role -> what it has reported of the next version
+        self.next_group = 0
+        self.next_position = 0
+        self.groups: dict[int, Group] = {}
+        self.steps: dict[int, list[int]] = {}  # uncommitted step -> its groups in admission order
+        self.counts: dict[str, int] = {"admitted": 0, **dict.fromkeys((*LIVE, *SETTLED), 0)}
+        self.refused_rows = 0
+        self.media_bytes = 0  # put as media, ever, refused ones included
+        self.row_bytes = 0  # put as samples, likewise
+        self.num_overflow = 0  # overflow rings ever made: names the next one
+        self.consecutive_filtered = 0
+        self.consecutive_failed = 0  # failed and quarantined prompt groups since one was ready or filtered
+        self.last_error = ""  # of the last of them, or why one was filtered
+        self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
+        self.members: dict[str, list[int]] = {}  # group name -> [incarnation, ranks, 1 if alive]
+        self.evaluations: dict[str, Event] = {}
+        self.evaluation_parts: dict[str, dict[str, Any]] = {}  # label without a result -> part -> what was found of it
+        self.space = Space()
+        self.versions = Versions(rules.num_slots)
+        self.rounds = Rounds(rules.streams)
+        self.partitions = Partitions()
+        self._freed: list[tuple[str, int]] = []
+        self._filled: set[str] = set()
+        # Found again from the groups: what is asked for often, without a scan.
+        self._alive: dict[int, int] = {}  # step -> its groups that are not settled
+        self._waiting: dict[int, list[int]] = {}  # step -> its waiting groups, sorted: in admission order
+        self._held: dict[str, set[int]] = {}  # member -> the groups that it has a lease on
+
+    # ---- the fold -------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        handler: Callable[[Event], None] = getattr(self, "_on_" + event["event"])
+        handler(event)
+
+    def freed(self) -> list[tuple[str, int]]:
+        """Rings whose tail moved since the last call, with the new tail: the effect left to the coordinator."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def news(self) -> tuple[list[tuple[str, int | None]], set[str]]:
+        """Since the last call: streams, and steps of them, of which more may be planned; members one of whose groups is ready."""
+        filled, self._filled = self._filled, set()
+        needed, news = self.rules.groups_per_step, self.rounds.news()
+        return [
+            (name, step) for name, step in news if step is None or self.rounds.may_train(name, step, needed)
+        ], filled
+
+    def _on_snapshot(self, event: Event) -> None:
+        self.__dict__.update(Index.load(self.rules, event["state"]).__dict__)
+
+    def _on_attempt(self, event: Event) -> None:
+        """A new life of the whole run: rings, leases, rows and published weights of the old one are gone."""
+        self.attempt = event["attempt"]
+        self.members.clear()
+        self.space, self.versions = Space(), Versions(self.rules.num_slots)
+        self.rounds = Rounds(self.rules.streams)
+        self.partitions.forget_all()
+        self.prepared.clear()
+        self.evaluation_parts.clear()
+        for group in self._outstanding():
+            self._hold(group, None)
+            self._move(group, "waiting")
+            group.epoch += 1
+            group.forget_puts()
+
+    def _on_ring(self, event: Event) -> None:
+        overflow = event.get("overflow", False)
+        self.num_overflow += overflow
+        self.space.add(event["ring"], event["bytes"], event["member"], overflow=overflow)
+
+    def _on_ring_dropped(self, event: Event) -> None:
+        if event["ring"] in self.space.rings:
+            self.space.remove(event["ring"])
+
+    def _on_started(self, event: Event) -> None:
+        self.members[event["member"]] = [event["incarnation"], event["ranks"], 1]
+
+    def _on_dead(self, event: Event) -> None:
+        """A whole incarnation is proved dead: nobody reads or writes for it any more."""
+        name = event["member"]
+        if self.members.get(name, [None])[0] != event["incarnation"]:
+            return
+        self.members[name][2] = 0
+        for group in self._outstanding():
+            if group.state == "running" and group.holder == name:
+                self._lose(group, f"{name} died", infra=True)
+        for ring in self.space.rings.values():
+            if ring.owner == name:
+                for reservation in list(ring.reserved):
+                    self.space.release(reservation)
+        self.versions.forget(name)
+        self.prepared = {role: report for role, report in self.prepared.items() if report["member"] != name}
+        self.partitions.on_dead(name)
+        if event.get("publisher"):
+            self.versions.abort_writes()
+        for unpinned in self.rounds.forget(name):
+            if unpinned in self.groups:
+                self._free_if_done(self.groups[unpinned])
+        for group in self._outstanding():
+            self._offer(group)
+
+    def _on_part(self, event: Event) -> None:
+        self.partitions.apply(event)
+
+    def _on_join(self, event: Event) -> None:
+        self.rounds.join(event["stream"], event["member"], event["ranks"], event["tokens"])
+
+    def _on_admit(self, event: Event) -> None:
+        if event["group"] < self.next_group or event["step"] < self.step:
+            return
+        group = Group(event["group"], event["step"], event["position"], self.rules.samples_per_group)
+        self.groups[group.id] = group
+        self.steps.setdefault(group.step, []).append(group.id)
+        self.next_group, self.next_position = group.id + 1, event["position"] + 1
+        self.counts["admitted"] += 1
+        self.counts["waiting"] += 1
+        self._list(group)
+
+    def _on_grant(self, event: Event) -> None:
+        group = self.groups.get(event["group"])
+        if group is None or group.state != "waiting" or event["ring"] not in self.space.rings:
+            return
+        group.epoch, group.rank = event["epoch"], event.get("rank", 0)
+        self._hold(group, event["member"])
+        self._move(group, "running")
+        self.space.reserve(group.reservation(), event["ring"], event["entries"])
+
+    def _on_put(self, event: Event) -> None:
+        """A record became visible. Its rows are accepted one by one, the parts of a sample all or none; whoever comes second is
+        refused and counted."""
+        ring, pos = event["ring"], event["pos"]
+        if ring not in self.space.rings:
+            return
+        touched: dict[int, Group] = {}
+        fresh = self._fresh(event["spans"]) if "info" in event else {}
+        row = 0  # of the record
+        for span in event["spans"]:
+            group, taken = self.groups.get(span[0]), 0
+            if group is not None and event["attempt"] == self.attempt:
+                taken = self._take(group, span, fresh.get(span[0], 0), event, row)
+            if group is not None and taken:
+                touched[group.id] = group
+            self.refused_rows += span[3] - taken
+            row += span[3]
+        if "info" in event:
+            if event["spans"][0][2] == GROUP_BLOB:
+                self.media_bytes += event["bytes"]
+            else:
+                self.row_bytes += event["bytes"]
+        self.space.record(ring, pos, event["bytes"], len(touched), event["reservation"], event["entries"])
+        for group in touched.values():
+            group.records.append([ring, pos])
+            if group.state == "running" and group.whole:
+                self.space.release(group.reservation())
+                self._filled.add(group.holder or "")
+                self._hold(group, None)
+                self.consecutive_filtered = self.consecutive_failed = 0
+                self._move(group, "ready")
+            self._offer(group)
+        if not touched:
+            self._trim(ring)
+        if "info" in event:
+            self._lose_without_room(event)
+
+    def _lose_without_room(self, event: Event) -> None:
+        """A holder that puts samples twice uses up the room of those that are missing: its lease ends, since nobody could put
+        the rest under it."""
+        group = self.groups.get(event["spans"][0][0])
+        held = group is not None and group.state == "running" and event["attempt"] == self.attempt
+        if group is not None and held and event["epoch"] == group.epoch and not self.space.holds(group.reservation()):
+            self._lose(group, f"{group.holder} put samples twice and has no room for the others", infra=False)
+
+    def _fresh(self, spans: list[Span]) -> dict[int, int]:
+        """The samples of each group that a record has with all of their parts, and that nobody has put before."""
+        able = [span for span in spans if span[0] in self.groups and self.groups[span[0]].has(*span[1:])]
+        return {group: chosen & ~self.groups[group].known for group, chosen in whole_samples(able).items()}
+
+    def _take(self, group: Group, span: Span, fresh: int, event: Event, row: int) -> int:
+        """The rows of a record from `row` on, as many of them as are the first of their kind: media, samples that are `fresh`, or
+        derived columns (they have no info)."""
+        _, part, first, count = span
+        columns, place = event["columns"], [event["ring"], event["pos"], event["seq"], row]
+        media = first == GROUP_BLOB and count == 1 and not part and "info" in event
+        if not media and not group.has(part, first, count):
+            return 0  # no row has such a number; a fold takes any record, since it has been journalled
+        if "info" not in event:
+            return group.take_columns(span, columns, place)
+        if media:
+            return int(group.take_media(columns, event["epoch"], event["info"][0][row], place))
+        return group.take_samples(span, fresh, columns, event["epoch"], event["info"], place)
+
+    def _on_lose(self, event: Event) -> None:
+        """A lease ended without progress. The memory stays reserved until its holder abandons it or is proved dead."""
+        group = self._leased(event)
+        if group is not None:
+            self._lose(group, event["why"], infra=True)
+
+    def _on_error(self, event: Event) -> None:
+        """The holder reports that this group's data failed (a reward that raised, a prompt that does not fit)."""
+        group = self._leased(event)
+        if group is not None:
+            self.space.release(group.reservation())
+            self._lose(group, event["why"], infra=False)
+
+    def _leased(self, event: Event) -> Group | None:
+        """The group of an event whose lease is the one that the event means; None when it has ended meanwhile."""
+        group = self.groups.get(event["group"])
+        return group if group is not None and group.state == "running" and group.epoch == event["epoch"] else None
+
+    def _on_abandon(self, event: Event) -> None:
+        self.space.release(f"group.{event['group']}.{event['epoch']}")
+
+    def _on_settle(self, event: Event) -> None:
+        """The holder (filtered) or a deadline (failed) decided a group's outcome before it was ready.
+
+        A deadline revokes the right to put, never the memory: that stays reserved until the holder abandons it or dies.
+        """
+        group = self.groups.get(event["group"])
+        if group is None or group.state not in ("waiting", "running") or group.epoch != event["epoch"]:
+            return
+        if event["outcome"] == "filtered":
+            self.space.release(group.reservation())
+            self.consecutive_filtered += 1
+            self.consecutive_failed, self.last_error = 0, event["why"]
+        group.error = event["why"]
+        self._end(group, event["outcome"])
+
+    def _on_rounds(self, event: Event) -> None:
+        """Rounds that were planned together; one event, since half of a plan would lose the rows of the other half."""
+        for made in event["rounds"]:
+            if not self._fits(made):
+                continue
+            self.rounds.add(made, self.groups)
+            for rank, reserve in enumerate(made["reserve"]):
+                if reserve is not None and reserve[1]:
+                    self.space.reserve(f"{made['key']}.{rank}", reserve[0], reserve[1])
+
+    def _fits(self, made: Event) -> bool:
+        """Whether a round names groups and rings that are there, and is new."""
+        groups = {group for spans in made["spans"] for group, *_ in spans}
+        rings = {reserve[0] for reserve in made["reserve"] if reserve is not None}
+        live = all(group in self.groups and self.groups[group].state == "ready" for group in groups)
+        return live and rings <= self.space.rings.keys() and self.rounds.get(made["key"]) is None
+
+    def _on_ack(self, event: Event) -> None:
+        self.space.release(f"{event['key']}.{event['rank']}")
+        for unpinned in self.rounds.acknowledge(event["key"], event["rank"]):
+            if unpinned in self.groups:
+                self._free_if_done(self.groups[unpinned])
+
+    def _on_prepared(self, event: Event) -> None:
+        """One of several trainable roles holds the next version on every rank, and waits for the others."""
+        if event["version"] == self.next_version:
+            self.prepared[event["role"]] = {name: event[name] for name in ("member", "version", "checksum", "spans")}
+
+    def _on_commit(self, event: Event) -> None:
+        """The last trainable role holds version `version` on every rank too. Version v > 0 trained step v - 1, each role that
+        trains it on exactly the rows of its spans."""
+        if self.version is not None and event["version"] <= self.version:
+            return
+        reports = {**self.prepared, event["role"]: event}
+        self.version, self.prepared = event["version"], {}
+        self.checksums = {role: report["checksum"] for role, report in reports.items()}
+        step = self.version - 1
+        trained = {span[0] for report in reports.values() for span in report["spans"]}
+        for group_id in self.steps.pop(step, []):
+            group = self.groups.get(group_id)
+            if group is None or group.state not in LIVE:
+                continue
+            if group_id in trained and group.state == "ready":
+                for oldest, count in Counter(group.oldest()).items():
+                    if oldest != NO_VERSION:
+                        self.staleness[step - oldest] = self.staleness.get(step - oldest, 0) + count
+                self._end(group, "trained")
+            else:  # what its holder has reserved stays so until it is abandoned
+                self._end(group, "surplus")
+        self._alive.pop(step, None)
+        self._waiting.pop(step, None)
+        self.rounds.close(step)
+
+    def _on_publishing(self, event: Event) -> None:
+        self.versions.begin(event["slot"], event["version"])
+
+    def _on_published(self, event: Event) -> None:
+        self.versions.publish(event["slot"], event["version"], event["checksum"])
+
+    def _on_hold(self, event: Event) -> None:
+        self.versions.hold(event["slot"], event["reader"])
+
+    def _on_let_go(self, event: Event) -> None:
+        self.versions.let_go(event["reader"])
+
+    def _on_proved(self, event: Event) -> None:
+        self.versions.prove(event["reader"], event["version"])
+
+    def _on_pin(self, event: Event) -> None:
+        """The version in this slot stays there until its evaluation has a result."""
+        self.versions.pins[event["label"]] = event["slot"]
+
+    def _on_evaluated(self, event: Event) -> None:
+        self.evaluations[event["label"]] = event["result"]
+        self.versions.pins.pop(event["label"], None)
+        self.evaluation_parts.pop(event["label"], None)
+
+    def _on_evaluated_part(self, event: Event) -> None:
+        if event["label"] not in self.evaluations:
+            self.evaluation_parts.setdefault(event["label"], {}).setdefault(str(event["part"]), event["found"])
+
+    # ---- state changes shared by handlers ---------------------------------------------------------------------------
+
+    def _move(self, group: Group, state: str) -> None:
+        if group.state == state:  # a new attempt finds groups that wait already
+            return
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        if group.state == "waiting":
+            self._waiting[group.step].remove(group.id)
+        elif state == "waiting":
+            bisect.insort(self._waiting.setdefault(group.step, []), group.id)
+        if state in SETTLED:
+            self._alive[group.step] -= 1
+        group.state = state
+
+    def _list(self, group: Group) -> None:
+        """Take a group into the lists that are found again from the groups."""
+        if group.state in LIVE:
+            self._alive[group.step] = self._alive.get(group.step, 0) + 1
+        if group.state == "waiting":
+            bisect.insort(self._waiting.setdefault(group.step, []), group.id)
+        if group.holder is not None:
+            self._held.setdefault(group.holder, set()).add(group.id)
+
+    def _hold(self, group: Group, member: str | None) -> None:
+        if group.holder is not None:
+            self._held[group.holder].discard(group.id)
+        if member is not None:
+            self._held.setdefault(member, set()).add(group.id)
+        group.holder = member
+
+    def _lose(self, group: Group, why: str, *, infra: bool) -> None:
+        group.error = why
+        self._hold(group, None)
+        group.infra_failures += infra
+        group.data_failures += not infra
+        beyond = (
+            group.infra_failures > self.rules.max_infra_failures or group.data_failures > self.rules.max_data_failures
+        )
+        if beyond:
+            self._end(group, "quarantined")
+        else:
+            group.epoch += 1
+            self._move(group, "waiting")
+
+    def _end(self, group: Group, outcome: str) -> None:
+        if outcome in ("failed", "quarantined"):
+            self.consecutive_failed, self.last_error = self.consecutive_failed + 1, group.error
+        self._hold(group, None)
+        self._move(group, outcome)
+        self.rounds.withdraw(group.id, group.step)
+        self._free_if_done(group)
+
+    def _offer(self, group: Group) -> None:
+        if group.state == "ready":
+            self.rounds.offer(group)
+
+    def _free_if_done(self, group: Group) -> None:
+        """A settled group that nobody reads gives its memory back and is forgotten."""
+        if group.state in SETTLED and not self.rounds.pinned(group.id):
+            for ring, pos in group.records:
+                tail = self.space.unuse(ring, pos)
+                if tail is not None:
+                    self._freed.append((ring, tail))
+            del self.groups[group.id]
+
+    def _trim(self, ring: str) -> None:
+        tail = self.space.trim(ring) if ring in self.space.rings else None
+        if tail is not None:
+            self._freed.append((ring, tail))
+
+    def _outstanding(self) -> Iterator[Group]:
+        return (group for group in list(self.groups.values()) if group.state in LIVE)
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The oldest uncommitted step: the version it trains on has the same number."""
+        return self.version if self.version is not None else 0
+
+    @property
+    def next_version(self) -> int:
+        """The version that is committed next."""
+        return 0 if self.version is None else self.version + 1
+
+    def trains(self, role: str, step: int) -> bool:
+        """Whether a trainable role trains a step, or leaves its weights as they are."""
+        return step >= self.rounds.lanes[role].spec.first_step
+
+    @property
+    def done(self) -> bool:
+        return self.version is not None and (self.version >= self.rules.num_steps or self._out_of_data)
+
+    @property
+    def _out_of_data(self) -> bool:
+        """The data ended, and what is left of them cannot fill the oldest step: the run ends with whole steps."""
+        if self.rules.num_positions is None:
+            return False
+        left = self.rules.num_positions - self.next_position
+        return self._alive.get(self.step, 0) + left < self.rules.groups_per_step
+
+    def imbalance(self, *, scan: bool = True) -> str:
+        """Empty while promise B1 holds; else the sentence that stops the run. `scan`: count the living groups one by one too."""
+        counts = self.counts
+        if counts["admitted"] != sum(counts[state] for state in (*LIVE, *SETTLED)):
+            return f"prompt groups must balance, got {counts}"
+        live = dict.fromkeys(LIVE, 0)
+        for group in self.groups.values() if scan else ():
+            if group.state in live:
+                live[group.state] += 1
+        if not scan or all(counts[state] == live[state] for state in LIVE):
+            return ""
+        return f"prompt groups must balance, got {counts} against {live} outstanding"
+
+    def survivors(self, step: int) -> list[int]:
+        """Groups of a step that have not been settled, in admission order."""
+        return [g for g in self.steps.get(step, ()) if g in self.groups and self.groups[g].state in LIVE]
+
+    def membership(self, step: int) -> list[int]:
+        """The ready groups whose place among the step's first P survivors is certain, in admission order."""
+        first = self.survivors(step)[: self.rules.groups_per_step]
+        return [g for g in first if self.groups[g].state == "ready"]
+
+    def mini_batches(self, step: int, num: int) -> list[list[int]]:
+        """`membership` by mini-batch: without the groups that change theirs when one that is not ready yet, before them, is
+        settled and those behind it move up."""
+        needed, missing = self.rules.groups_per_step, 0
+        batches: list[list[int]] = [[] for _ in range(num)]
+        for place, id in enumerate(self.survivors(step)[:needed]):
+            if self.groups[id].state != "ready":
+                missing += 1
+            elif (batch := mini_batch_of(place, needed, num)) == mini_batch_of(place - missing, needed, num):
+                batches[batch].append(id)
+        return batches
+
+    def held_by(self, member: str) -> list[Group]:
+        """The groups that this member has a lease on."""
+        return [self.groups[id] for id in sorted(self._held.get(member, ()))]
+
+    def running(self) -> list[Group]:
+        """The groups that anyone has a lease on."""
+        return [self.groups[id] for held in self._held.values() for id in sorted(held)]
+
+    def waiting(self, step: int) -> list[Group]:
+        """The groups of a step that wait for a lease, in admission order."""
+        return [self.groups[id] for id in self._waiting.get(step, ())]
+
+    def plan_admissions(self, step: int) -> list[Event]:
+        """Admissions that bring a step to P + spare groups; fewer when the data end."""
+        alive = self._alive.get(step, 0)
+        missing = self.rules.groups_per_step + self.rules.spare_groups - alive
+        if self.rules.num_positions is not None:
+            left = self.rules.num_positions - self.next_position
+            if alive + left < self.rules.groups_per_step:
+                return []  # a step that cannot fill is not begun
+            missing = min(missing, left)
+        return [
+            {"event": "admit", "group": self.next_group + i, "step": step, "position": self.next_position + i}
+            for i in range(missing)
+        ]
+
+    def open_steps(self, engine_version: int) -> range:
+        """Steps that an engine with this proved version may work for: k - e <= max_staleness."""
+        return range(self.step, min(engine_version + self.rules.max_staleness + 1, self.rules.num_steps))
+
+    def plan_rounds(
+        self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool = False
+    ) -> list[Event]:
+        """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`). full: of a step only
+        those to which nothing could be added."""
+        if step is None:
+            return self.rounds.plan_forward(stream, member, incarnation, self.groups)
+        if not self.rounds.may_train(stream, step, self.rules.groups_per_step):
+            return []
+        certain = self.mini_batches(step, self.rounds.lanes[stream].spec.mini_batches)
+        if self.rounds.lanes[stream].spec.fixed:  # only those that no other survivor stands before
+            first = set(itertools.takewhile(lambda id: self.groups[id].state == "ready", self.survivors(step)))
+            certain = [[id for id in batch if id in first] for batch in certain]
+        needed = self.rules.groups_per_step
+        return self.rounds.plan_train(stream, member, step, certain, needed, self.groups, full=full)
+
+    def entries(self, group: Group) -> list[int]:
+        """Room (bytes a record) to reserve for what is still missing of a group; its media come first.
+
+        Where a prompt has no media, its first sample uses up their room.
+        """
+        media = [self.rules.media_bytes] if self.rules.media_bytes and not group.media else []
+        return media + [self.rules.row_bytes] * (group.num_samples - group.known_samples.bit_count())
+
+    def starving(self) -> str:
+        """Why the oldest step can never fill, or empty while it can."""
+        if self.consecutive_filtered > self.rules.max_consecutive_filtered:
+            return (
+                f"filtered prompt groups in a row must be at most {self.rules.max_consecutive_filtered} "
+                f"(rollout.max_consecutive_filtered), got {self.consecutive_filtered}. The last one was filtered for: "
+                f"{self.last_error}"
+            )
+        if self.consecutive_failed > self.rules.max_consecutive_failed:
+            return (
+                f"failed prompt groups in a row must be at most {self.rules.max_consecutive_failed} "
+                f"(rollout.max_consecutive_failed), got {self.consecutive_failed}. The last one failed so: {self.last_error}"
+            )
+        return ""
+
+    # ---- persistence ------------------------------------------------------------------------------------------------
+
+    _PLAIN = (
+        "attempt",
+        "version",
+        "checksums",
+        "prepared",
+        "next_group",
+        "next_position",
+        "counts",
+        "refused_rows",
+        "media_bytes",
+        "row_bytes",
+        "num_overflow",
+        "consecutive_filtered",
+        "consecutive_failed",
+        "last_error",
+        "members",
+        "evaluations",
+        "evaluation_parts",
+    )
+
+    def dump(self) -> dict[str, Any]:
+        """The whole state as plain JSON; `load(rules, dump())` is an equal index."""
+        return {
+            **formats.stamp(),
+            **{name: getattr(self, name) for name in self._PLAIN},
+            "staleness": [[age, count] for age, count in sorted(self.staleness.items())],
+            "steps": [[step, list(groups)] for step, groups in self.steps.items()],
+            "groups": [group.dump() for group in self.groups.values()],
+            "space": self.space.dump(),
+            "versions": self.versions.dump(),
+            "rounds": self.rounds.dump(),
+            "partitions": self.partitions.dump(),
+        }
+
+    @classmethod
+    def load(cls, rules: Rules, state: dict[str, Any], where: object = "the dump of an index") -> Index:
+        """An index from a dump of this or an older release; what that one did not know is as in a new index. ConfigError where a
+        newer one wrote it."""
+        state = formats.state_of(state, where)
+        index = cls(rules)
+        for name in cls._PLAIN:
+            setattr(index, name, state.get(name, getattr(index, name)))
+        index.counts = {**cls(rules).counts, **index.counts}
+        index.staleness = dict(state["staleness"])
+        index.steps = {step: list(groups) for step, groups in state["steps"]}
+        index.groups = {group["id"]: Group.load(group) for group in state["groups"]}
+        for group in index.groups.values():
+            index._list(group)
+        index.space = Space.load(state["space"])
+        index.versions = Versions.load(state["versions"])
+        index.rounds = Rounds.load(rules.streams, state["rounds"])
+        index.partitions = Partitions.load(state["partitions"])
+        return index

@@ -1,0 +1,425 @@
+"""Work for consumers, planned once for all ranks of a role group.
+
+Owns which rows are ready for which stream, the rounds made of them, and who still reads them (pins). A part of the index's
+fold: pure, and the same for whoever asks again. Does not own rows, room in rings, or sockets.
+
+A *stream* is one kind of work on rows: `forward` streams add columns (actor_fwd, reference, advantages) and can have replicas
+that share the groups between them; a `train` stream (actor) reads every group of a step. A *round* is one micro-batch for every
+data-parallel rank; a rank without rows runs a dummy, so that all ranks run the same collectives in the same order.
+
+    offer(group) -> ready -> plan(...) -> round r of a scope -> acknowledge(key, rank) by every rank -> unpinned
+
+A round is balanced by what rows cost (`balance.py`); a micro-batch holds at most the tokens of its member's layout.
+
+The rounds of a step make `mini_batches` x `passes` *updates*, one optimizer step each, behind each other in one scope: the groups
+of a step are divided over its mini-batches in admission order, and every pass goes through all of them.
+
+    step 7, 4 groups, 2 mini-batches, 2 passes      update 0: groups a b    1: c d    2: a b    3: c d
+
+Several roles may be trained on a step, each with a stream of its own: a group is in the same update of each, and the rounds of
+all share one order (`turn`), so that ranks that train both run the same collectives.
+
+Invariants: every rank of a scope sees the same rounds in the same order; a group is in at most one live round of a stream;
+a train round names only groups whose membership in the step, and in the mini-batch, is certain; a group is in exactly one
+update of a pass, and with the same rank in every pass; readiness is a list, never a scan.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondo.comm.bus.balance import Bound, fill, micro_batches, recut
+from rondo.comm.bus.group import Group
+from rondo.comm.bus.journal import Event
+from rondo.comm.bus.spans import Span
+
+MOST_ROUNDS = 8
+"""How many rounds are planned at once, where so many are full, and handed out with one answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What a role reads and writes, by column name."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    kind: str = "forward"  # forward | train
+    whole_groups: bool = False  # keep the samples of a prompt group in one micro-batch (group statistics)
+    whole_samples: bool = False  # keep the parts of a sample in one micro-batch (losses over a tree, or a whole sample)
+    whole_step: bool = False  # train only when every group of the step is ready (needs_full_step algorithms)
+    media: bool = False  # reads the media of prompt groups too
+    fixed: bool = False  # rounds follow from admission order and lengths alone, never from what is ready when
+    output_bytes_per_token: int = 4
+    mini_batches: int = 1  # a train stream's optimizer steps in one pass over a step's groups
+    passes: int = 1  # how often a train stream goes through a step's groups
+    first_step: int = 0  # the first step that a train stream trains; before it, its role commits unchanged weights
+
+
+@dataclass(slots=True)
+class Round:
+    """Micro-batch `index` of a scope: `spans[rank]` are that rank's rows. `pending` ranks have not acknowledged."""
+
+    key: str
+    stream: str
+    scope: str
+    index: int
+    step: int
+    last: bool
+    spans: list[list[Span]]
+    reserve: list[list[Any] | None]
+    turn: int = (
+        0  # its place among the rounds of all train streams of the step: who trains several runs them in this order
+    )
+    update: int = 0  # which optimizer step of a train step it belongs to
+    closes: bool = False  # whether that optimizer step has all its rows with this round
+    pending: set[int] = field(default_factory=set)
+
+    def groups(self) -> set[int]:
+        return {group for rank in self.spans for group, *_ in rank}
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The state of one stream."""
+
+    spec: Stream
+    layouts: dict[str, list[int]] = field(default_factory=dict)  # member -> [ranks, tokens a micro-batch]
+    ready: dict[int, list[int]] = field(default_factory=dict)  # step -> groups, sorted; a step without any is not in it
+    taken: set[int] = field(default_factory=set)  # groups that are ready, in a round, or finished here
+    rounds: dict[str, dict[int, Round]] = field(default_factory=dict)  # scope -> index -> round
+    planned: dict[str, int] = field(default_factory=dict)  # scope -> rounds planned so far
+    covered: dict[str, dict[int, set[int]]] = field(
+        default_factory=dict
+    )  # train scope -> update -> groups in its rounds
+    news: set[int] = field(default_factory=set)  # steps of which more can be planned than before
+
+    def list_ready(self, step: int, group: int) -> None:
+        listed = self.ready.setdefault(step, [])
+        at = bisect.bisect_left(listed, group)
+        if at == len(listed) or listed[at] != group:
+            listed.insert(at, group)
+            self.news.add(step)
+
+    def unlist(self, step: int, group: int) -> None:
+        listed = self.ready.get(step, [])
+        at = bisect.bisect_left(listed, group)
+        if at < len(listed) and listed[at] == group:
+            del listed[at]
+            if not listed:
+                del self.ready[step]
+
+    def cover(self, made: Round) -> None:
+        self.covered.setdefault(made.scope, {}).setdefault(made.update, set()).update(made.groups())
+
+    def in_order(self) -> Iterator[int]:
+        """Ready groups, oldest step first."""
+        return (group for step in sorted(self.ready) for group in self.ready[step])
+
+
+class Rounds:
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self.lanes = {spec.name: _Lane(spec) for spec in streams}
+        self._by_key: dict[str, Round] = {}
+        self._pins: dict[int, set[str]] = {}
+
+    def news(self) -> list[tuple[str, int | None]]:
+        """(stream, step) of which more may be planned since the last call; step None of forward streams."""
+        found: list[tuple[str, int | None]] = []
+        for name, lane in self.lanes.items():
+            if lane.news:
+                found += [(name, step) for step in lane.news] if lane.spec.kind == "train" else [(name, None)]
+                lane.news.clear()
+        return found
+
+    # ---- readiness --------------------------------------------------------------------------------------------------
+
+    def offer(self, group: Group) -> None:
+        """Tell every stream what is visible of a group; those whose inputs are complete list it as ready. Idempotent."""
+        for lane in self.lanes.values():
+            if lane.spec.mini_batches > 1 or lane.spec.fixed:
+                lane.news.add(group.step)  # the place of those behind it may be certain now
+            if group.id in lane.taken or not group.complete(lane.spec.inputs):
+                continue
+            lane.taken.add(group.id)
+            if not lane.spec.outputs or not group.complete(lane.spec.outputs):
+                lane.list_ready(group.step, group.id)
+
+    def withdraw(self, group: int, step: int) -> None:
+        """A settled group is offered to nobody; rounds that hold it keep it until they are acknowledged."""
+        for lane in self.lanes.values():
+            lane.taken.discard(group)
+            lane.unlist(step, group)
+
+    # ---- planning (changes nothing) ---------------------------------------------------------------------------------
+
+    def plan_forward(self, stream: str, member: str, incarnation: int, groups: Mapping[int, Group]) -> list[Event]:
+        """The next rounds for one replica of a forward stream, or [] when nothing is ready. groups: all living ones."""
+        lane = self.lanes[stream]
+        if not lane.ready:
+            return []
+        # A group alone: who shares a micro-batch with whom depends on when they were ready.
+        ready = itertools.islice(lane.in_order(), 1) if lane.spec.fixed else lane.in_order()
+        batches, _ = self._batches(lane, ready, groups, member)
+        step = min(lane.ready)  # the oldest ready group is always among the chosen
+        scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
+        return [_event(lane.spec, scope, first + i, step, member, spans) for i, spans in enumerate(batches)]
+
+    def plan_train(
+        self,
+        stream: str,
+        member: str,
+        step: int,
+        certain: Sequence[Sequence[int]],
+        needed: int,
+        groups: Mapping[int, Group],
+        *,
+        full: bool = False,
+    ) -> list[Event]:
+        """The next rounds of a step for the training group, all of one update, or [] when no further group is ready and certain:
+        those to which nothing could be added, at most about `MOST_ROUNDS`; where there is none, the one that is begun.
+
+        certain: for each mini-batch, the ready groups that certainly belong to it, in admission order, of a `fixed` stream only
+        those that no other survivor stands before; needed: groups of a whole step; groups: all living ones.
+        full: not one that is only begun, as always in a `fixed` stream.
+        """
+        lane = self.lanes[stream]
+        scope = self.train_scope(stream, step)
+        sizes = mini_batch_sizes(needed, lane.spec.mini_batches)
+        num_updates = lane.spec.passes * len(sizes)
+        covered = lane.covered.get(scope, {})
+        full = full or lane.spec.fixed
+        update = next((u for u in range(num_updates) if len(covered.get(u, ())) < sizes[u % len(sizes)]), num_updates)
+        if update == num_updates:
+            return []
+        if update < len(sizes):
+            ready = set(lane.ready.get(step, ()))
+            fresh = [group for group in certain[update] if group in ready]
+            if lane.spec.fixed:
+                left = [group for group in certain[update] if group not in covered.get(update, ())]
+                fresh = list(itertools.takewhile(ready.__contains__, left))
+            if not fresh or (lane.spec.whole_step and not self._is_whole(ready, covered, certain, needed)):
+                return []
+            missing = sizes[update] - len(covered.get(update, ()))
+            batches, missing = self._train_batches(lane, fresh, missing, groups, member, full=full)
+        else:
+            batches, missing = self._batches_again(lane, scope, update % len(sizes), groups, member), 0
+        first, final = lane.planned.get(scope, 0), update == num_updates - 1
+        train = [each for each in self.lanes.values() if each.spec.kind == "train"]
+        turn = max([made.turn + 1 for each in train for made in each.rounds.get(scope, {}).values()], default=0)
+        ends = [not missing and i == len(batches) - 1 for i in range(len(batches))]
+        return [
+            _event(
+                lane.spec, scope, first + i, step, member, spans,
+                turn=turn + i, update=update, closes=end, last=end and final,
+            )
+            for i, (spans, end) in enumerate(zip(batches, ends, strict=True))
+        ]  # fmt: skip
+
+    def _train_batches(
+        self, lane: _Lane, fresh: list[int], missing: int, groups: Mapping[int, Group], member: str, *, full: bool
+    ) -> tuple[list[list[list[Span]]], int]:
+        """Micro-batches of the `fresh` groups, of an update that `missing` groups are left of; and how many are left then."""
+        batches: list[list[list[Span]]] = []
+        while fresh and len(batches) < MOST_ROUNDS:
+            made, num = self._batches(lane, fresh, groups, member)
+            if num == len(fresh) < missing and (full or batches):
+                break  # the next group may still fit
+            batches += made
+            fresh, missing = fresh[num:], missing - num
+        return batches, missing
+
+    def _is_whole(
+        self, ready: set[int], covered: Mapping[int, set[int]], certain: Sequence[Sequence[int]], needed: int
+    ) -> bool:
+        there = ready.union(*covered.values())
+        return sum(group in there for batch in certain for group in batch) == needed
+
+    def _batches_again(
+        self, lane: _Lane, scope: str, update: int, groups: Mapping[int, Group], member: str
+    ) -> list[list[list[Span]]]:
+        """The rows of an update once more, each with the rank that had it before."""
+        ranks, tokens = lane.layouts[member]
+        before = [made for _, made in sorted(lane.rounds[scope].items()) if made.update == update]
+        shares = [[made.spans[rank] for made in before] for rank in range(ranks)]
+        chosen = {id: groups[id].costs() for made in before for id in made.groups()}
+        return recut(shares, chosen, tokens, self._bound(lane, chosen, groups))
+
+    def _batches(
+        self, lane: _Lane, ready: Iterable[int], groups: Mapping[int, Group], member: str
+    ) -> tuple[list[list[list[Span]]], int]:
+        """Micro-batches of the first ready groups that fill one for every rank, and how many groups these are; samples that
+        share media stay together in a stream that reads media."""
+        ranks, tokens = lane.layouts[member]
+        costs = fill(((id, groups[id].costs()) for id in ready), ranks * tokens)
+        return micro_batches(costs, ranks, tokens, self._bound(lane, costs, groups)), len(costs)
+
+    def _bound(self, lane: _Lane, chosen: Collection[int], groups: Mapping[int, Group]) -> Bound:
+        """Which rows of some groups must not be taken apart."""
+        spec = lane.spec
+        return Bound(
+            groups=spec.whole_groups, samples=spec.whole_samples,
+            media={id for id in chosen if spec.media and groups[id].media},
+            parts={id: groups[id].parts() for id in chosen if groups[id].branched},
+        )  # fmt: skip
+
+    def may_train(self, stream: str, step: int, needed: int) -> bool:
+        """False where `plan_train` would find nothing, told without a look at the groups. needed: groups of a whole step."""
+        lane = self.lanes[stream]
+        planned = lane.covered.get(self.train_scope(stream, step), {})
+        if lane.spec.passes > 1 and planned:
+            return True
+        ready = len(lane.ready.get(step, ()))
+        return ready + sum(map(len, planned.values())) >= needed if lane.spec.whole_step else ready > 0
+
+    def train_scope(self, stream: str, step: int) -> str:
+        return f"step{step}"
+
+    def find(self, stream: str, scope: str, index: int) -> list[Round]:
+        """Round `index` of a scope and those behind it, at most `MOST_ROUNDS`; none while it is not planned."""
+        rounds = self.lanes[stream].rounds.get(scope, {})
+        behind = itertools.takewhile(rounds.__contains__, range(index, index + MOST_ROUNDS))
+        return [rounds[i] for i in behind]
+
+    def get(self, key: str) -> Round | None:
+        return self._by_key.get(key)
+
+    # ---- the fold ---------------------------------------------------------------------------------------------------
+
+    def join(self, stream: str, member: str, ranks: int, tokens: int) -> None:
+        """A role group registers its layout. Another layout than before has its uncommitted steps planned anew."""
+        lane = self.lanes[stream]
+        before, lane.layouts[member] = lane.layouts.get(member), [ranks, tokens]
+        if lane.spec.kind == "train" and before not in (None, [ranks, tokens]):
+            for rounds in lane.rounds.values():
+                for made in rounds.values():
+                    self._by_key.pop(made.key)
+                    for group in made.groups():
+                        lane.list_ready(made.step, group)
+            lane.rounds.clear()
+            lane.planned.clear()
+            lane.covered.clear()
+
+    def add(self, event: Event, groups: Mapping[int, Group]) -> None:
+        lane = self.lanes[event["stream"]]
+        fields = {name: event[name] for name in Round.__slots__ if name != "pending"}
+        made = Round(**fields, pending=set(range(len(event["spans"]))))
+        lane.rounds.setdefault(made.scope, {})[made.index] = made
+        lane.planned[made.scope] = max(lane.planned.get(made.scope, 0), made.index + 1)
+        self._by_key[made.key] = made
+        made_of = made.groups()
+        for id in made_of:
+            lane.unlist(groups[id].step, id)
+        if lane.spec.kind == "train":
+            lane.cover(made)
+        else:
+            for group in made_of:
+                self._pins.setdefault(group, set()).add(made.key)
+
+    def acknowledge(self, key: str, rank: int) -> list[int]:
+        """A rank has read its rows and put its columns. Groups that nobody pins any more."""
+        made = self._by_key.get(key)
+        if made is None:
+            return []
+        made.pending.discard(rank)
+        if made.pending or self.lanes[made.stream].spec.kind == "train":
+            return []
+        return self._drop(made)
+
+    def forget(self, member: str) -> list[int]:
+        """A member is proved dead: its unacknowledged forward rounds are undone. Groups that nobody pins any more."""
+        unpinned: list[int] = []
+        for lane in self.lanes.values():
+            if lane.spec.kind == "forward":
+                for scope in [scope for scope in lane.rounds if scope.rsplit(".", 1)[0] == member]:
+                    for made in lane.rounds.pop(scope).values():
+                        lane.taken -= made.groups()
+                        unpinned += self._drop(made)
+        return unpinned
+
+    def close(self, step: int) -> None:
+        """A step is committed: its training rounds are history."""
+        for lane in self.lanes.values():
+            if lane.spec.kind == "train":
+                for made in lane.rounds.pop(self.train_scope(lane.spec.name, step), {}).values():
+                    self._by_key.pop(made.key)
+                lane.planned.pop(self.train_scope(lane.spec.name, step), None)
+                lane.covered.pop(self.train_scope(lane.spec.name, step), None)
+
+    def pinned(self, group: int) -> bool:
+        return bool(self._pins.get(group))
+
+    def _drop(self, made: Round) -> list[int]:
+        self._by_key.pop(made.key, None)
+        self.lanes[made.stream].rounds.get(made.scope, {}).pop(made.index, None)
+        unpinned = []
+        for group in made.groups():
+            pins = self._pins.get(group, set())
+            pins.discard(made.key)
+            if not pins:
+                self._pins.pop(group, None)
+                unpinned.append(group)
+        return unpinned
+
+    # ---- persistence ------------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "lanes": {
+                name: {
+                    "layouts": lane.layouts,
+                    "ready": [[step, list(groups)] for step, groups in sorted(lane.ready.items())],
+                    "taken": sorted(lane.taken),
+                    "planned": lane.planned,
+                    "rounds": [_dump(made) for rounds in lane.rounds.values() for made in rounds.values()],
+                }
+                for name, lane in self.lanes.items()
+            },
+            "pins": [[group, sorted(keys)] for group, keys in self._pins.items() if keys],
+        }
+
+    @classmethod
+    def load(cls, streams: Sequence[Stream], state: dict[str, Any]) -> Rounds:
+        rounds = cls(streams)
+        for name, fields in state["lanes"].items():
+            lane = rounds.lanes[name]
+            lane.layouts, lane.planned = dict(fields["layouts"]), dict(fields["planned"])
+            lane.ready, lane.taken = {step: list(groups) for step, groups in fields["ready"]}, set(fields["taken"])
+            for made in fields["rounds"]:
+                entry = Round(**{**made, "pending": set(made["pending"])})
+                lane.rounds.setdefault(entry.scope, {})[entry.index] = entry
+                rounds._by_key[entry.key] = entry
+                if lane.spec.kind == "train":
+                    lane.cover(entry)
+        rounds._pins = {group: set(keys) for group, keys in state["pins"]}
+        return rounds
+
+
+def _dump(made: Round) -> dict[str, Any]:
+    return {name: getattr(made, name) for name in Round.__slots__} | {"pending": sorted(made.pending)}
+
+
+def mini_batch_of(place: int, num_groups: int, num: int) -> int:
+    """The mini-batch, of `num`, of the group at `place` in admission order: sizes differ by one group at most."""
+    return place * num // num_groups
+
+
+def mini_batch_sizes(num_groups: int, num: int) -> list[int]:
+    """Groups in each of `num` mini-batches of a step."""
+    of = [mini_batch_of(place, num_groups, num) for place in range(num_groups)]
+    return [of.count(batch) for batch in range(num)]
+
+
+def _event(
+    spec: Stream, scope: str, index: int, step: int, member: str, spans: list[list[Span]],
+    *, turn: int = 0, update: int = 0, closes: bool = False, last: bool = False,
+) -> Event:  # fmt: skip
+    key = f"{spec.name}/{scope}/{index}"
+    return {
+        "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step, "member": member, "spans": spans,
+        "turn": turn, "update": update, "closes": closes, "last": last, "reserve": [None] * len(spans),
+    }  # fmt: skip

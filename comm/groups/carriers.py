@@ -1,0 +1,199 @@
+"""Carriers: what carries the bytes of one epoch of a process group. One small interface over four libraries.
+
+    backend   library                              carries                 needs
+    gloo      torch, `ProcessGroupGloo`            any tensor on the CPU   nothing more; sums and the like too
+    nccl      torch, `ProcessGroupNCCL`            any tensor on a GPU     torch for CUDA; the default there
+    nccl4py   NVIDIA's bindings, outside torch     bytes on a GPU          `pip install 'rondo-rl[nccl4py]'`
+    pynccl    ctypes over NCCL 2.7's calls, old    bytes on a GPU          `pip install 'rondo-rl[pynccl]'`
+
+Owns the calls of torch's two libraries and the choice; `nccl_extras.py` has the others. Does not own threads, deadlines beyond
+one call, or who is a member: `communicators.py` runs every call here on a thread that it may abandon, since any of these
+libraries may block longer than it was asked to.
+
+`nccl`, `nccl4py` and `pynccl` are written from the libraries' own sources and have not run on GPUs yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed has the others only
+
+from rondo.comm.groups.nccl_extras import LIBRARIES, Bytes
+from rondo.runtime.errors import ConfigError
+
+
+class Carrier(Protocol):
+    """What `communicators.py` needs of a library. Tensors are contiguous, on its device, and raw bytes but for all_reduce."""
+
+    interrupted_by_abort: bool
+    """Whether `abort` from another thread ends a call that blocks."""
+
+    def broadcast(self, data: Any, root: int, timeout_s: float) -> None: ...
+    def send(self, data: Any, peer: int, timeout_s: float) -> None: ...
+    def recv(self, data: Any, peer: int, timeout_s: float) -> None: ...
+    def all_gather(self, out: Any, data: Any, timeout_s: float) -> None: ...
+    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None: ...
+    def barrier(self, timeout_s: float) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def check_backend(backend: str, device: str) -> None:
+    """Raises ConfigError when this process cannot use `backend` on `device` ("cpu", "cuda:1")."""
+    on_gpu = device != "cpu"
+    if on_gpu == (backend == "gloo"):
+        fitting = "nccl, nccl4py or pynccl" if on_gpu else "gloo"
+        raise ConfigError(f"backend must fit the device {device}, got {backend}. Use {fitting}")
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise ConfigError("backend nccl must be part of torch, got a torch without it. Install torch for CUDA")
+    if backend in LIBRARIES:
+        LIBRARIES[backend]()
+
+
+def open_carrier(backend: str, store: Any, rank: int, size: int, device: str, timeout_s: float) -> Carrier:
+    """Meets the other ranks in `store`, which no other group uses, and makes their group. Blocks; see `check_backend`."""
+    if backend == "gloo":
+        return Gloo(store, rank, size, timeout_s)
+    if backend == "nccl":
+        return Nccl(store, rank, size, device, timeout_s)
+    return Bytes(LIBRARIES[backend](), store, rank, size, device, timeout_s)
+
+
+# ---------------------------------------------------------------------------------------------- torch
+
+
+class Gloo:
+    """`ProcessGroupGloo`, with a full mesh of connections made at once."""
+
+    interrupted_by_abort = False  # gloo has no abort: torch's method of that name does nothing there
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = span(timeout_s)
+        # With lazy connections every first use can block for 30 s beside its deadline, and taking the group down for minutes.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        where = {"interface": interface.partition(",")[0]} if interface else {"hostname": _my_address(store)}
+        options._devices = [dist.ProcessGroupGloo.create_device(**where, lazy_init=False)]
+        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def broadcast(self, data: Any, root: int, timeout_s: float) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = root, span(timeout_s)
+        self._group.broadcast([data], options).wait()
+
+    def send(self, data: Any, peer: int, timeout_s: float) -> None:
+        self._group.send([data], peer, 0).wait(span(timeout_s))
+
+    def recv(self, data: Any, peer: int, timeout_s: float) -> None:
+        self._group.recv([data], peer, 0).wait(span(timeout_s))
+
+    def all_gather(self, out: Any, data: Any, timeout_s: float) -> None:
+        options = AllgatherOptions()
+        options.timeout = span(timeout_s)
+        self._group.allgather([list(out.unbind())], [data], options).wait()
+
+    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = _operator(operator), span(timeout_s)
+        self._group.allreduce([data], options).wait()
+
+    def barrier(self, timeout_s: float) -> None:
+        options = dist.BarrierOptions()
+        options.timeout = span(timeout_s)
+        self._group.barrier(options).wait()
+
+    def abort(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the group down; its sockets close, so peers that wait for this member fail at once."""
+        self._group = None
+
+
+class Nccl:
+    """`ProcessGroupNCCL` on one device. A wait blocks the calling thread until the device is done, or to its deadline."""
+
+    interrupted_by_abort = True
+
+    def __init__(self, store: Any, rank: int, size: int, device: str, timeout_s: float) -> None:
+        self._device = torch.device(device)
+        torch.cuda.set_device(self._device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = span(timeout_s)
+        with _survives_errors():
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        self._group.eager_connect_single_device(self._device)
+
+    def broadcast(self, data: Any, root: int, timeout_s: float) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = root, span(timeout_s)
+        self._group.broadcast([data], options).wait(span(timeout_s))
+
+    def send(self, data: Any, peer: int, timeout_s: float) -> None:
+        self._group.send([data], peer, 0).wait(span(timeout_s))
+
+    def recv(self, data: Any, peer: int, timeout_s: float) -> None:
+        self._group.recv([data], peer, 0).wait(span(timeout_s))
+
+    def all_gather(self, out: Any, data: Any, timeout_s: float) -> None:
+        options = AllgatherOptions()
+        options.timeout = span(timeout_s)
+        self._group._allgather_base(out, data, options).wait(span(timeout_s))
+
+    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = _operator(operator), span(timeout_s)
+        self._group.allreduce([data], options).wait(span(timeout_s))
+
+    def barrier(self, timeout_s: float) -> None:
+        self.all_reduce(torch.zeros(1, device=self._device), "sum", timeout_s)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+@contextlib.contextmanager
+def _survives_errors() -> Iterator[None]:
+    """A group made inside cleans its communicators up after an error; torch's default is to end the process."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # CleanUpOnly, read by the constructor
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _operator(name: str) -> Any:
+    operators = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    if name not in operators:
+        raise ConfigError(f"operator of all_reduce must be one of {', '.join(operators)}, got {name!r}.")
+    return operators[name]
+
+
+def span(seconds: float) -> datetime.timedelta:
+    """Seconds as torch wants them: whole milliseconds, at least one."""
+    return datetime.timedelta(milliseconds=max(1, round(seconds * 1000)))
+
+
+def _my_address(store: Any) -> str:
+    """The address by which this process reaches the store: the others reach it there too."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    family, kind, protocol, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:  # connecting a datagram socket sends nothing
+        probe.connect(address)
+        return str(probe.getsockname()[0])

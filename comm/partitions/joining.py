@@ -1,0 +1,127 @@
+"""Joining a bus of its own (`host.py`): by its folder, from an event loop or from code that has none.
+
+Owns a member's way in and out. Does not own the bus (`bus.py`) or its partitions.
+
+    async with join(folder, "scorer") as bus:
+        async for batch in bus.partition("replay").stream("score", columns=["tokens"]): ...
+
+    with SyncBus(folder, "trainer", rank=0, ranks=2) as bus:              # a thread of its own has the loop
+        for columns in StreamingLoader(bus.partition("replay"), "train", ["tokens"]): ...
+
+A name is one member, whatever process has it: who comes back under it goes on where it was. Names of readers that compete for
+rows differ; processes of one name are its ranks (data-parallel, or peers that get the same rows). Invariant: whoever leaves,
+or dies, holds no rows: what it has not acknowledged comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import uvloop
+
+from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.partitions.host import COORDINATOR, HANDOVER, HOST, token_of
+from rondo.comm.partitions.sync import SyncPartition
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.memory.segments import SegmentClient
+from rondo.runtime.processes.process import stat
+from rondo.runtime.waits import blocking
+
+_LEAVE_S = 10.0
+
+
+@contextlib.asynccontextmanager
+async def join(
+    folder: Path | str, name: str, *, rank: int = 0, ranks: int = 1, deadline_s: float = 60.0
+) -> AsyncIterator[Bus]:
+    """This process as rank `rank` of member `name`. Waits, up to the deadline, while older processes of the name live.
+
+    Raises PeerGone where no bus is, DeadlineExceeded, ConfigError for a name or rank that breaks a rule.
+    """
+    path = Path(folder)
+    token = token_of(path)
+    own = stat(os.getpid())
+    assert own is not None
+    with contextlib.ExitStack() as opened:
+        host = ActorRef(f"unix:{path}/{HOST}", token=token, peer="host")
+        opened.callback(host.close)
+        incarnation = await host.call(
+            "join", name, rank, ranks, own.pid, own.start_time, secrets.token_hex(8), deadline_s=deadline_s, retry=True
+        )
+        try:
+            coordinator = ActorRef(f"unix:{path}/{COORDINATOR}", token=token, peer="coordinator")
+            opened.callback(coordinator.close)
+            segments = SegmentClient(path / HANDOVER, token)
+            opened.callback(segments.close)
+            bus = Bus(Member(name, incarnation, rank, ranks, 0), coordinator, segments)
+            try:
+                yield bus
+                await bus.flush()
+            finally:
+                bus.close()
+        finally:
+            with contextlib.suppress(ConnectionError, TimeoutError):  # a host that is gone keeps no members
+                await host.call("leave", name, incarnation, rank, deadline_s=_LEAVE_S)
+
+
+class SyncBus:
+    """`join` for threads. Its own thread runs the loop, so calls may come from any other; `close` it, or use it as a context."""
+
+    def __init__(
+        self, folder: Path | str, name: str, *, rank: int = 0, ranks: int = 1, deadline_s: float = 60.0
+    ) -> None:
+        self._parts: dict[str, SyncPartition] = {}
+        self._error: Exception | None = None
+        self._joined: Future[tuple[Bus, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        how: dict[str, Any] = {"rank": rank, "ranks": ranks, "deadline_s": deadline_s}
+        self._thread = threading.Thread(target=self._run, args=(folder, name, how), name=f"bus {name}", daemon=True)
+        self._thread.start()
+        with blocking("bus join", peer=str(folder), deadline_s=deadline_s):  # `join` keeps the deadline
+            self._bus, self._loop, self._left = self._joined.result()
+
+    def partition(self, name: str, **settings: Any) -> SyncPartition:
+        """The named set of rows, as `Bus.partition` gives it."""
+        if name not in self._parts:
+            self._parts[name] = SyncPartition(self._bus.partition(name, **settings), self._loop)
+        return self._parts[name]
+
+    def close(self) -> None:
+        """Leave: calls that wait raise Closed, acknowledgements are sent, the thread ends. Safe to call twice."""
+        if self._thread.is_alive():
+            for part in self._parts.values():
+                part.cancel()
+            self._loop.call_soon_threadsafe(self._left.set)
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+
+    def __enter__(self) -> SyncBus:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self, folder: Path | str, name: str, how: dict[str, Any]) -> None:
+        async def live() -> None:
+            async with join(folder, name, **how) as bus:
+                left = asyncio.Event()
+                self._joined.set_result((bus, asyncio.get_running_loop(), left))
+                await left.wait()
+
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(live())
+        except Exception as error:  # noqa: BLE001  # it is raised where the bus was asked for, or closed
+            if self._joined.done():
+                self._error = error
+            else:
+                self._joined.set_exception(error)

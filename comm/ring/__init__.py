@@ -1,0 +1,5 @@
+"""The ring: rows in shared memory, written once, read in place.
+
+ring           positions and room, over words (single-writer words in memory; litmus tries this machine's)
+records        what lies in a ring: headers and columns; tensors, views over plain memory
+"""

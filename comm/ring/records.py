@@ -1,0 +1,324 @@
+"""How a record lies in memory: header, descriptor, one extent a column.
+
+Owns the layout, its sizes and its checks; not where records go (`ring.py`) and not what columns mean (`bus.py`).
+
+    | header 64 B | descriptor, JSON | 0..63 B | extent of column 0 | 0..63 B | extent of column 1 | ...
+                                               ^ payload, 64-byte aligned; the rows of a column lie end to end
+
+Rows are jagged: a column has one array a row, of any shape; empty and 0-d arrays are fine. The descriptor names the
+rows as spans (`spans.py`), and for every column its dtype, its offset from the payload and the shape of each row (lengths are
+written once for all columns that have the same). Sizes come from the shapes alone, and `num_bytes` counts the whole record as
+it lies in the ring, a multiple of 64.
+
+Invariant: nothing is read out of a record before its magic, its position and the CRC-32 over header and descriptor
+agree. Payload bytes carry no checksum here: shared memory does not lose bits, generations catch what is overwritten, `words.py`
+orders what is read early, and a CRC-32 (2.7 GB/s) at the put and at the read would cost more than all else that the bus does with
+a row. What crosses a network has one (`links/`).
+
+    columns = [Column("tokens", "int32", [np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)])]
+    record_bytes([(7, 0, 0, 2)], columns)  # two rows: samples 0 and 1 of group 7, part 0 of each
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import orjson
+
+from rondo.comm.bus.spans import num_rows
+from rondo.runtime.errors import CorruptData
+
+ALIGN_BYTES = 64
+HEADER_BYTES = 64
+GROUP_BLOB = -1
+"""Sample number of a row that belongs to a whole prompt group (its media)."""
+
+RECORD, PAD = 1, 2
+_MAGIC = b"RREC"
+HEADER_FIELDS = struct.Struct("<4sIQQQIqq")  # magic, kind, pos, seq, bytes, descriptor bytes, epoch, attempt
+_CRC = struct.Struct("<I8x")  # of the fields and the descriptor
+_GENERATION = struct.Struct("<QQ")  # pos, seq
+_GENERATION_AT = 8
+_JSON = orjson.OPT_SERIALIZE_NUMPY
+
+# Up to which mean length of a row, and up to which length of a record, gathering pays.
+_SHORT_ROW_BYTES = 64 * 1024
+_JOINED_BYTES = 64 * 1024
+_GATHER_BYTES = 8 * 1024 * 1024
+
+# Upper bounds of JSON text, in bytes. A shape of 4 dimensions below 10**10 has at most 46 with its comma; a length is shorter.
+_SHAPE_BYTES = 48
+_SPAN_BYTES = 67  # of one row; a span of several has fewer than as many of one
+_NUMBER_BYTES = 20
+_DTYPE_BYTES = 16
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_NATIVE = ("bool", *_INTEGERS, "float16", "float32", "float64")
+_STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+STORAGE = {name: np.dtype(name) for name in _NATIVE} | {name: np.dtype(raw) for name, raw in _STORED_AS.items()}
+"""dtype of a column -> numpy dtype of its arrays (numpy knows no bfloat16: its bits travel as uint16)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a record: `arrays[i]` belongs to row `i` and has the numpy dtype `STORAGE[dtype]`."""
+
+    name: str
+    dtype: str
+    arrays: Sequence[np.ndarray]
+
+
+class ColumnLayout(NamedTuple):
+    """Where a column lies: `offset` bytes from the payload, rows end to end in the order of `lengths`, or of `shapes` where
+    some row has not exactly one dimension."""
+
+    name: str
+    dtype: str
+    offset: int
+    lengths: list[int] | None
+    shapes: list[list[int]] | None = None
+
+    def sizes(self) -> list[int]:
+        """Elements of every row."""
+        return self.lengths if self.lengths is not None else [prod(shape) for shape in self.shapes or ()]
+
+
+class Descriptor(NamedTuple):
+    """What a record says about itself. `spans` name its rows; `payload` is its offset in the record, in bytes."""
+
+    spans: list[list[int]]
+    epoch: int
+    attempt: int
+    seq: int
+    columns: list[ColumnLayout]
+    meta: dict[str, Any]
+    payload: int
+
+
+class Header(NamedTuple):
+    """The first 64 bytes. `pos` is the log offset it was written for, `seq` the generation."""
+
+    kind: int
+    pos: int
+    seq: int
+    num_bytes: int
+    descriptor_bytes: int
+    epoch: int
+    attempt: int
+
+
+class Plan(NamedTuple):
+    """A record before it is written: descriptor, offset of the payload, and (offset in it, bytes) of every column."""
+
+    descriptor: bytes
+    payload: int
+    extents: list[tuple[int, int]]
+    num_bytes: int
+
+
+def align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def plan(spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None) -> Plan:
+    """Lay out a record. Raises ValueError for what no record can hold."""
+    n = num_rows(spans)
+    if n < 1:
+        raise ValueError("a record must have at least one row, got none.")
+    layouts: list[tuple[Any, ...]] = []
+    extents: list[tuple[int, int]] = []
+    offset = 0
+    for column in columns:
+        arrays, dtype = column.arrays, STORAGE.get(column.dtype)
+        # Most arrays have the very dtype object; comparing others costs more.
+        if len(arrays) != n or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype] or dtype is None:
+            raise ValueError(_column_fault(column, n))
+        if [array.ndim for array in arrays].count(1) == n:
+            lengths = [len(array) for array in arrays]
+            same = next((i for i, layout in enumerate(layouts) if layout[3] == lengths), lengths)
+            layouts.append((column.name, column.dtype, offset, same))
+            num_bytes = sum(lengths) * dtype.itemsize
+        else:
+            layouts.append((column.name, column.dtype, offset, None, [array.shape for array in arrays]))
+            num_bytes = sum([array.nbytes for array in arrays])
+        extents.append((offset, num_bytes))
+        offset = align(offset + num_bytes)
+    descriptor = orjson.dumps({"spans": spans, "columns": layouts, "meta": meta or {}}, option=_JSON)
+    names = {layout[0] for layout in layouts}
+    if len(names) != len(layouts) or (
+        len(descriptor) > _descriptor_limit(n, names, 0)
+        and len(descriptor) > _descriptor_limit(n, names, len(orjson.dumps(meta or {}, option=_JSON)))
+    ):
+        raise ValueError(_record_fault(columns, len(descriptor)))
+    payload = align(HEADER_BYTES + len(descriptor))
+    return Plan(descriptor, payload, extents, payload + offset)
+
+
+def record_bytes(
+    spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None
+) -> int:
+    """Exactly what a put of these takes in a ring, in bytes, without the pad that may stand before it."""
+    return plan(spans, columns, meta).num_bytes
+
+
+def worst_case_bytes(n: int, columns: Iterable[tuple[str, int, int]], meta_bytes: int = 1024) -> int:
+    """An upper bound of `record_bytes` for records not made yet.
+
+    `columns` are (name, itemsize in bytes, most elements a row); a record may leave columns out. `meta_bytes` bounds
+    `len(orjson.dumps(meta))`. Bounds add up: one record of `n` rows is never larger than the bound of `n` records of
+    one row.
+    """
+    columns = list(columns)
+    extents = sum(align(n * itemsize * max_elements) for _, itemsize, max_elements in columns)
+    descriptor = _descriptor_limit(n, [name for name, _, _ in columns], meta_bytes)
+    return align(HEADER_BYTES + descriptor) + extents
+
+
+def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray, gathered: io.BytesIO) -> None:
+    """Copy every column into its extent of `payload` (uint8).
+
+    A short record is joined and moved as one piece. Small rows are gathered in `gathered`, which the caller keeps, and moved
+    with one copy: it stays in cache, and a copy of megabytes goes around the cache, which together costs less than many short
+    copies into cold memory. Long rows and long records are copied straight in.
+    """
+    size = len(payload)
+    if size <= _JOINED_BYTES:
+        payload.data[:] = b"".join(_pieces(record, columns, size))
+        return
+    if size > _GATHER_BYTES or (columns and size > _SHORT_ROW_BYTES * len(columns) * len(columns[0].arrays)):
+        for column, (start, _) in zip(columns, record.extents, strict=True):
+            for array in column.arrays:
+                end = start + array.nbytes
+                payload[start:end].view(array.dtype)[:] = array.reshape(-1)
+                start = end
+        return
+    end = 0
+    for column, (start, num_bytes) in zip(columns, record.extents, strict=True):
+        if num_bytes:
+            gathered.seek(start)
+            end = start + num_bytes
+            try:
+                gathered.writelines(cast(Sequence[memoryview], column.arrays))
+            except (BufferError, ValueError):  # an array that is not contiguous offers no plain buffer
+                gathered.seek(start)
+                gathered.writelines([np.ascontiguousarray(array).data for array in column.arrays])
+    if end:
+        with gathered.getbuffer() as buffer:
+            payload[:end] = np.frombuffer(buffer, np.uint8, end)
+
+
+def _pieces(record: Plan, columns: Sequence[Column], size: int) -> Iterator[memoryview | bytes]:
+    """Every array in its place, and zeros between the extents."""
+    at = 0
+    for column, (start, num_bytes) in zip(columns, record.extents, strict=True):
+        if start > at:
+            yield bytes(start - at)
+        for array in column.arrays:
+            yield array.data if array.flags.c_contiguous else np.ascontiguousarray(array).data
+        at = start + num_bytes
+    yield bytes(size - at)
+
+
+def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = b"") -> None:
+    """Write header and descriptor at byte `at` of `view`, with their checksum."""
+    fields = HEADER_FIELDS.pack(_MAGIC, *header)
+    crc = _CRC.pack(zlib.crc32(descriptor, zlib.crc32(fields)))
+    view[at : at + HEADER_BYTES + len(descriptor)] = b"".join((fields, crc, descriptor))
+
+
+def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header, bytes]:
+    """The checked header of the record for log offset `pos` at byte `at`, and its descriptor's bytes.
+
+    `limit` is how many bytes there are up to the end of the ring. Raises CorruptData when anything disagrees.
+    """
+    if limit < HEADER_BYTES:
+        raise CorruptData(
+            f"a record must have {HEADER_BYTES} bytes for its header, got {limit} from {pos} to the ring's end."
+        )
+    # What is checked is what is used, though a producer may write here meanwhile.
+    first = bytes(view[at : at + HEADER_BYTES])
+    magic, *fields = HEADER_FIELDS.unpack_from(first)
+    header = Header._make(fields)
+    if magic != _MAGIC or header.pos != pos:
+        found = f"one for {header.pos}" if magic == _MAGIC else f"the bytes {magic.hex()}"
+        raise CorruptData(f"a record must stand at log offset {pos}, got {found}. It was overwritten or never written.")
+    if not HEADER_BYTES + header.descriptor_bytes <= header.num_bytes <= limit:
+        raise CorruptData(
+            f"the record at {pos} must have between {HEADER_BYTES} and {limit} bytes, got {header.num_bytes} "
+            f"with a descriptor of {header.descriptor_bytes}."
+        )
+    descriptor = bytes(view[at + HEADER_BYTES : at + HEADER_BYTES + header.descriptor_bytes])
+    (wanted,) = _CRC.unpack_from(first, HEADER_FIELDS.size)
+    crc = zlib.crc32(descriptor, zlib.crc32(first[: HEADER_FIELDS.size]))
+    if crc != wanted:
+        raise CorruptData(f"the record at {pos} must match its checksum {wanted:08x}, got {crc:08x}.")
+    return header, descriptor
+
+
+def read_generation(view: memoryview, at: int) -> tuple[int, int]:
+    """(pos, seq) of whatever stands at byte `at`, unchecked: to be compared with what stood there."""
+    pos, seq = _GENERATION.unpack_from(view, at + _GENERATION_AT)
+    return pos, seq
+
+
+def read_descriptor(header: Header, descriptor: bytes) -> Descriptor:
+    """Decode what `read_header` checked. Nothing in it points into the ring any more."""
+    fields = orjson.loads(descriptor)
+    columns: list[ColumnLayout] = []
+    for name, dtype, offset, lengths, *shapes in fields["columns"]:
+        same = columns[lengths].lengths if type(lengths) is int else lengths
+        columns.append(ColumnLayout(name, dtype, offset, same, *shapes))
+    payload = align(HEADER_BYTES + header.descriptor_bytes)
+    return Descriptor(fields["spans"], header.epoch, header.attempt, header.seq, columns, fields["meta"], payload)
+
+
+def column_arrays(payload: np.ndarray, layout: ColumnLayout) -> list[np.ndarray]:
+    """Views of a column, one a row in its shape, of the payload (uint8) that it lies in."""
+    dtype = STORAGE[layout.dtype]
+    whole = payload.view(dtype)  # its length, like every offset, is a multiple of 64 bytes
+    ends = accumulate(layout.sizes(), initial=layout.offset // dtype.itemsize)
+    arrays = [whole[start:end] for start, end in pairwise(ends)]
+    if layout.shapes is not None:
+        arrays = [array.reshape(shape) for array, shape in zip(arrays, layout.shapes, strict=True)]
+    return arrays
+
+
+def _descriptor_limit(n: int, names: Iterable[str], meta_bytes: int) -> int:
+    limit = len(b'{"spans":[],"columns":[],"meta":}') + meta_bytes + n * _SPAN_BYTES
+    for name in names:
+        limit += _column_bytes(name) + n * _SHAPE_BYTES
+    return limit
+
+
+@cache
+def _column_bytes(name: str) -> int:
+    return len(b'[,"",,null,[]],') + len(orjson.dumps(name)) + _DTYPE_BYTES + _NUMBER_BYTES
+
+
+def _column_fault(column: Column, n: int) -> str:
+    if column.dtype not in STORAGE:
+        return f"the dtype of column {column.name} must be one of {', '.join(STORAGE)}, got {column.dtype}."
+    if len(column.arrays) != n:
+        return f"column {column.name} must have one array a row, got {len(column.arrays)} for {n} rows."
+    wanted = STORAGE[column.dtype]
+    row, found = next((row, array.dtype) for row, array in enumerate(column.arrays) if array.dtype != wanted)
+    return f"arrays of column {column.name} ({column.dtype}) must have dtype {wanted}, got {found} in row {row}."
+
+
+def _record_fault(columns: Sequence[Column], num_bytes: int) -> str:
+    names = [column.name for column in columns]
+    if len(set(names)) != len(names):
+        return f"the columns of a record must have different names, got {', '.join(names)}."
+    return (
+        f"the shapes of a record must have at most 4 dimensions and its rows 64-bit ids, got a descriptor of {num_bytes} "
+        f"bytes with the columns {', '.join(names)}."
+    )

@@ -1,0 +1,355 @@
+"""Check: everything that would stop a run, found before it starts. Starts nothing and writes nothing.
+
+Owns the rules that need more than the settings: this machine, the model's files, the data, the user's functions. Rules
+between settings are the settings' own; what another machine would hold is `check_target.py`'s. What needs torch, transformers or
+user code runs in a child process (`check_child.py`), so that the supervisor stays light and code that crashes takes only the
+child with it.
+
+    inspect(config) -> findings          `rondo check` prints them all
+    inspect(config, target)              `rondo check --nodes 2 --devices 8 ...`: for other machines than this one
+    judge(config, facts, memory)         the part without a child
+    require(config, folder, nursery, say) -> facts     `rondo train` raises ConfigError with every error, a line each
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rondo.comm.ring.litmus import litmus
+from rondo.launch.check.child import ANSWER, QUESTION
+from rondo.launch.check.estimate import Shape, routed_bytes
+from rondo.launch.check.findings import Finding
+from rondo.launch.check.sglang import context_of, look_at_sglang
+from rondo.launch.check.target import Target, judge_devices, judge_target, segment_bytes
+from rondo.launch.config import RunConfig, resolve
+from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
+from rondo.launch.rundir import owner
+from rondo.roles.engines.sglang.lengths import of_context
+from rondo.roles.streams import media_bytes, row_bytes
+from rondo.runtime.admin.tokens import read_token_file
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
+from rondo.runtime.memory.free import free_memory_bytes
+from rondo.runtime.processes import process
+from rondo.runtime.records.record import last_lines
+from rondo.runtime.supervision.launcher import Job
+from rondo.runtime.supervision.nursery import Forked, Nursery
+from rondo.runtime.waits import wait_for
+
+_CHILD_S = 600.0
+_LOADED = ("transformers.modeling_utils", "rondo.models.load", "rondo.launch.check.child")
+"""What the child takes seconds to load; the run's processes use it too."""
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the child saw. None where an error kept it from looking."""
+
+    model_path: str | None = None
+    num_parameters: int | None = None
+    num_tensors: int | None = None
+    max_positions: int | None = None
+    shape: Shape | None = None
+    num_devices: int | None = None
+    device_bytes: int | None = None
+    """Memory of the smallest device of this machine."""
+    num_rows: int | None = None
+    num_held_out: int | None = None
+    fingerprints: dict[str, dict[str, Any]] | None = None
+    """Of every data set: the number of its rows, and their digest (`roles/data/fingerprints.py`)."""
+
+
+def require(config: RunConfig, folder: Path, nursery: Nursery, say: Callable[[str], None]) -> Facts:
+    """Checks all; ConfigError with every error, a line each, and a line said for every note. A model that is built stays in
+    `folder`, for the run, and what was loaded in `nursery`."""
+    child, facts = _in_child(config, folder, nursery)
+    findings = [*child, *judge(config, facts, free_memory_bytes())]
+    errors = [finding.text for finding in findings if finding.level == "error"]
+    if errors:
+        raise ConfigError("\n".join(errors))
+    for finding in findings:
+        if finding.level == "note":
+            say(f"note: {finding.text}")
+    return facts
+
+
+def inspect(config: RunConfig, target: Target | None = None) -> list[Finding]:
+    """Looks at everything, for this machine or for those of `target`; never raises for what it finds."""
+    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder, Nursery() as nursery:
+        child, facts = _in_child(config, Path(folder), nursery)
+    if target is None:
+        return [*child, *judge(config, facts, free_memory_bytes())]
+    sizes = (facts.num_parameters, facts.num_tensors)
+    known = None if sizes[0] is None or sizes[1] is None else (sizes[0], sizes[1])
+    return [*child, *_settings(config, facts), *judge_target(config, target, known, facts.shape)]
+
+
+def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Finding]:
+    """What this machine and the facts say about the settings. `memory`: free bytes, and what limits them."""
+    return [
+        *_settings(config, facts),
+        *_host(config),
+        *look_at_sglang(config),
+        *_devices(config, facts),
+        *_memory(config, facts, *memory),
+    ]
+
+
+def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """What holds on every machine."""
+    yield from _batch(config)
+    yield from _learning(config)
+    yield from _ring(config, routed_bytes(config, facts.shape))
+    yield from _model(config, facts)
+
+
+def memory_order() -> Finding:
+    """Tries what the ring stands on: two processes, shared memory, doorbells. Part of `rondo check` only, since it says
+    something about the machine and not about a run."""
+    found = litmus()
+    if found.ok:
+        return Finding("ok", f"shared memory keeps its order and loses no wake-up in {found.num_rounds} rounds")
+    return Finding(
+        "error",
+        "shared memory must keep its order and lose no wake-up, "
+        f"got {found.lost} lost, {found.torn} torn, {found.unseen} unseen in {found.num_rounds} rounds. "
+        "Do not train on this machine",
+    )
+
+
+def _batch(config: RunConfig) -> Iterator[Finding]:
+    """Every rank that trains must get a sample in every step."""
+    actor, rollout = config.group_of("actor"), config.rollout
+    assert actor is not None
+    num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    if num_samples < actor.processes:
+        yield Finding(
+            "error",
+            "rollout.prompts_per_step * rollout.samples_per_prompt must be at least the processes that train, "
+            f"{actor.processes} in {actor.name!r}, got {rollout.prompts_per_step} * {rollout.samples_per_prompt} = "
+            f"{num_samples}. Raise rollout.prompts_per_step, or lower the group's processes",
+        )
+        return
+    if num_samples % actor.processes:
+        yield Finding(
+            "note", f"{num_samples} samples a step over {actor.processes} processes: some get one more than others"
+        )
+    yield Finding("ok", f"a step trains {num_samples} samples on {actor.processes} process(es)")
+
+
+def _learning(config: RunConfig) -> Iterator[Finding]:
+    """What ratios compare with and why, and what is drawn otherwise than it is trained."""
+    rollout, train, loss = config.rollout, config.train, config.loss()
+    source = config.old_log_probs(has_actor_fwd=config.group_of("actor_fwd") is not None)
+    old = {"self": "the trainer's own", "actor_fwd": "those of actor_fwd", "rollout": "the engine's"}[source]
+    if config.algorithm.old_log_probs != "auto":
+        why = f"algorithm.old_log_probs is {source!r}"
+    elif config.computes_alike:
+        why = "the embedded engine and the trainer both compute in float32"
+    else:
+        engine = "the embedded engine" if rollout.sglang is None else "SGLang"
+        why = f"{engine} in {config.model.dtype} and the trainer in {train.dtype} do not give equal log-probs"
+    later = train.optimizer_steps_per_batch - 1 if source == "self" else 0
+    cost = (
+        f", by a forward more for {later} of {later + 1} mini-batches, before the first optimizer step" if later else ""
+    )
+    bounds = f"within {loss.tis_low:g} and {loss.tis_high}" if loss.tis_high is not None else ""
+    weight = f"the loss is weighted with pi_old / pi_engine {bounds}" if bounds else "the loss has no importance weight"
+    yield Finding("ok", f"old log-probs are {old}{cost}, and {weight}: {why}")
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        cut = f"rollout.top_p {rollout.top_p:g}" if rollout.top_p < 1 else f"rollout.top_k {rollout.top_k}"
+        yield Finding(
+            "note",
+            f"{cut} draws from a part of the vocabulary, and the loss takes log-probs of the whole: the policy that is trained "
+            "is not the one that sampled, tokens that are cut off are never corrected, and ratios do not tell. Remove it (a "
+            "lower rollout.temperature counts in both), and set it in evaluation alone",
+        )
+
+
+def _ring(config: RunConfig, routed: int) -> Iterator[Finding]:
+    """A rollout ring must hold at least one prompt group of the greatest length, with its media; `routed`: bytes of each token's
+    experts."""
+    samples, row, media = config.rollout.samples_per_prompt, row_bytes(config.rollout, routed), media_bytes(config)
+    needed = samples * row + media
+    if needed > config.bus.ring_bytes:
+        beside = f" and media of up to {media}" if media else ""
+        way = ", or lower media.max_group_bytes" if media else ""
+        yield Finding(
+            "error",
+            f"bus.ring_bytes must hold one prompt group, {samples} samples of up to {row} bytes{beside} = {needed}, "
+            f"got {config.bus.ring_bytes}. Raise bus.ring_bytes to {needed} or more{way}",
+        )
+
+
+def _host(config: RunConfig) -> Iterator[Finding]:
+    """Folder, name, port, token and cores of this machine."""
+    problem = folder_problem(config.run_dir)
+    if problem is not None:
+        yield Finding("error", f"run_dir must be a folder to write to, got {config.run_dir}: {problem}. Choose another")
+    path = config.run_dir / config.name
+    if config.name == "latest":
+        yield Finding("error", "name must not be 'latest', which is the link to the newest run, got it. Choose another")
+    elif (pid := owner(path)) not in (None, os.getpid()):  # a run that resumes has claimed it
+        yield Finding(
+            "error",
+            f"the run directory {path} must have no other owner, got a live run with pid {pid}. "
+            f"Stop it with `rondo stop {path}`, or choose another name with --set name=...",
+        )
+    admin = config.admin
+    yield from _token_file(admin.token_file, "admin.token_file")
+    yield from _endpoint(config)
+    problem = port_problem(admin.host, admin.port)
+    if problem is not None:
+        setting = "admin.port must be free" if admin.port else "admin.host must be an address of this machine"
+        yield Finding(
+            "error",
+            f"{setting}, got {admin.host}:{admin.port} ({problem}). "
+            "Set admin.port=0 for a free port on admin.host='127.0.0.1'",
+        )
+    # Advantages take milliseconds a step; a device computes for its process.
+    busy = [group for group in config.groups if group.roles != ("advantages",) and not group.devices]
+    threads = sum(group.replicas * group.processes * group.threads for group in busy)
+    if threads > num_cores():
+        yield Finding(
+            "note",
+            f"{threads} compute threads share {num_cores()} cores. Lower processes, replicas or threads of the groups "
+            "unless some of them mostly wait",
+        )
+
+
+def _token_file(path: Path | None, setting: str) -> Iterator[Finding]:
+    if path is not None:
+        try:
+            read_token_file(path, setting)
+        except ConfigError as error:
+            yield Finding("error", str(error))
+
+
+def _endpoint(config: RunConfig) -> Iterator[Finding]:
+    """The ports and the token of the server for agents."""
+    endpoint, rollout = config.rollout.endpoint, config.group_of("rollout")
+    if endpoint is None or rollout is None:
+        return
+    yield from _token_file(endpoint.token_file, "rollout.endpoint.token_file")
+    ports = range(endpoint.port, endpoint.port + rollout.replicas * rollout.processes) if endpoint.port else (0,)
+    for port in ports:
+        problem = "there is no such port" if port > _LAST_PORT else port_problem(endpoint.host, port)
+        if problem is not None:
+            yield Finding(
+                "error",
+                f"rollout.endpoint.port must be free, one port a replica, got {endpoint.host}:{port} ({problem}). "
+                "Set rollout.endpoint.port=0 for free ones",
+            )
+
+
+def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """The longest samples, of training and of evaluation, must fit the model's positions, of which a server of SGLang leaves some
+    free."""
+    rollout, evaluation, most = config.rollout, config.evaluation, facts.max_positions
+    if most is not None and rollout.sglang is not None and rollout.sglang.python is not None:
+        most = of_context(context_of(rollout.sglang, most)).whole
+    of = "the model's positions" if most == facts.max_positions else "what SGLang takes of the model's positions"
+    lengths = {"rollout": rollout.max_new_tokens}
+    for name, each in evaluation.named_sets().items() if evaluation is not None else ():
+        section = "evaluation" if each is evaluation else f"evaluation.sets.{name}"
+        lengths |= {section: each.max_new_tokens} if each.max_new_tokens is not None else {}
+    for section, length in lengths.items():
+        prompt = rollout.max_prompt_tokens
+        if most is not None and prompt + length > most:
+            yield Finding(
+                "error",
+                f"rollout.max_prompt_tokens + {section}.max_new_tokens must be at most {of}, {most}, "
+                f"got {prompt} + {length} = {prompt + length}. Lower one of them",
+            )
+    if facts.num_parameters is not None:
+        yield Finding(
+            "ok", f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions"
+        )
+
+
+def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """Every process that asks for a device must get one of its own."""
+    wanted = {g.name: g.replicas * g.processes * g.devices for g in config.groups if g.devices}
+    if wanted and facts.num_devices is not None and sum(wanted.values()) > facts.num_devices:
+        shown = " + ".join(f"{name} {count}" for name, count in wanted.items())
+        yield Finding(
+            "error",
+            f"groups must ask for at most the devices of this machine, {facts.num_devices}, got {shown} = "
+            f"{sum(wanted.values())}. Lower processes or replicas, or set devices=0 to compute on the CPU; "
+            "a run on several machines cannot be started",
+        )
+    elif facts.shape is not None and facts.device_bytes is not None:
+        yield from judge_devices(config, facts.shape, facts.device_bytes, "note")
+
+
+def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator[Finding]:
+    """All shared memory must fit beside each other, with one step of the longest samples."""
+    if facts.num_parameters is None or facts.num_tensors is None:
+        return
+    parts = segment_bytes(config, facts.num_parameters, facts.num_tensors, facts.shape)
+    rollout = config.rollout
+    row = row_bytes(rollout, routed_bytes(config, facts.shape))
+    group = rollout.samples_per_prompt * row + media_bytes(config)
+    parts["one step of the longest samples"] = rollout.prompts_per_step * group
+    needed = sum(parts.values())
+    shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
+    if needed > limit:
+        yield Finding(
+            "error",
+            f"shared memory must fit into what is free of {whose}'s memory, {show_bytes(limit)}, got {show_bytes(needed)} "
+            f"({shown}). "
+            "Lower bus.ring_bytes, set train.hot_snapshot=False, end what else runs here, or use a machine with more memory",
+        )
+    else:
+        yield Finding("ok", f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} that are free ({shown})")
+
+
+def _in_child(config: RunConfig, folder: Path, nursery: Nursery) -> tuple[list[Finding], Facts]:
+    """Runs `check_child.py`; its crash is a finding like any other. A model that is built is written into `folder`."""
+    (folder / QUESTION).write_bytes(orjson.dumps(resolve(config)))
+    job = Job("rondo.launch.check.child:main", (str(folder),), dict(os.environ), folder / "check.log")
+    child: Forked | None = None
+
+    async def look() -> int:
+        nonlocal child
+        nursery.belong(lambda _: (folder / "nursery.log", os.environ), _LOADED)
+        child = await nursery.start(job)
+        return await wait_for(child.ended(), name="check", peer="its child", deadline_s=_CHILD_S)
+
+    process.set_child_subreaper()
+    try:
+        code = asyncio.run(look())
+    except DeadlineExceeded:
+        text = f"looking at model, data and reward must end within {_CHILD_S:g} s, got no end. See what they wait for"
+        return [Finding("error", text)], Facts()
+    except WorkerDied as error:
+        return [Finding("error", str(error))], Facts()
+    finally:
+        if child is not None and child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has no session of its own yet
+                os.killpg(child.pid, signal.SIGKILL)
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    if code != 0:
+        last = last_lines(job.log, num_lines=5)
+        text = (
+            f"looking at model, data and reward must end with exit code 0, got {code}: "
+            f"{' | '.join(last) or 'no output'}. Run the functions that the settings name by themselves"
+        )
+        return [Finding("error", text)], Facts()
+    answer: dict[str, Any] = orjson.loads((folder / ANSWER).read_bytes())
+    # Demonstrations can come from the rows that are trained on: what is wrong with those is told once.
+    findings = dict.fromkeys(Finding(item["level"], item["text"]) for item in answer["findings"])
+    found = answer["facts"]
+    shape = Shape.of(found["shape"]) if "shape" in found else None
+    return list(findings), Facts(**{**found, "shape": shape})

@@ -1,0 +1,236 @@
+"""The part of the check that needs torch, transformers, datasets or the user's code, in a process of its own.
+
+A job of the nursery. Reads a resolved config as JSON in FOLDER/question.json, writes one JSON object to FOLDER/answer.json:
+{"findings": [...], "facts": {...}}. Owns no rule about numbers: it reports facts, and `check.py` judges them.
+
+    Job("rondo.launch.check.child:main", (FOLDER,), environment, log)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rondo.launch.check.data import Elsewhere, is_made, look_at_data, look_at_order
+from rondo.launch.check.findings import Report
+from rondo.launch.config import RunConfig, unresolve
+from rondo.roles.data.datasets import Row
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import uncollected
+
+QUESTION = "question.json"
+ANSWER = "answer.json"
+
+if TYPE_CHECKING:
+    from rondo.models.families.family import Family
+
+_ANSWERS = ("", "1")
+"""What the reward function is given as answers to the rows that it is tried on, beside their labels."""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    config = unresolve(orjson.loads((folder / QUESTION).read_bytes()))
+    report = Report()
+    beside = Elsewhere(config) if is_made(config) else None  # while this process loads the model
+    tokenizers: list[Any] = []
+    rows: list[Row] = []
+    report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
+    report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
+    report.look(lambda: look_at_reward(config, report, rows), "reward.function")
+    if beside is not None and "fingerprints" in report.facts:
+        report.look(lambda: look_at_order(report, beside), "data")
+    if any(group.devices for group in config.groups):
+        import torch
+
+        report.facts["num_devices"] = num = torch.cuda.device_count()
+        if num:
+            report.facts["device_bytes"] = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
+    (folder / ANSWER).write_bytes(orjson.dumps({"findings": report.findings, "facts": report.facts}))
+
+
+def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
+    """The function scores dummy answers to a few rows, in a worker and under a deadline as in the run."""
+    from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
+
+    reward = config.reward
+
+    async def scored() -> list[tuple[str, RewardResult]]:
+        load_s = config.supervision.load_s
+        found: list[tuple[str, RewardResult]] = []
+        async with RewardPool(reward.function, deadline_s=reward.deadline_s, load_deadline_s=load_s) as pool:
+            for row, answer in [(each, answer) for each in rows for answer in _answers_to(each)]:
+                [result] = await pool.score([RewardItem(answer, row.label, row.prompt, row.metadata)])
+                found.append((f"the answer {answer!r} to {row.name}", result))
+                if result.timed_out:  # others would last as long
+                    break
+        return found
+
+    found = asyncio.run(scored())
+    failed = [(where, result) for where, result in found if result.score is None]
+    if found and (found[-1][1].timed_out or len(failed) == len(found)):
+        where, result = failed[-1] if found[-1][1].timed_out else failed[0]
+        if result.timed_out:
+            raise ConfigError(f"{result.brief}, at {where}. Raise reward.deadline_s, or see what it waits for")
+        if result.brief == result.error:  # a sentence
+            raise ConfigError(f"{result.brief}. It was given {where}")
+        raise ConfigError(f"reward.function must score {where}, got {result.brief}. Correct it")
+    if failed:
+        where, result = failed[0]
+        report.add(
+            "note",
+            f"reward.function fails for {len(failed)} of {len(found)} dummy answers, and such samples fail in a run; the first, "
+            f"{where}: {result.brief}",
+        )
+    elif found:
+        scores = dict.fromkeys(f"{result.score:g}" for _, result in found)
+        told = f"the reward of {len(found)} dummy answers is {', '.join(scores)}"
+        if len(scores) > 1 or all(_answers_to(row) == _ANSWERS for row in rows):
+            report.add("ok", told)
+        else:
+            report.add(
+                "note", f"{told}, also where the answer is the label itself. See that a right answer gets another"
+            )
+
+
+def _answers_to(row: Row) -> tuple[str, ...]:
+    """Dummy answers, and the label itself where that is a text or a number."""
+    return (*_ANSWERS, str(row.label)) if isinstance(row.label, str | int | float) else _ANSWERS
+
+
+def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: list[Any]) -> None:
+    """Its shape without its weights, its tokenizer, and whether parts and media that the settings name are its own."""
+    with uncollected():
+        import torch
+
+        from rondo.launch.check.shape import shape_of
+        from rondo.models.families import family_of
+        from rondo.models.load import empty_model, load_tokenizer, refuse_unknown, tensors_of
+        from rondo.models.names import disk_shapes, unknown_tensors
+
+    path = config.model.materialize(folder)
+    model = empty_model(path)
+    report.facts["model_path"] = path
+    report.look(lambda: refuse_unknown(path, model, unknown_tensors(model, tensors_of(path))), "model")
+    if config.rollout.sglang is not None and config.rollout.sglang.python is not None:
+        from rondo.roles.engines.sglang.model_folder import check_served
+
+        report.look(lambda: check_served(path), "model")
+    report.look(lambda: look_at_family(config, report, model), "model")
+    report.facts["max_positions"] = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    shapes = disk_shapes(model)
+    report.facts["num_parameters"] = sum(torch.Size(shape).numel() for shape in shapes.values())
+    report.facts["num_tensors"] = len(shapes)
+    report.look(lambda: look_at_media(config, path, model.config.model_type, family_of(model)), "media")
+    report.look(lambda: look_at_frozen(config, report, model), "train.freeze")
+    if config.train.router_replay:
+        report.look(lambda: look_at_routers(report, model), "train.router_replay")
+    report.facts["shape"] = asdict(shape_of(model))
+    needs_template = any(data.apply_chat_template for data in config.named_data().values())
+    tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
+    report.look(lambda: look_at_stops(config, path, report, tokenizers[0]), "rollout.stop")
+
+
+def look_at_stops(config: RunConfig, path: str, report: Report, tokenizer: Any) -> None:
+    """Each can be in a sample, and what ends one is told."""
+    from rondo.roles.engines.stops import stops_of
+
+    stops = stops_of(path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stops.ids))]
+    texts = f", and where it has {' or '.join(map(repr, stops.texts))}" if stops.texts else ""
+    if tokens or texts:
+        report.add("ok", f"a sample ends at {' or '.join(tokens) or 'no token'}{texts}")
+    else:
+        report.add(
+            "note", "no token ends a sample: each has rollout.max_new_tokens tokens. Set rollout.stop, or eos_token"
+        )
+
+
+def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
+    """It trains, and generates on the engine of this run: asked of a small model of the same config, which has weights."""
+    from rondo.models.acceptance import accept
+    from rondo.models.families import family_of
+    from rondo.models.load import attention
+    from rondo.models.rotations import check_length, longest_alike
+    from rondo.models.stand_in import stand_in
+    from rondo.models.trials import Failed
+    from rondo.roles.engines.embedded.hf_forward import check_generation
+
+    rollout, name = config.rollout, type(model).__name__
+    check_length(name, longest_alike(model), rollout.max_prompt_tokens + rollout.max_new_tokens)
+    small = stand_in(model.config, attention(config.model.attn))
+    if small is None and family_of(model) is not None:
+        return  # families with media are known
+    try:
+        if small is None:
+            raise Failed("transformers builds none")
+        way = accept(small)
+    except Failed as error:
+        report.add("note", f"no small {name} could be tried ({error}): whether it trains is seen when the run starts")
+        return
+    if rollout.sglang is None:
+        check_generation(small)
+    if not way.share_prompts:
+        how = "rows that several samples share" if way.share_rows else "a row of its own, as long as the longest"
+        report.add("note", f"{name} computes a prompt for each of its samples again, in {how}")
+
+
+def look_at_routers(report: Report, model: Any) -> None:
+    """It has experts, whose choice can be replayed."""
+    from rondo.models.routing import Routing, no_experts, renormalizes, routers_of
+
+    if (routing := Routing.of(model)) is None:
+        raise no_experts(model)
+    routers = routers_of(model)
+    renormalizes(next(iter(routers.values())))
+    report.add(
+        "ok",
+        f"{len(routers)} layers send each token to {routing.top_k} of {routing.num_experts} experts: {routing.token_bytes} bytes "
+        "a token to record",
+    )
+
+
+def look_at_frozen(config: RunConfig, report: Report, model: Any) -> None:
+    """Parts and patterns are the model's own, and leave something to train."""
+    from rondo.models.parts import freeze
+
+    train = config.train
+    names = freeze(
+        model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters
+    )
+    if train.freeze or train.freeze_parameters or train.train_parameters:
+        trained = sum(model.get_parameter(name).numel() for name in names)
+        report.add("ok", f"{trained:,} parameters are trained, the others stay as they are")
+
+
+def look_at_media(config: RunConfig, path: str, model_type: str, family: Family | None) -> None:
+    """The settings of media name what the model takes."""
+    takes: tuple[str, ...] = () if family is None else family.modalities
+    model = f"the model of type {model_type!r} at {path}"
+    for name, data in config.named_data().items():
+        beyond = [kind for kind in data.media_columns if kind not in takes]
+        if beyond:
+            raise ConfigError(
+                f"{name}.media_columns must name media that the model takes, {', '.join(takes) or 'which is of text alone'}, "
+                f"got {', '.join(beyond)} with {model}. Remove them, or set model.path to another model"
+            )
+        if data.use_audio_in_video is not None and "audio" not in takes:
+            raise ConfigError(
+                f"{name}.use_audio_in_video must be left out for a model without audio, got {data.use_audio_in_video!r} with "
+                f"{model}. Remove it, or set model.path to another model"
+            )
+    if config.media is not None and not takes:
+        raise ConfigError(
+            f"media must be left out for a model of text, got it with {model}. Remove it, or set model.path to another model"
+        )
+    if family is None and config.train.encoders != "replicate":
+        raise ConfigError(
+            f"train.encoders must be left out for a model without encoders, got {config.train.encoders!r} with {model}. "
+            "Remove it"
+        )

@@ -1,0 +1,365 @@
+"""The data of a run: opened as each of its processes opens them, and rows of them made into prompts as the run makes them.
+
+Owns which rows are looked at and what is told of them: how long they are, which a run would leave out. Does not own opening
+(`roles/data/datasets.py`), prompts (`roles/data/prompts.py`) or demonstrations (`roles/training/sft.py`). Imports neither
+torch nor a model itself.
+
+As a process of its own it opens the data beside the check: reads a resolved config as JSON on stdin, writes
+{"rows": rows to train on, "fingerprints": {...}} on stdout, or {"error": text}. What user code prints goes to stderr.
+
+    python -m rondo.launch.check.data < runs/latest/config.resolved.json
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rondo.launch.check.findings import Report
+from rondo.launch.config import RunConfig, resolve, unresolve
+from rondo.launch.machine import show_bytes
+from rondo.roles.data.cursor import Order, Permutation
+from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstrations, open_splits, train_order
+from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, sampled
+from rondo.roles.data.prompts import TooLong, render_prompt, without_media_section
+from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.section import settings_at
+
+if TYPE_CHECKING:
+    from rondo.roles.config import DataConfig
+    from rondo.roles.training.sft import Prepare
+
+_NUM_ROWS = 1024
+"""Rows of a data set that are made into prompts, spread over those that the run takes; what share of all is too long is then
+known to 1.6 % (one standard error)."""
+_NUM_TOKENS = 1 << 22
+"""Tokens after which no more rows are: some seconds of work."""
+_NUM_MEDIA_ROWS = 4
+"""Rows with media, which take longer."""
+_NUM_SCORED = 2
+"""Rows of each part that the reward function is tried on."""
+_BESIDE_S = 300.0
+
+
+def main() -> int:
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    config = unresolve(orjson.loads(sys.stdin.buffer.read()))
+    try:
+        opened = Opened.of(config)
+        answer.write(orjson.dumps({"rows": len(opened.train), "fingerprints": opened.fingerprints.found}))
+    except RondoError as error:
+        answer.write(orjson.dumps({"error": str(error)}))
+    answer.close()
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """All data of a run, and their fingerprints. No demonstrations where the training rows are answered."""
+
+    train: Dataset
+    sets: dict[str, Dataset]
+    shown: Rows | None
+    fingerprints: Fingerprints
+
+    @staticmethod
+    def of(config: RunConfig) -> Opened:
+        fingerprints = Fingerprints()
+        train, sets = open_splits(config, fingerprints)
+        own = config.sft is not None and config.sft.demonstrate is None
+        return Opened(train, sets, demonstrations(config, fingerprints) if own else None, fingerprints)
+
+
+def is_made(config: RunConfig) -> bool:
+    """Whether functions of the user's make rows: what they give may differ from process to process."""
+    return any(data.rows is not None or data.transform is not None for data in config.named_data().values()) or (
+        config.sft is not None and config.sft.rows is not None
+    )
+
+
+class Elsewhere:
+    """The same look in another process, beside this one."""
+
+    def __init__(self, config: RunConfig) -> None:
+        command = [sys.executable, "-m", "rondo.launch.check.data"]
+        with tempfile.TemporaryFile() as told:
+            told.write(orjson.dumps(resolve(config)))
+            told.seek(0)
+            self._process = subprocess.Popen(command, stdin=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def answer(self, limit_s: float) -> dict[str, Any]:
+        """Its answer. ConfigError for what it could not open, or when it ended otherwise or took longer."""
+        try:
+            out, err = self._process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            raise ConfigError(f"data must be opened within {limit_s:g} s, got no end. See what they wait for") from None
+        if self._process.returncode != 0:
+            last = " | ".join(err.decode(errors="replace").strip().splitlines()[-5:])
+            raise ConfigError(
+                f"data must be opened without errors, got exit code {self._process.returncode}: {last or 'no output'}. "
+                "Run the functions that the settings name by themselves"
+            )
+        found: dict[str, Any] = orjson.loads(out)
+        if "error" in found:
+            raise ConfigError(found["error"])
+        return found
+
+
+def look_at_order(report: Report, beside: Elsewhere) -> None:
+    """Rows that functions make must be the same, in the same order, in another process: by their places rows are held out."""
+    theirs = beside.answer(_BESIDE_S)["fingerprints"]
+    for name, found in report.facts["fingerprints"].items():
+        other = Fingerprint(**theirs[name])
+        if other != found:
+            raise ConfigError(
+                f"{name} must be the same rows in the same order in every process, got {found} in one and {other} in another. "
+                "Let the function sort what comes out of a set, and draw with a seed of its own"
+            )
+
+
+def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], usable: list[Row]) -> None:
+    """Opens all data, and makes prompts of what the run takes of each part, or of a sample. A run leaves out what cannot be used:
+    an error where none can, or where the settings allow none to be too long. `usable` gets a few prompts of each that can."""
+    opened = Opened.of(config)
+    report.facts["fingerprints"] = opened.fingerprints.found
+    report.facts["num_rows"] = len(opened.train)
+    report.facts["num_held_out"] = sum(map(len, opened.sets.values()))
+    make = _Maker(config, report, tokenizers)
+    order, most = train_order(config, len(opened.train)), config.num_steps * config.rollout.prompts_per_step
+    parts = [_Part("data", opened.train, config.data, order, most, make.prompt)]
+    for name, rows in opened.sets.items():
+        assert config.evaluation is not None
+        section = f"evaluation.sets.{name}" if config.evaluation.sets else "evaluation"
+        own = config.evaluation.named_sets()[name].data
+        every = Order(len(rows), config.seed, shuffle=False)
+        parts.append(
+            _Part(
+                section if own is None else f"{section}.data", rows, own or config.data, every, len(rows), make.prompt
+            )
+        )
+    if config.sft is not None and tokenizers:
+        shown, source = opened.shown or demonstrations(config), config.demonstrated()
+        name = "sft.data" if config.sft.data is not None else "sft"
+        taken = Order(len(shown), config.seed, source.shuffle)
+        parts.append(
+            _Part(name, shown, source, taken, config.sft.steps * config.sft.batch_size, make.demonstration, False)
+        )
+    for part in parts:
+        report.look(lambda part=part: usable.extend(_look_at_part(part, report)), part.name)  # type: ignore[misc]
+    for text in _doubts(config, opened):
+        report.add("note", text)
+    report.add("ok", f"{len(opened.train)} rows to train on, {report.facts['num_held_out']} held out")
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a row became: its tokens, those that it may have and by which setting, and the bytes of its media."""
+
+    num_tokens: int
+    limit: int
+    setting: str
+    media_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows that a run takes in one way, the first `num_taken` places of an order."""
+
+    name: str
+    rows: Rows
+    settings: DataConfig
+    order: Order
+    num_taken: int
+    make: Callable[[Row, DataConfig], _Made | None]
+    """Raises RowError, TooLong among them; None without a tokenizer."""
+    is_scored: bool = True
+
+    def sample(self) -> Iterator[int]:
+        """Rows to look at, so that the first of them are spread over all, too."""
+        places = sampled(min(self.num_taken, self.order.num_rows), _NUM_ROWS)
+        mixed = Permutation(len(places), "look")
+        return (self.order.locate(places[mixed(i)]).row for i in range(len(places)))
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the rows of a part that were looked at are like."""
+
+    made: list[_Made] = field(default_factory=list)
+    usable: list[Row] = field(default_factory=list)
+    too_long: list[TooLong] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    num_rows: int = 0
+    num_media: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(made.num_tokens for made in self.made) + sum(error.num_tokens for error in self.too_long)
+
+
+def _see(part: _Part) -> _Seen:
+    seen = _Seen()
+    # Every row that is too long is counted, whatever becomes of it in the run.
+    settings = part.settings.model_copy(update={"too_long": "drop"})
+    for index in part.sample():
+        if seen.num_tokens > _NUM_TOKENS:
+            break
+        try:
+            row = part.rows.row(index)
+            if row.media and seen.num_media == _NUM_MEDIA_ROWS:
+                continue
+            seen.num_media += bool(row.media)
+            made = part.make(row, settings)
+            seen.made += [made] if made is not None else []
+            seen.usable.append(row)
+        except TooLong as error:
+            seen.too_long.append(error)
+        except RowError as error:
+            seen.broken.append(settings_at(part.name, str(error), "data"))
+        seen.num_rows += 1
+    return seen
+
+
+_FATE = {
+    "drop": "a run leaves them out (too_long='drop')",
+    "error": "none may be (too_long='error')",
+    "truncate": "the beginning of their prompts is cut off (too_long='truncate')",
+}
+
+
+def _look_at_part(part: _Part, report: Report) -> list[Row]:
+    """A few rows that the reward function can be tried on."""
+    seen, name = _see(part), part.name
+    looked_at = f"{seen.num_rows} rows that were looked at"
+    left_out = seen.broken + ([str(seen.too_long[0])] if seen.too_long else [])
+    num_left_out = len(seen.broken) + (len(seen.too_long) if part.settings.too_long == "drop" else 0)
+    if num_left_out == seen.num_rows:
+        raise RowError(f"{name}: no row can be used of {looked_at}; the first: {left_out[0]}")
+    if seen.broken:
+        report.add(
+            "note",
+            f"{name}: {len(seen.broken)} of {looked_at} cannot be used, and a run leaves such rows out; the first: "
+            f"{seen.broken[0]}",
+        )
+    if seen.too_long:
+        share, longest = len(seen.too_long) / seen.num_rows, max(error.num_tokens for error in seen.too_long)
+        report.add(
+            "error" if part.settings.too_long == "error" else "note",
+            f"{name}: {len(seen.too_long)} of {looked_at} ({share:.1%}) are too long, up to {longest} tokens: "
+            f"{_FATE[part.settings.too_long]}; the first: {seen.too_long[0]}",
+        )
+    if isinstance(part.rows, Dataset) and part.rows.left_out:
+        report.add(
+            "note",
+            f"{name}: {len(part.rows.left_out)} rows cannot be read, and {name}.transform does not get them; the first: "
+            f"{part.rows.left_out[0]}",
+        )
+    if seen.made:
+        longest_made = max(seen.made, key=lambda made: made.num_tokens)
+        most = max(made.media_bytes for made in seen.made)
+        media = f" and media up to {show_bytes(most)}" if most else ""
+        report.add(
+            "ok",
+            f"{name}: {seen.num_rows} of {len(part.rows)} rows were looked at, and take up to {longest_made.num_tokens} tokens "
+            f"of {longest_made.setting} {longest_made.limit}{media}",
+        )
+        _fit_positions(name, longest_made, report)
+    return seen.usable[:_NUM_SCORED] if part.is_scored else []
+
+
+def _fit_positions(name: str, longest: _Made, report: Report) -> None:
+    positions = report.facts.get("max_positions")
+    if positions is not None and longest.num_tokens > positions:
+        raise ConfigError(
+            f"{name} must have rows within the model's positions, {positions}, got one of {longest.num_tokens} tokens. "
+            f"Set {longest.setting} to {positions} or less"
+        )
+
+
+class _Maker:
+    """Makes rows into what the run makes of them."""
+
+    def __init__(self, config: RunConfig, report: Report, tokenizers: Sequence[Any]) -> None:
+        self._config = config
+        self._report = report
+        self._tokenizer = tokenizers[0] if tokenizers else None
+        self._opened: Prepare | None = None
+
+    def prompt(self, row: Row, settings: DataConfig) -> _Made | None:
+        from rondo.roles.rewards.pool import problem_of
+
+        columns = {settings.prompt: row.prompt, settings.label: row.label, settings.metadata: row.metadata}
+        if problem := problem_of({f"column {name!r}": value for name, value in columns.items()}):
+            raise RowError(f"{row.name}: {problem}")
+        limit, setting = self._config.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
+        if self._tokenizer is None:
+            return None
+        if not row.media:
+            return _Made(len(render_prompt(self._tokenizer, row, settings, limit)), limit, setting)
+        tokens, media = self._prepare(row, settings, limit, setting)
+        return _Made(len(tokens), limit, setting, media.num_bytes if media is not None else 0)
+
+    def demonstration(self, row: Row, settings: DataConfig) -> _Made | None:
+        from rondo.roles.training.sft import encode
+
+        sft = self._config.sft
+        assert sft is not None
+        made = encode(
+            self._tokenizer, row, settings, sft.micro_batch_tokens, self._config.prompt_limit(), self._prepare
+        )
+        media_bytes = made.media.num_bytes if made.media is not None else 0
+        return _Made(len(made.tokens), sft.micro_batch_tokens, "sft.micro_batch_tokens", media_bytes)
+
+    def _prepare(self, row: Row, settings: DataConfig, limit: int, setting: str) -> Any:
+        """In this process: a medium that ends it ends the child, which is told like any crash."""
+        if self._config.media is None:
+            raise ConfigError(str(without_media_section(row)))
+        if self._opened is None:
+            from rondo.roles.data.media import preparer
+
+            self._opened = preparer(self._report.facts["model_path"], self._config.media)
+        return self._opened(row, settings, limit, setting)
+
+
+def _doubts(config: RunConfig, opened: Opened) -> Iterator[str]:
+    """What is allowed, and seldom meant."""
+    num_rows, needed = len(opened.train), config.rollout.prompts_per_step
+    if num_rows < needed:
+        held_out = f" behind data.held_out {config.data.held_out}" if config.data.held_out else ""
+        yield (
+            f"data has {num_rows} rows to train on{held_out}, fewer than the {needed} of rollout.prompts_per_step: a step takes "
+            "some more than once"
+        )
+    found = opened.fingerprints.found
+    for name, each in config.named_data().items():
+        if name == "data":
+            continue
+        if name.startswith("evaluation") and (found[name] == found["data"] or _same_files(each, config.data)):
+            yield (
+                f"{name} has the rows that are trained on, so that its rewards say nothing about others. Name other rows, or "
+                "set data.held_out"
+            )
+        differing = [one for one in each.OF_PROMPTS if getattr(each, one) != getattr(config.data, one)]
+        if differing:
+            yield f"{name} has prompts that are written in another way than those of data: {', '.join(differing)} differ"
+
+
+def _same_files(one: DataConfig, other: DataConfig) -> bool:
+    if one.path is None or other.path is None or one.transform != other.transform:
+        return False
+    return one.path == other.path or Path(one.path).resolve() == Path(other.path).resolve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Judges a run for other machines than this one: which role group goes where, and whether memory suffices there.
+
+Owns placement on equal nodes, and what each node and device would hold. Does not own the formulas (`check_estimate.py`) nor
+the rules of the settings among themselves (`check.py`). Starts and asks nothing: a full-size run is judged on a laptop.
+
+    target = Target(num_nodes=2, num_devices=8, device_bytes=80 << 30, memory_bytes=1000 << 30)
+    placed = place(config.groups, target)        # [Placed("actor-0", group, {0: 8}), Placed("rollout-0", group, {1: 1}), ...]
+
+Placement: replicas with the most devices first, in the order of the groups where equal. One that a node can hold goes to the
+first node with enough free devices; a larger one takes whole free nodes. What needs no device goes to node 0. Every process that
+asks for a device has one of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rondo.launch.check.estimate import Estimate, Shape, group_estimate, routed_bytes
+from rondo.launch.check.findings import Finding
+from rondo.launch.config import RunConfig
+from rondo.launch.groups import RoleGroup
+from rondo.launch.machine import show_bytes
+from rondo.roles.streams import media_bytes, row_bytes
+
+_SNAPSHOTS = 2
+_WRITERS = frozenset({"actor_fwd", "reference", "advantages"})
+"""Roles that put columns on the bus."""
+_RUNS_A_MODEL = frozenset({"rollout", "actor", "actor_fwd", "reference"})
+_TAKES_WEIGHTS = frozenset({"rollout", "actor", "actor_fwd"})
+_ON_DEVICE = 1 << 30
+"""What a process has on its device before the first tensor: context, kernels, communicators."""
+_LIGHT, _HEAVY = 300 << 20, 2500 << 20
+"""Memory of a process without and with torch, transformers and, where it computes on a device, CUDA's libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Equal machines. `num_devices`: accelerators of a node; `device_bytes`: memory of one, `memory_bytes`: of a node."""
+
+    num_nodes: int
+    num_devices: int
+    device_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One replica of a role group, and its processes by node."""
+
+    name: str
+    group: RoleGroup
+    processes: Mapping[int, int]
+
+
+def place(groups: Sequence[RoleGroup], target: Target) -> list[Placed] | str:
+    """Where each replica goes; or why they do not all find a place."""
+    replicas = [(group, name) for group in groups for name in group.replica_names()]
+    replicas.sort(key=lambda replica: -replica[0].processes * replica[0].devices)
+    free = [target.num_devices] * target.num_nodes
+    placed = []
+    for group, name in replicas:
+        wanted, size = group.processes * group.devices, target.num_devices
+        if not wanted:
+            placed.append(Placed(name, group, {0: group.processes}))
+        elif wanted <= size:
+            node = next((node for node, number in enumerate(free) if number >= wanted), None)
+            if node is None:
+                return f"{name} finds no node with {wanted} free"
+            free[node] -= wanted
+            placed.append(Placed(name, group, {node: wanted}))
+        else:
+            whole = [node for node, number in enumerate(free) if number == size][: -(-wanted // size)] if size else []
+            if not whole or wanted % size or len(whole) * size < wanted:
+                return f"{name} with {wanted} takes whole nodes, of which {len(whole)} are free"
+            for node in whole:
+                free[node] = 0
+            placed.append(Placed(name, group, dict.fromkeys(whole, size)))
+    return placed
+
+
+def processes_on(placed: Sequence[Placed], node: int) -> Counter[str]:
+    """Processes of each group on a node."""
+    counts = Counter[str]()
+    for replica in placed:
+        if node in replica.processes:
+            counts[replica.group.name] += replica.processes[node]
+    return counts
+
+
+def judge_target(
+    config: RunConfig, target: Target, sizes: tuple[int, int] | None, shape: Shape | None
+) -> Iterator[Finding]:
+    """`sizes`: parameters and tensors of the model; without them and `shape` only placement is judged."""
+    wanted = Counter({group.name: group.replicas * group.processes * group.devices for group in config.groups})
+    shown = " + ".join(f"{name} {number}" for name, number in wanted.items() if number)
+    placed = place(config.groups, target)
+    if isinstance(placed, str):
+        yield Finding(
+            "error",
+            f"groups must find their devices on {_nodes(target)}, got {shown} = {wanted.total()}: {placed}. "
+            "Lower processes or replicas, or use more nodes",
+        )
+        return
+    for node in range(target.num_nodes):
+        counts = processes_on(placed, node)
+        listed = ", ".join(f"{name} {number}" for name, number in counts.items())
+        used = sum(p.processes.get(node, 0) * p.group.devices for p in placed)
+        yield Finding(
+            "ok", f"node {node} takes the processes {listed or 'none'}, on {used} of {target.num_devices} devices"
+        )
+    if target.num_nodes > 1:
+        yield Finding(
+            "note",
+            "`rondo train` starts all groups on one machine: a run on several nodes is judged, but cannot be started",
+        )
+    if shape is not None:
+        yield from judge_devices(config, shape, target.device_bytes, "error")
+    if shape is not None and sizes is not None:
+        for node in range(target.num_nodes):
+            yield _judge_node(config, target, sizes, shape, placed, node)
+
+
+def judge_devices(
+    config: RunConfig, shape: Shape, device_bytes: int, level: Literal["note", "error"]
+) -> Iterator[Finding]:
+    """A finding for each group that computes on devices: "ok", or one of `level`."""
+    for group in config.groups:
+        if not group.devices or not _RUNS_A_MODEL & set(group.roles):
+            continue
+        if group.roles == ("rollout",) and config.rollout.sglang is not None:
+            continue  # a server takes what it is told to, and refuses to start where its model has no room
+        estimate = group_estimate(config, shape, group)
+        needed = estimate.needed + _ON_DEVICE
+        shown = f"{_show({**estimate.parts, 'context': _ON_DEVICE})}; while loading {show_bytes(estimate.loading)}"
+        if needed <= device_bytes:
+            text = (
+                f"{group.name} takes about {show_bytes(needed)} of {show_bytes(device_bytes)} on each device ({shown})"
+            )
+            yield Finding("ok", text)
+        else:
+            yield Finding(
+                level,
+                f"a process of {group.name} must fit into the memory of its device, {show_bytes(device_bytes)}, got about "
+                f"{show_bytes(needed)} by estimate ({shown}). {_way_out(estimate, group)}",
+            )
+
+
+def segment_bytes(
+    config: RunConfig,
+    num_parameters: int,
+    num_tensors: int,
+    shape: Shape | None = None,
+    processes: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Shared memory by kind, in bytes: all of it is reserved at the start; and the copy of a checkpoint while it is written.
+    Of the whole run, or of a node with so many `processes` of each group. Without a `shape` every parameter is taken to be
+    trained."""
+    if processes is None:
+        processes = {group.name: group.replicas * group.processes for group in config.groups}
+    groups = [(group, processes.get(group.name, 0)) for group in config.groups]
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    takes_weights = any(number and _TAKES_WEIGHTS & set(group.roles) for group, number in groups)
+    found = {
+        "rollout rings": sum(n for group, n in groups if "rollout" in group.roles) * config.bus.ring_bytes,
+        "column rings": sum(n for group, n in groups if _WRITERS & set(group.roles) and "rollout" not in group.roles)
+        * config.bus.column_ring_bytes,
+        # Every tensor starts at a multiple of 64 bytes.
+        "weight slab": config.num_weight_slots * (num_parameters * width + num_tensors * 64) if takes_weights else 0,
+    }
+    versions = sum(
+        n * _snapshot(config, num_parameters, shape, group.processes) for group, n in groups if "actor" in group.roles
+    )
+    if config.train.hot_snapshot:
+        found["hot snapshots"] = _SNAPSHOTS * versions
+    if config.train.save_every is not None:
+        found["checkpoint being written"] = versions
+    return found
+
+
+def _snapshot(config: RunConfig, num_parameters: int, shape: Shape | None, num_ranks: int) -> int:
+    """Of one rank: float32 weights, and Adam's two moments of what is trained. Encoders that are not cut lie in each."""
+    if shape is None:
+        return -(-12 * num_parameters // num_ranks)
+    decoder = 4 * shape.decoder_parameters + 8 * shape.trained_decoder
+    encoders = 4 * shape.encoder_parameters + 8 * shape.trained_encoders
+    whole = config.train.encoders == "replicate"
+    return -(-decoder // num_ranks) + (encoders if whole else -(-encoders // num_ranks))
+
+
+def _judge_node(
+    config: RunConfig, target: Target, sizes: tuple[int, int], shape: Shape, placed: Sequence[Placed], node: int
+) -> Finding:
+    """Host memory of one node: shared segments, what processes take, and models on their way to a device."""
+    counts = processes_on(placed, node)
+    parts = segment_bytes(config, *sizes, shape, counts)
+    workers = config.reward.num_workers * _LIGHT
+    if config.media is not None:
+        workers += config.media.num_workers * (_HEAVY + 2 * config.media.max_group_bytes)
+    computing = loading = programs = 0
+    for group in config.groups:
+        number = counts[group.name]
+        heavy = bool(_RUNS_A_MODEL & set(group.roles))
+        programs += number * ((_HEAVY if heavy else _LIGHT) + (workers if "rollout" in group.roles else 0))
+        estimate = group_estimate(config, shape, group)
+        if group.devices:
+            loading += number * estimate.loading
+        else:
+            computing += number * estimate.needed
+    if any(counts[group.name] for group in config.groups if "rollout" in group.roles):
+        rollout = config.rollout
+        row = rollout.samples_per_prompt * row_bytes(rollout, routed_bytes(config, shape)) + media_bytes(config)
+        parts["one step of the longest samples"] = rollout.prompts_per_step * row
+    parts |= {"processes": programs, "computing on the CPU": computing, "models while they load": loading}
+    needed = sum(parts.values())
+    if needed > target.memory_bytes:
+        return Finding(
+            "error",
+            f"what runs on node {node} must fit into its memory, {show_bytes(target.memory_bytes)}, got about "
+            f"{show_bytes(needed)} by estimate ({_show(parts)}). Lower bus.ring_bytes or replicas, set train.hot_snapshot=False, "
+            "or use more memory",
+        )
+    return Finding(
+        "ok",
+        f"node {node} takes about {show_bytes(needed)} of {show_bytes(target.memory_bytes)} of its memory ({_show(parts)})",
+    )
+
+
+def _way_out(estimate: Estimate, group: RoleGroup) -> str:
+    if estimate.loading > sum(estimate.parts.values()):
+        return "Every process holds the whole model while it loads: use devices with more memory, or a smaller model"
+    largest = max(estimate.parts, key=lambda name: estimate.parts[name])
+    ways = {
+        "activations": "Set train.activation_checkpointing=True, or lower train.micro_batch_tokens",
+        "log-prob chunk": "Lower train.log_prob_chunk_tokens",
+        "key-value cache": "Lower rollout.num_slots or rollout.max_new_tokens",
+        "logits": "Lower rollout.num_slots",
+        "gradients": "Train fewer parameters (train.freeze, train.train_parameters), or use devices with more memory",
+    }
+    more = f"Raise the processes of {group.name}" if "actor" in group.roles else "Use devices with more memory"
+    return ways.get(largest, more)
+
+
+def _nodes(target: Target) -> str:
+    return f"{target.num_nodes} node{'s' if target.num_nodes > 1 else ''} with {target.num_devices} devices each"
+
+
+def _show(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)

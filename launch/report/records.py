@@ -1,0 +1,54 @@
+"""Reading back what a run wrote: the lines of metrics.jsonl and events.jsonl.
+
+Owns which records count; `runtime/records/record.py` writes, and says which lines are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rondo.runtime.records.record import read_lines
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a JSONL file, oldest first; nothing when there is no file."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        yield from read_lines(file, path)
+
+
+def step_records(path: Path) -> list[dict[str, Any]]:
+    """One record a step, in order of steps. A step that ran again after a restart counts as its last run."""
+    steps = {record["step"]: record for record in read_records(path) if "step" in record and "reward_mean" in record}
+    return [steps[step] for step in sorted(steps)]
+
+
+def evaluation_records(path: Path) -> list[dict[str, Any]]:
+    """One evaluation a policy version, in order of versions: {"version", "reward", "num_samples", "num_failed", "sets"}.
+    One that was made again after a restart counts as its last."""
+    found = (record["evaluation"] for record in read_records(path) if "evaluation" in record)
+    versions = {record["version"]: record for record in found}
+    return [versions[version] for version in sorted(versions)]
+
+
+def shown_reward(mean: float | None, record: Mapping[str, Any]) -> str:
+    """The mean reward of a step or an evaluation as text, with how many of its samples have none because their reward failed."""
+    failed = record.get("num_failed", 0)
+    text = "-" if mean is None else f"{mean:.3f}"
+    return f"{text} (of {record['num_samples']}, {failed} failed)" if failed else text
+
+
+def evaluation_figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """mean@k and pass@k of an evaluation by "set pass@k", without the set's name where it is the only one."""
+    sets = evaluation.get("sets", {})
+    return {
+        figure if len(sets) == 1 else f"{name} {figure}": value
+        for name, figures in sets.items()
+        for figure, value in figures.items()
+        if "@" in figure
+    }

@@ -1,0 +1,145 @@
+"""Status and stop: asking a run in another process how it is, or to end.
+
+Owns the client side of the admin endpoint for the command line. A run that is over is read from its files. Does not
+signal: a run is stopped by asking it, so that it saves first.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rondo.launch.report.records import evaluation_records, shown_reward, step_records
+from rondo.launch.report.summary import print_table, read
+from rondo.launch.rundir import SupervisorRecord, existing_run, owner, read_json, supervisor_record
+from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.errors import ConfigError, PeerGone
+
+_ANSWER_S = 10.0
+_LOOK_S = 0.1
+
+
+def show_status(path: Path, *, as_json: bool = False) -> int:
+    """Prints how a run is doing, or how it ended. 0, or 1 for a run that ended without a summary."""
+    run = existing_run(path)
+    record = supervisor_record(run)
+    if record is not None:
+        found = {"run": run.name, "alive": True, "pid": record.pid, "url": url_of(record)}
+        found |= {"health": ask(record, "/healthz"), "roles": ask(record, "/roles"), "waits": ask(record, "/waits")}
+        found |= {"endpoints": [read_json(path) for path in sorted((run / "endpoints").glob("*.json"))]}
+        if as_json:
+            _print_json(found)
+        else:
+            _print_alive(run, found)
+        return 0
+    pid, summary = owner(run), read(run)
+    if pid is not None:
+        # A resumed run has the summary of its earlier attempt until it ends again.
+        if as_json:
+            _print_json({"run": run.name, "alive": True, "pid": pid, "starting": True})
+        else:
+            print(f"run {run.name} is starting, pid {pid}")
+        return 0
+    if summary is None:
+        return _print_unfinished(run, as_json)
+    if as_json:
+        _print_json({"run": run.name, "alive": False, "summary": asdict(summary)})
+    else:
+        print_table(summary)
+    return 0
+
+
+def ask_to_stop(path: Path, *, reason: str, now: bool = False, wait: bool = True) -> int:
+    """Asks a live run to save and end, or with `now` to end at once, and waits until it has. ConfigError when none is alive."""
+    run = existing_run(path)
+    record = supervisor_record(run)
+    if record is None:
+        pid = owner(run)
+        if pid is not None:
+            raise PeerGone(
+                f"run {run.name} must have started to be stopped, got pid {pid} still starting. Try again soon"
+            )
+        raise ConfigError(f"RUN must be alive to be stopped, got {run} which has ended. See `rondo status {path}`")
+    ask(record, "/stop", {"reason": reason, "now": now})
+    print(f"run {run.name} {'ends at once' if now else 'saves and ends'}, pid {record.pid}", flush=True)
+    # The run holds itself to its own grace period; whoever waits here can leave at any time.
+    while wait and owner(run) == record.pid:
+        time.sleep(_LOOK_S)
+    return 0
+
+
+def url_of(record: SupervisorRecord) -> str:
+    """The admin endpoint as seen from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(record.admin_host, record.admin_host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{record.admin_port}"
+
+
+def ask(record: SupervisorRecord, path: str, body: dict[str, Any] | None = None) -> Any:
+    """One request with the run's token; the answer's JSON. PeerGone when nobody answers."""
+    try:
+        token = Path(record.token_path).read_text().strip()
+        request = urllib.request.Request(
+            url_of(record) + path,
+            data=None if body is None else orjson.dumps(body),
+            headers={"Authorization": f"Bearer {token}"},
+            method="GET" if body is None else "POST",
+        )
+        # A proxy from the environment has no business between a command and its own machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=_ANSWER_S) as response:
+                return orjson.loads(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code == 503:
+                    return orjson.loads(error.read())
+                raise PeerGone(
+                    f"{request.full_url} must answer with data, got status {error.code}: {error.reason}"
+                ) from None
+    except OSError as error:
+        raise PeerGone(
+            f"the run's admin endpoint must answer, got {error} from pid {record.pid}. See its logs, or try again"
+        ) from error
+
+
+def _print_alive(run: Path, found: dict[str, Any]) -> None:
+    print(f"run {run.name}  pid {found['pid']}  {found['url']}")
+    print("  ".join(f"{name}={_short(value)}" for name, value in found["health"].items()))
+    for role in found["roles"]:
+        print("  " + "  ".join(f"{name}={_short(value)}" for name, value in role.items()))
+    for endpoint in found["endpoints"]:
+        print("  endpoint: " + "  ".join(f"{name}={value}" for name, value in endpoint.items()))
+    for wait in found["waits"]:
+        print("  waits: " + "  ".join(f"{name}={_short(value)}" for name, value in wait.items()))
+
+
+def _print_unfinished(run: Path, as_json: bool) -> int:
+    steps, evaluations = step_records(run / "metrics.jsonl"), evaluation_records(run / "metrics.jsonl")
+    last = steps[-1] if steps else None
+    if as_json:
+        _print_json({"run": run.name, "alive": False, "summary": None, "last_step": last, "evaluations": evaluations})
+        return 1
+    reached = (
+        f"step {last['step'] + 1}, reward {shown_reward(last['reward_mean'], last)}" if last is not None else "no step"
+    )
+    saved = newest_complete(run / "checkpoints") is not None
+    advice = f"Go on with `rondo resume {run}`" if saved else "It has no checkpoint: start it again with `rondo train`"
+    print(f"run {run.name} ended without a summary after {reached}. {advice}")
+    return 1
+
+
+def _print_json(data: Any) -> None:
+    sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return ",".join(_short(part) for part in value) if isinstance(value, list) else str(value)

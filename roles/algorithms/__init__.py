@@ -1,0 +1,4 @@
+"""How samples become a loss: pure functions.
+
+algorithm      a record of the parts; advantages, whitening, losses
+"""

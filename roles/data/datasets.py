@@ -1,0 +1,247 @@
+"""Data sets: rows of prompts, read one at a time.
+
+Owns the columns that settings name, and the split into what is trained on and what is held out. Does not own where rows
+lie (`sources.py`), how their media are written (`media_rows.py`), the order in which they are taken (`cursor.py`) or their
+tokens (`prompts.py`, `media.py`).
+
+    data = open_dataset(DataConfig(path="train.jsonl", prompt="question", label="answer"))
+    len(data), data.row(0)  ->  7472, Row("train.jsonl:1", prompt="Natalia sold ...", label="... #### 72", metadata={})
+
+Invariant: a data set's length and rows do not change while it is open; the two parts of a split share no row.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rondo.models.media.refs import MediaRef
+from rondo.roles.data.cursor import Order, held_out_rows
+from rondo.roles.data.fingerprints import Fingerprint, Fingerprints
+from rondo.roles.data.media_rows import with_media
+from rondo.roles.data.messages import read_messages, read_tools
+from rondo.roles.data.sources import RowError, Source, missing_column, named_columns, open_source
+from rondo.runtime.errors import Fatal
+from rondo.runtime.reference import load_reference
+from rondo.runtime.section import settings_at
+
+if TYPE_CHECKING:
+    from rondo.roles.config import DataConfig, JobConfig
+
+__all__ = ["Dataset", "Row", "RowError", "Rows", "demonstrations", "open_dataset", "open_splits", "train_order"]
+
+log = logging.getLogger(__name__)
+
+_NUM_TRIED = 16
+"""Rows that are read before a data set is refused for what is wrong with the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt. `name` tells users where it stands; `prompt` is text or a list of chat messages, in which image, audio and
+    video parts are places for `media`, in their order; `tools` are shown by the chat template."""
+
+    name: str
+    prompt: str | list[dict[str, Any]]
+    label: Any
+    metadata: dict[str, Any]
+    media: tuple[MediaRef, ...] = ()
+    tools: Sequence[Any] = ()
+
+
+class Rows(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int: ...
+    def row(self, index: int) -> Row: ...
+
+
+class Dataset:
+    """The rows of a source that `indices` selects, with the columns that `config`, the settings at `name`, names."""
+
+    def __init__(self, source: Source, config: DataConfig, indices: Sequence[int], name: str = "data") -> None:
+        self._source = source
+        self._config = config
+        self._indices = indices
+        self._name = name
+        self.left_out = source.left_out
+        """Why rows are not among these: what a transform could not be given."""
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def row(self, index: int) -> Row:
+        """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value."""
+        at = self._indices[index]
+        name = self._source.name_of(at)
+        try:
+            return self._row(self._source.read(at), name)
+        except RowError as error:
+            raise RowError(settings_at(self._name, str(error), "data")) from error
+        except Exception as error:  # of rows that a user's code makes as they are read, any
+            raise RowError(
+                f"{name}: row must be read without errors, got {type(error).__name__}: {error}. Correct or remove the row"
+            ) from error
+
+    def _row(self, values: Mapping[str, Any], name: str) -> Row:
+        config = self._config
+        for column, setting in named_columns(config).items():
+            if column not in values:
+                raise missing_column(name, column, list(values), setting)
+        prompt = values[config.prompt]
+        if not isinstance(prompt, str):
+            prompt = read_messages(name, prompt, config)
+        metadata = (values[config.metadata] if config.metadata is not None else None) or {}
+        if not isinstance(metadata, dict):
+            raise RowError(
+                f"{name}: {config.metadata!r} must be an object or null, got {type(metadata).__name__}. "
+                "Correct the row, or name another column in data.metadata"
+            )
+        prompt, media = with_media(name, prompt, values, config)
+        label = None if config.label is None else values[config.label]
+        tools = () if config.tools is None else read_tools(name, values[config.tools], config)
+        return Row(name, prompt, label, metadata, media, tools)
+
+    def fingerprint(self) -> Fingerprint:
+        """Of all rows of the source up to the end of this one's; meant for the whole, before it is split."""
+        return Fingerprint(len(self), self._source.digest(len(self)))
+
+    def split(self, num_held_out: int, seed: int) -> tuple[Dataset, Dataset]:
+        """(kept, held out): disjoint, together everything, the same for the same seed; what is kept stays in order."""
+        drawn = held_out_rows(len(self), num_held_out, seed)
+        kept = Without(self._indices, sorted(drawn))
+        held_out = [self._indices[i] for i in drawn]
+        return self._with(kept), self._with(held_out)
+
+    def first(self, num_rows: int) -> Dataset:
+        """The first rows of this one."""
+        return self._with(self._indices[:num_rows])
+
+    def _with(self, indices: Sequence[int]) -> Dataset:
+        return Dataset(self._source, self._config, indices, self._name)
+
+
+class Without(Sequence[int]):
+    """`items` without those at the sorted positions `left_out`; memory for those alone."""
+
+    def __init__(self, items: Sequence[int], left_out: Sequence[int]) -> None:
+        self._items = items
+        # The j-th position left out hides itself from every kept index from left_out[j] - j on.
+        self._shifts = [position - j for j, position in enumerate(left_out)]
+
+    def __len__(self) -> int:
+        return len(self._items) - len(self._shifts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be in range({len(self)}), got {index}")
+        return self._items[index + bisect.bisect_right(self._shifts, index)]
+
+
+def open_dataset(config: DataConfig, name: str = "data", fingerprints: Fingerprints | None = None) -> Dataset:
+    """All rows that `config` names, up to its `limit`; `held_out` is the business of `open_splits`.
+
+    `fingerprints` are compared under `name`. Fatal for a source that is missing or empty, DataChanged for rows that are
+    not those of the run. Reads rows until one can be used, so that a wrong column name (RowError) is found before a run starts.
+    """
+    fingerprints = fingerprints or Fingerprints()
+    try:
+        source = open_source(config)
+    except (Fatal, RowError) as error:
+        raise type(error)(settings_at(name, str(error), "data")) from error
+    if len(source) == 0:
+        raise Fatal(f"{name} must have rows, got none in {config.path or config.rows}. Check where they should be")
+    limits = (len(source), config.limit, fingerprints.num_rows(name))
+    data = Dataset(source, config, range(min(limit for limit in limits if limit is not None)), name)
+    fingerprints.compare(name, data.fingerprint())
+    if data.left_out:
+        log.warning("%s: %d rows were left out, the first: %s", name, len(data.left_out), data.left_out[0])
+    first: RowError | None = None
+    for index in range(min(len(data), _NUM_TRIED)):
+        try:
+            data.row(index)
+            return data
+        except RowError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def open_splits(job: JobConfig, fingerprints: Fingerprints | None = None) -> tuple[Dataset, dict[str, Dataset]]:
+    """(what is trained on, what is evaluated on, by name). Fatal when either has too few rows, DataChanged when they are
+    not those of the `fingerprints`."""
+    data = open_dataset(job.data, "data", fingerprints)
+    if job.data.held_out >= len(data):
+        raise Fatal(f"data.held_out must be less than the data's rows, {len(data)}, got {job.data.held_out}. Lower it")
+    train, held_out = data.split(job.data.held_out, job.seed)
+    if job.evaluation is None:
+        return train, {}
+    sets = {}
+    for name, each in job.evaluation.named_sets().items():
+        if each.data is None:
+            sets[name] = held_out.first(each.num_prompts)
+            continue
+        section = f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
+        found = open_dataset(each.data, f"{section}.data", fingerprints)
+        if len(found) < each.num_prompts:
+            raise Fatal(
+                f"{section}.num_prompts must be at most the rows of {section}.data, {len(found)}, got {each.num_prompts}. "
+                "Lower it"
+            )
+        sets[name] = found.split(each.num_prompts, job.seed)[1] if each.data.shuffle else found.first(each.num_prompts)
+    return train, sets
+
+
+class _Demonstrated:
+    """Rows of the run with answers of their own. Holds the answers; a row is read when it is asked for."""
+
+    def __init__(self, data: Dataset, indices: Sequence[int], answers: Sequence[Any]) -> None:
+        self._data = data
+        self._indices = indices
+        self._answers = answers
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def row(self, index: int) -> Row:
+        answer = self._answers[index]
+        if isinstance(answer, RowError):
+            raise answer
+        return replace(self._data.row(self._indices[index]), label=answer)
+
+
+def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> Rows:
+    """What the warm-up learns from: its own rows, or as many of the training rows, in a seeded order, as it takes in all,
+    each with an answer of its own. Never a row that is held out. A row without an answer raises RowError when it is asked for."""
+    assert job.sft is not None
+    if job.sft.demonstrate is None:
+        name = "sft" if job.sft.data is None else "sft.data"
+        return open_dataset(job.demonstrated(), name, fingerprints)
+    function = load_reference(job.sft.demonstrate, "sft.demonstrate")
+    train, _ = open_splits(job, fingerprints)
+    draw, order = random.Random(job.seed), Order(len(train), job.seed)
+    indices = [order.locate(place).row for place in range(job.sft.steps * job.sft.batch_size)]
+
+    def answer(index: int) -> Any:
+        try:
+            row = train.row(index)
+            return function(row.prompt, row.label, draw)
+        except RowError as error:
+            return error
+        except Exception as error:  # noqa: BLE001  # the user's function, of a row that it did not expect
+            return RowError(
+                f"{row.name}: sft.demonstrate must answer every row, got {type(error).__name__}: {error}. Correct it"
+            )
+
+    return _Demonstrated(train, indices, [answer(index) for index in indices])
+
+
+def train_order(job: JobConfig, num_rows: int) -> Order:
+    """The order in which a job takes its `num_rows` training rows."""
+    return Order(num_rows, job.seed, job.data.shuffle, job.data.num_passes)

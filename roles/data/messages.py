@@ -1,0 +1,82 @@
+"""Chats: from the ways in which data sets write them to the messages that a chat template takes.
+
+Owns keys, roles, tools and the shape of messages. Does not own media in them (`media_rows.py`) or rendering (`prompts.py`).
+
+    {"from": "human", "value": "Hi"}     with message_keys={"from": "role", "value": "content"}, as ShareGPT has it
+    {"role": "user", "content": "Hi"}    OpenAI; content is text or a list of parts, and may be left out beside tool_calls
+    tools                                a list of function schemas, or its JSON
+
+    read_messages("a.jsonl:1", [{"from": "human", "value": "Hi"}], config)   ->   [{"role": "user", "content": "Hi"}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rondo.roles.data.sources import RowError
+
+if TYPE_CHECKING:
+    from rondo.roles.config import DataConfig
+
+_SPELLINGS = {"from": "role", "speaker": "role", "value": "content", "text": "content"}
+
+
+def read_messages(name: str, messages: Any, config: DataConfig) -> list[dict[str, Any]]:
+    """The messages of a row's prompt, each with role and content or tool calls. RowError, which names the row, otherwise."""
+    if not isinstance(messages, list | tuple) or not messages:
+        got = "an empty list" if isinstance(messages, list | tuple) else type(messages).__name__
+        raise RowError(
+            f"{name}: {config.prompt!r} must be text or a list of chat messages, got {got}. "
+            "Correct the row, or name another column in data.prompt"
+        )
+    return [_message(name, message, config) for message in messages]
+
+
+def read_tools(name: str, value: Any, config: DataConfig) -> list[Any]:
+    """The tools of a row, none for null. RowError for what is neither a list of objects nor its JSON."""
+    tools = _parsed(value) if isinstance(value, str) else value
+    if tools is None:
+        return []
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError(
+            f"{name}: {config.tools!r} must be a list of tools, its JSON, or null, got {type(value).__name__}. "
+            "Correct the row, or name another column in data.tools"
+        )
+    return list(tools)
+
+
+def _message(name: str, message: Any, config: DataConfig) -> dict[str, Any]:
+    keys = config.message_keys
+    found: dict[str, Any] = {}
+    if isinstance(message, Mapping):
+        found = {keys.get(str(key), str(key)): value for key, value in message.items()}
+    calls = found.get("tool_calls")
+    if not isinstance(found.get("role"), str) or not ("content" in found or calls):
+        got = f"the keys {', '.join(map(str, message))}" if isinstance(message, Mapping) else type(message).__name__
+        spelt = {key: _SPELLINGS[key] for key in message if key in _SPELLINGS} if isinstance(message, Mapping) else {}
+        way = f"Set data.message_keys to {spelt}" if len(spelt) > 1 else "Correct the row, or set data.message_keys"
+        raise RowError(f"{name}: a message of {config.prompt!r} must have role and content, got {got}. {way}")
+    found["role"] = config.message_roles.get(found["role"], found["role"])
+    if calls:
+        found["tool_calls"] = [_call(call) for call in calls]
+    return found
+
+
+def _call(call: Any) -> Any:
+    """Arguments are objects for templates, which write them as JSON; OpenAI's are JSON already."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = _parsed(function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _parsed(text: str) -> Any:
+    """What the JSON stands for; the text itself where it is none."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text

@@ -1,0 +1,114 @@
+"""The trainer's own tensors, lent to the engine of the same process: no second copy of the weights, and nothing to publish to it.
+
+Owns which policy version the lent tensors are, as the trainer says it, and the check before every forward that they are still
+what the engine calls them. Does not own the tensors (`trainer.py`), the moment of a flip (`embedded.py`) or its proof to the
+coordinator (`replica.py`).
+
+    trainer, compute thread   | round | round | optimizer                |        | round ...
+    lent.version              3 ............... None .................... 4 .......
+    engine, compute thread    tokens of version 3 | held                  | flip to 4 | tokens of version 4
+
+Invariant: no token is sampled while the tensors are between two versions, or are another one than the engine says. Training and
+generation share one thread, so an optimizer step is never seen half-done; from its beginning until the version is committed
+the engine is held, and then flips between two decode steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rondo.roles.engines.embedded.slots import Batch, Forward
+from rondo.runtime.errors import CorruptData
+
+
+class Flip(dict[str, torch.Tensor]):
+    """To the lent tensors as they are, so there is nothing in it; `version` says which they must be."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.version = version
+
+
+class Lent:
+    """A model over the trainer's parameters. `model` is a module of its own: modes, wrappers and hooks of the trainer's do not
+    reach it, only its parameters are the same objects."""
+
+    def __init__(self, model: Any) -> None:
+        """model: the trainer's, whole and before anything is wrapped or sharded."""
+        self.model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        self.version: int | None = None
+        self._changed = asyncio.Event()
+
+    def moves(self) -> None:
+        """On the compute thread: the tensors stop being a version; the engine is held until they are one again."""
+        self.version = None
+
+    def holds(self, version: int) -> None:
+        """On the event loop: the tensors are this committed version."""
+        self.version = version
+        self._changed.set()
+
+    async def newer_than(self, version: int) -> Flip:
+        """Waits until the tensors are a newer version: what `update_weights` takes then."""
+        while self.version is None or self.version <= version:
+            self._changed.clear()
+            await self._changed.wait()
+        return Flip(self.version)
+
+
+class LentForward:
+    """`Forward` over lent tensors: flips by taking over what the trainer has made of them."""
+
+    def __init__(self, forward: Forward, lent: Lent) -> None:
+        self._forward = forward
+        self._lent = lent
+        self._version: int | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._forward.vocab_size
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return self._forward.modalities
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        return self._forward.keeps_prefixes
+
+    @property
+    def held(self) -> bool:
+        """Whether the tensors are not the version that this forward is for, or it sleeps."""
+        return self._forward.held or self._version is None or self._lent.version != self._version
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        if self.held:
+            raise CorruptData(
+                f"the lent weights must be policy version {self._version} while the engine samples, got {self._lent.version}. "
+                "This is a fault in rondo: the engine was not held while they changed."
+            )
+        return self._forward(batch)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._forward.copy(source, target, length)
+
+    def clear(self, slot: int | None = None) -> None:
+        self._forward.clear(slot)
+
+    def refresh(self) -> None:
+        """Takes the lent tensors over as they are."""
+        self._forward.refresh()
+        self._version = self._lent.version
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes them over where they still are the version of a `Flip`; else it stays held, until the next flip."""
+        if not isinstance(tensors, Flip):
+            raise AssertionError("an engine that generates with the trainer's tensors must get no others")
+        self._version = None
+        if self._lent.version == tensors.version:
+            self.refresh()

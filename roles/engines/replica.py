@@ -1,0 +1,203 @@
+"""The engines of one rollout process, and the weights that they get.
+
+Owns which engine the settings ask for, opening and closing it, its flip to every new version, and the proof of that to the
+coordinator. Does not own what is asked of an engine (`groups.py`, `evaluation.py`), nor how one gets on (`Engine`).
+
+    replica = Replica(ctx, job); await replica.open(ends)
+    async with replica.follow() as first: ...       # serves every new version; `first` is set once one is proved
+    replica.engine                                  # of the run's samples
+    replica.beside                                  # of evaluations beside the training, or None
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from rondo.comm.bus.bus import POLL_S
+from rondo.comm.weights.slab import WeightSlab
+from rondo.models.load import load_model
+from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
+from rondo.roles.engines.embedded.shared_weights import Flip, Lent
+from rondo.roles.engines.embedded.slots import SlotEngine
+from rondo.roles.engines.embedded.time_share import Share
+from rondo.roles.engines.engine import Engine
+from rondo.roles.job import SLAB, Job, follow
+from rondo.roles.training.determinism import settle
+from rondo.runtime.worker.context import WorkerContext
+
+ROLE = "rollout"
+
+
+class Replica:
+    def __init__(self, ctx: WorkerContext, job: Job) -> None:
+        self._ctx, self._job = ctx, job
+        self._wake = asyncio.Event()  # the engine sleeps, and has requests
+        self._installing = asyncio.Lock()
+        self._lent: Lent | None = None  # the trainer's tensors, where the engine generates with them
+
+    async def open(self, ends: AsyncExitStack) -> None:
+        """Until `close`; what `ends` with the process, a server, is ended with that."""
+        self.engine = await self._open_engine(ends)
+        self.beside = await self._open_beside()
+
+    async def close(self) -> None:
+        await self.engine.close()
+        if self.beside is not None:
+            await self.beside.close()
+
+    async def _open_engine(self, ends: AsyncExitStack) -> Engine:
+        if self._job.config.rollout.sglang is not None:
+            return await self._open_servers(ends)
+        evaluation = self._job.config.evaluation
+        evaluates = evaluation is not None and (evaluation.at_start or evaluation.at_end)
+        num_slots = self._job.config.rollout.num_slots
+        self._lent = await self._job.lent if self._job.lent is not None else None
+        slots = await self._ctx.compute(
+            self._build,
+            num_slots,
+            evaluates=evaluates,
+            lent=self._lent,
+            sleeps=self._job.takes_turns,
+            tells_experts=self._job.config.train.router_replay,
+        )
+        engine = EmbeddedEngine(slots, self._generation, wake=self._wake.set)
+        if self._job.takes_turns:
+
+            async def make_room() -> None:
+                if not (engine.asleep or self._generates()):
+                    with self._ctx.span("sleep", beside="memory"):
+                        await self._ctx.compute(engine.sleep)
+
+            self._job.turns.make_room = make_room
+        return engine
+
+    async def _open_servers(self, ends: AsyncExitStack) -> Engine:
+        """SGLang servers, which load the model themselves; they are kept there, and ended with `ends`."""
+        from rondo.roles.engines.sglang.keeper import kept
+        from rondo.roles.engines.sglang.open import kept_engines, one_engine, releases_memory
+
+        settings = self._job.config.rollout.sglang
+        assert settings is not None
+        engines = kept_engines(self._ctx, self._job, newest=self.newest_weights)
+        await ends.enter_async_context(kept(engines))
+        if releases_memory(self._job):
+
+            async def make_room() -> None:
+                await asyncio.gather(*(engine.sleep() for engine in engines))
+
+            self._job.turns.make_room = make_room
+        return one_engine(engines, newest=self.newest_weights, update_deadline_s=settings.update_deadline_s)
+
+    @asynccontextmanager
+    async def newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:
+        """What was published last, for a server that was started anew, while the body reads it; None when the run is over."""
+        ctx, job, reader = self._ctx, self._job, f"{ROLE}.{self._ctx.rank}.restart"
+        held = await job.bus.call("weights", reader, -1, deadline_s=POLL_S)
+        if "slot" not in held:
+            yield None
+            return
+        try:
+            slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
+            place = {"attempt": held["attempt"], "version": held["version"], "checksum": held["checksum"]}
+            yield held["version"], await asyncio.to_thread(functools.partial(slab.read, held["slot"], **place))
+        except Exception:  # where it is cancelled the process ends, and what it holds with it
+            await job.bus.call("let_go", reader)
+            raise
+        await job.bus.call("let_go", reader)
+
+    async def _open_beside(self) -> Engine | None:
+        """The engine of evaluations beside the training, with a copy of the weights of its own."""
+        evaluation = self._job.config.evaluation
+        if evaluation is None or evaluation.every is None or self._ctx.rank:
+            return None
+        slots = await self._ctx.compute(self._build, evaluation.num_slots, evaluates=True)
+        return EmbeddedEngine(slots, Share(self._generation, evaluation.share, self._generates).compute)
+
+    async def _generation(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._ctx.working("generate", function, *args)
+
+    def _generates(self) -> bool:
+        stats = self.engine.stats()
+        return stats.num_running + stats.num_waiting > 0
+
+    def _build(
+        self,
+        num_slots: int,
+        *,
+        evaluates: bool,
+        lent: Lent | None = None,
+        sleeps: bool = False,
+        tells_experts: bool = False,
+    ) -> SlotEngine:
+        """On the compute thread. Long enough for the rollout's responses, and an evaluation's if it has some. Over a model of its
+        own, or the trainer's tensors."""
+        config, rollout = self._job.config, self._job.config.rollout
+        settle(config)
+        model = (
+            lent.model
+            if lent is not None
+            else load_model(
+                self._job.model_path, dtype=config.model.dtype, device=self._job.device, attn=config.model.attn
+            )
+        )
+        sets = config.evaluation.named_sets().values() if evaluates and config.evaluation is not None else ()
+        most = max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
+        length = rollout.max_prompt_tokens + most
+        return slot_engine(
+            model,
+            num_slots=num_slots,
+            max_length=length,
+            fixed_shapes=config.deterministic,
+            lent=lent,
+            sleeps=sleeps,
+            tells_experts=tells_experts,
+        )
+
+    @asynccontextmanager
+    async def follow(self) -> AsyncIterator[asyncio.Event]:
+        """Serves every new version while the body runs; the event is set once the first one is proved."""
+        if self._lent is None:
+            async with follow(self._ctx, self._job, ROLE, self._install) as first:
+                yield first
+            return
+        first = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(self._flip(self._lent, first))
+            try:
+                yield first
+            finally:
+                task.cancel()
+
+    async def _install(self, version: int, tensors: Mapping[str, Any]) -> None:
+        async with self._installing:
+            await self.engine.update_weights(version, tensors)
+
+    async def waking(self) -> None:
+        """Requests that come to an engine that sleeps, as when a group is given out again while its step is trained already,
+        are generated under the weights that it had."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._lent is not None:
+                async with self._installing:
+                    version = self.engine.version
+                    await self.engine.update_weights(version, Flip(version))
+                continue
+            async with self._installing, self.newest_weights() as found:
+                if found is not None and found[0] >= self.engine.version:
+                    await self.engine.update_weights(*found)
+
+    async def _flip(self, lent: Lent, first: asyncio.Event) -> None:
+        """Each version is there when the trainer says so: its tensors are those that it committed."""
+        version = -1
+        while True:
+            flip = await lent.newer_than(version)
+            version = flip.version
+            with self._ctx.span("load weights", beside="weights", version=version):
+                await self._install(version, flip)
+            await self._job.bus.call("proved", f"{ROLE}.{self._ctx.rank}", version)
+            first.set()

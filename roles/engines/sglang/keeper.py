@@ -1,0 +1,331 @@
+"""An engine that outlives its server: one that left, or is of no use, is started again, for ever.
+
+Owns which server is behind the engine now. Does not own the server (`server.py`), the asking (`one_server.py`), or what becomes
+of requests and weights meanwhile: a dispatcher in front asks another engine, or this one later, and gives weights to a server
+that has none (`one_engine`).
+
+    starting --> up --> gone, or silent --> a pause --> starting ...       without a version until update_weights has proved one
+
+    engine = KeptEngine(server, connect, newest=newest_weights, deadline_s=600, silent_s=300, tell=report)
+    async with kept([engine]):                      # raises where none starts; later ones are retried while the body runs
+        await engine.update_weights(version, tensors)
+        await engine.generate(request)
+
+A server that runs and is silent makes no token for requests that it has, or, without any, does not say what its load is.
+
+Invariant: what is asked while no server is there, or under a server that leaves, ends with PeerGone; and no server's end is the
+end of another one, or of whoever keeps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rondo.roles.engines.engine import Completion, EngineStats, Request
+from rondo.roles.engines.faults import NotThere
+from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.engines.sglang.numbers import STRANGE, version_of
+from rondo.roles.engines.sglang.one_server import Load, SGLangEngine
+from rondo.roles.engines.sglang.server import Server
+from rondo.runtime.errors import Closed, ConfigError, PeerGone, ProtocolError, RondoError
+from rondo.runtime.waits import waiting
+
+if TYPE_CHECKING:
+    import torch
+
+Weights = tuple[int, "Mapping[str, torch.Tensor]"]
+Connect = Callable[[SGLangClient], Awaitable[SGLangEngine]]
+Newest = Callable[[], AbstractAsyncContextManager[Weights | None]]
+Tell = Callable[[str, Mapping[str, Any]], Awaitable[None]]
+
+_ASK_S = 30.0
+_LOOK_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_ADDED = (
+    "num_completed", "num_cancelled", "tokens_generated", "decode_steps", "prefill_tokens", "shared_prompt_tokens",
+    "num_interrupted",
+)  # fmt: skip
+
+
+@asynccontextmanager
+async def kept(engines: Sequence[KeptEngine]) -> AsyncIterator[None]:
+    """Starts their servers beside each other, keeps them there while the body runs, and ends them then. Raises what the first
+    failed with where none starts, and ConfigError where one does not suit the settings."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            starting = [tasks.create_task(engine.begin(), name=f"start {engine.server.name}") for engine in engines]
+        errors = [task.result() for task in starting]
+        if None not in errors and errors[0] is not None:
+            raise errors[0]
+        async with asyncio.TaskGroup() as tasks:
+            keeping = [tasks.create_task(engine.keep(), name=f"keep {engine.server.name}") for engine in engines]
+            try:
+                yield
+            finally:
+                for task in keeping:
+                    task.cancel()
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+def pause_s(in_a_row: int) -> float:
+    """Before a server is started again, after so many ends in a row without a request that it finished, this one included."""
+    return 0.0 if in_a_row <= 1 else min(_FIRST_PAUSE_S * 2.0 ** min(in_a_row - 2, 16), _LONGEST_PAUSE_S)
+
+
+class KeptEngine:
+    """`Engine` over one server and its successors. `connect` makes the engine over an open client and owns what it needs.
+
+    `newest` gives the newest weights while its body lasts, for a server that sleeps and is asked, or None when there are none any
+    more; `tell` is told of every server that comes or goes. `clock` and `sleep` are those of looks and pauses.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        connect: Connect,
+        *,
+        newest: Newest,
+        deadline_s: float,
+        silent_s: float,
+        tell: Tell,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.server = server
+        self._connect = connect
+        self._newest = newest
+        self.start_deadline_s = deadline_s
+        self._silent_s = silent_s
+        self._tell = tell
+        self._clock, self._sleep = clock, sleep
+        self._engine: SGLangEngine | None = None
+        self._why = "it has not started yet"
+        """While no server is there."""
+        self._lost_at: float | None = None
+        """When the last server left, until the next one has proved weights."""
+        self._updating = asyncio.Lock()
+        self._version = STRANGE
+        self._before: dict[str, int] = dict.fromkeys(_ADDED, 0)
+        self._waking: asyncio.Task[None] | None = None
+        self._closed: Exception | None = None
+
+    # ---- the server -------------------------------------------------------------------------------------------------
+
+    async def begin(self) -> Exception | None:
+        """The first server; what it failed with, where the next one may do better."""
+        try:
+            await self._start()
+        except ConfigError:
+            raise
+        except (RondoError, OSError) as error:
+            self._why = f"it did not start: {error}"
+            return error
+        return None
+
+    async def _start(self) -> None:
+        client = await self.server.start(self.start_deadline_s)
+        try:
+            engine = await self._connect(client)
+        except (TypeError, LookupError, AttributeError) as error:  # what it says of itself is not what a server says
+            await client.__aexit__()
+            raise ProtocolError(
+                f"the SGLang server {self.server.name} must tell what it is, got {type(error).__name__}: {error}"
+            ) from error
+        except BaseException:
+            await client.__aexit__()
+            raise
+        engine.wake = self._wake
+        self._engine = engine
+        await self._tell("sglang", {"server": self.server.name, **engine.capabilities.report()})
+
+    async def keep(self) -> None:
+        """Replaces servers that leave or are of no use, with growing pauses, until the engine is closed."""
+        in_a_row = 0
+        while not self._is_closed():
+            if self._engine is not None:
+                self._why = await self._left(self._engine)
+                if self._is_closed():  # it was ended here
+                    return
+                done_before = self._before["num_completed"]
+                await self._lose()
+                if self._before["num_completed"] > done_before:
+                    in_a_row = 0
+            in_a_row += 1
+            pause = pause_s(in_a_row)
+            told = {"server": self.server.name, "why": self._why, "in_a_row": in_a_row, "again_in_s": pause}
+            await self._tell("sglang_gone", told)
+            async with waiting("next sglang", peer=f"{self.server.name} ({self._why})", deadline_s=None):
+                await self._sleep(pause)
+            if self._is_closed():
+                return
+            try:
+                await self._start()
+            except (RondoError, OSError) as error:
+                self._why = f"it did not start: {error}"
+
+    async def _left(self, engine: SGLangEngine) -> str:
+        """Waits until the server is gone, or is of no use, and says why."""
+        ways = [asyncio.create_task(self.server.gone()), asyncio.create_task(self._silent(engine))]
+        try:
+            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for each in ways:
+                each.cancel()
+
+    async def _silent(self, engine: SGLangEngine) -> str:
+        """Waits until the server neither makes tokens nor answers for `silent_s`, updates and sleep left out."""
+        seen, since = -1, self._clock()
+        while True:
+            await self._sleep(min(_LOOK_S, self._silent_s / 4))
+            stats = engine.stats()
+            made, has_requests = stats.tokens_generated + stats.decode_steps, stats.num_running + stats.num_waiting > 0
+            excused = made != seen or self._updating.locked() or engine.asleep
+            if excused or (not has_requests and await _answers(engine)):
+                seen, since = made, self._clock()
+            elif self._clock() - since >= self._silent_s:
+                return f"it was silent for {self._silent_s:g} s"
+
+    async def _lose(self) -> None:
+        """What is under way ends with PeerGone."""
+        self._version = STRANGE
+        self._lost_at = self._clock()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._before = _sums(self._before, engine.stats())
+            await engine.close(PeerGone(f"the SGLang server {self.server.name} must stay, got {self._why}. Ask again"))
+
+    # ---- the engine -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def engine(self) -> SGLangEngine | None:
+        """The engine over the server that is there now."""
+        return self._engine
+
+    async def generate(self, request: Request) -> Completion:
+        return await self._there().generate(request)
+
+    def cancel(self, request_id: str) -> None:
+        if self._engine is not None:
+            self._engine.cancel(request_id)
+
+    async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        async with self._updating:
+            engine = self._there()
+            await engine.update_weights(version, tensors)
+            if self._engine is not engine:  # it left as soon as it had them: the next one has none
+                raise self._absent()
+            self._version = version
+            if self._lost_at is not None:
+                after_s, self._lost_at = self._clock() - self._lost_at, None
+                await self._tell("sglang_back", {"server": self.server.name, "after_s": after_s})
+
+    async def sleep(self) -> None:
+        """Gives the server's memory back until the next weights or request, unless it has requests or is given weights."""
+        if self._updating.locked():
+            return
+        async with self._updating:
+            if self._engine is not None:
+                with suppress(PeerGone):  # `keep` learns it next
+                    await self._engine.sleep()
+
+    async def _wake(self) -> None:
+        """The newest weights once more, for all who ask while the server sleeps: those that it had are gone. Raises NotThere
+        where that fails; it sleeps on, and who asks next tries again."""
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._give_newest(), name=f"wake {self.server.name}")
+        waking = self._waking
+        await asyncio.wait([waking])
+        if waking.cancelled():
+            raise self._closed or self._absent()
+        if (error := waking.exception()) is not None:
+            raise error
+
+    async def _give_newest(self) -> None:
+        async with self._updating:
+            engine = self._engine
+            if engine is None or not engine.asleep:
+                return
+            try:
+                async with self._newest() as weights:
+                    if weights is None:
+                        raise Closed("weights must be there to wake a server, got none any more. The run is over")
+                    await engine.update_weights(*weights)
+                    self._version = weights[0]
+            except Closed:
+                raise
+            except RondoError as error:
+                raise NotThere(
+                    f"the SGLang server {self.server.name} must wake with the newest weights, got {type(error).__name__}: {error}"
+                ) from error
+
+    async def ready(self) -> bool:
+        """Whether requests would be taken now. Raises NotThere, with the reason, while no server is there."""
+        return await self._there().ready()
+
+    async def load(self) -> Load:
+        return await self._there().load()
+
+    async def proved_version(self) -> int | None:
+        """What the server says that it serves; None for weights that it was not given here."""
+        told = await self._there().client.get("/model_info", deadline_s=_ASK_S)
+        version = version_of(told.get("weight_version")) if isinstance(told, dict) else STRANGE
+        return None if version == STRANGE else version
+
+    def progress(self) -> Mapping[str, int]:
+        """Of none while no server is there."""
+        return {} if self._engine is None else self._engine.progress()
+
+    def stats(self) -> EngineStats:
+        """Counters go on through restarts."""
+        if self._engine is None:
+            return replace(EngineStats(self.version, *(0,) * 9), **self._before)
+        now = self._engine.stats()
+        return replace(now, version=self.version, **_sums(self._before, now))
+
+    async def close(self) -> None:
+        """Ends the engine and its server. Idempotent."""
+        if self._closed is None:
+            self._closed = Closed("the engine must be open, got a call after close. Start another engine")
+        if self._waking is not None:
+            self._waking.cancel()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+        await self.server.close()
+
+    def _is_closed(self) -> bool:
+        return self._closed is not None
+
+    def _there(self) -> SGLangEngine:
+        if self._closed is not None:
+            raise self._closed
+        if self._engine is None:
+            raise self._absent()
+        return self._engine
+
+    def _absent(self) -> NotThere:
+        return NotThere(f"the SGLang server {self.server.name} must be there, got {self._why}. Ask another")
+
+
+def _sums(before: Mapping[str, int], now: EngineStats) -> dict[str, int]:
+    return {name: before[name] + getattr(now, name) for name in _ADDED}
+
+
+async def _answers(engine: SGLangEngine) -> bool:
+    """Whether the server says what its load is, which its scheduler tells."""
+    try:
+        await engine.load()
+    except RondoError:
+        return False
+    return True

@@ -1,0 +1,175 @@
+"""From the settings of a run to its engines over SGLang.
+
+Owns what follows from a setting: how many servers a replica has, on which devices, with which cache, key, log and weights' way.
+
+    engines = kept_engines(ctx, job, newest=newest)        # not started: `kept(engines)` does that
+    engine = one_engine(engines, newest=newest)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rondo.roles.config import JobConfig, SGLangConfig
+from rondo.roles.engines.dispatch import Dispatcher, DispatchLimits
+from rondo.roles.engines.engine import Engine
+from rondo.roles.engines.sglang.capabilities import probe
+from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.engines.sglang.keeper import KeptEngine, Newest, Weights
+from rondo.roles.engines.sglang.lengths import too_short
+from rondo.roles.engines.sglang.one_server import SGLangEngine
+from rondo.roles.engines.sglang.router import RoutedServers
+from rondo.roles.engines.sglang.server import AttachedServer, Launch, Server, SGLangServer
+from rondo.roles.engines.sglang.versions import silent_about_experts
+from rondo.roles.engines.sglang.weights import weight_path
+from rondo.roles.job import Job
+from rondo.runtime.errors import Closed, ConfigError
+from rondo.runtime.worker.context import WorkerContext
+
+_SPARE_TOKENS = 256
+"""Of the cache of a server on a processor: what it keeps for itself."""
+
+
+def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEngine]:
+    """The engines of this process, in the order of its devices or of the addresses. ConfigError for a key that is not there."""
+    settings = job.config.rollout.sglang
+    assert settings is not None
+    servers = servers_of(ctx, job, settings)
+
+    def made(index: int, server: Server) -> KeptEngine:
+        connect = functools.partial(
+            connect_engine,
+            settings=settings,
+            folder=ctx.rt_dir / _name(ctx, index),
+            model_path=job.model_path,
+            processed_media=not settings.urls,
+            tells_experts=job.config.train.router_replay,
+            max_prompt_tokens=job.config.rollout.max_prompt_tokens,
+        )
+        return KeptEngine(
+            server,
+            connect,
+            newest=newest,
+            deadline_s=settings.start_deadline_s,
+            silent_s=settings.silent_deadline_s,
+            tell=ctx.report,
+        )
+
+    return [made(index, server) for index, server in enumerate(servers)]
+
+
+def one_engine(engines: Sequence[KeptEngine], *, newest: Newest, update_deadline_s: float | None = None) -> Engine:
+    """All of them, or the only one, as an engine that outlives any of them."""
+
+    @asynccontextmanager
+    async def reload() -> AsyncIterator[Weights]:
+        async with newest() as weights:
+            if weights is None:
+                raise Closed("weights must be published to be given to a server, got none any more. The run is over")
+            yield weights
+
+    # A server may take all of its time to start, and then it is given weights.
+    absent_s = 2 * max(engine.start_deadline_s for engine in engines)
+    limits = DispatchLimits(absent_deadline_s=absent_s, update_deadline_s=update_deadline_s)
+    return Dispatcher(engines, names=[engine.server.name for engine in engines], limits=limits, reload=reload)
+
+
+async def connect_engine(
+    client: SGLangClient,
+    *,
+    settings: SGLangConfig,
+    folder: Path,
+    model_path: str,
+    processed_media: bool,
+    tells_experts: bool = False,
+    max_prompt_tokens: int = 1,
+) -> SGLangEngine:
+    """An engine over a server that answers. ConfigError for one that does not tell routed experts where it should, or that does
+    not take prompts of `max_prompt_tokens`."""
+    found = await probe(client, processed_media=processed_media)
+    if found.lengths is not None and max_prompt_tokens > found.lengths.prompt:
+        raise too_short("rollout.max_prompt_tokens", max_prompt_tokens, found.lengths.prompt, client.url)
+    if tells_experts and found.experts is None:
+        raise silent_about_experts(client.url)
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    weights = weight_path(settings, client, folder=folder, model_path=model_path)
+    engine = SGLangEngine(client, weights=weights, pause=settings.pause, capabilities=found)
+    await weights.open()
+    return engine
+
+
+def servers_of(ctx: WorkerContext, job: Job, settings: SGLangConfig) -> list[Server]:
+    """Those that run already, or those that this replica is to start."""
+    if settings.urls:
+        key = read_key(settings.api_key_file)
+        if settings.router is not None:
+            return [RoutedServers(settings.router, settings.urls, key=key)]
+        return [AttachedServer(url, key=key) for url in settings.urls]
+    names = [_name(ctx, index) for index in range(settings.num_servers)]
+    logs = ctx.run_dir / "logs" / f"attempt_{ctx.attempt}"
+    return [
+        SGLangServer(
+            launch_of(job.config, settings, job.model_path, job.device, index, releases=releases_memory(job)),
+            log=logs / f"{name}.log",
+            folder=ctx.rt_dir,
+            name=name,
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+def _name(ctx: WorkerContext, index: int) -> str:
+    """Of a server of this process; of several ranks each has its own."""
+    rank = f".{ctx.rank}" if ctx.world_size > 1 else ""
+    return f"{ctx.group}.{ctx.incarnation}{rank}.sglang-{index}"
+
+
+def releases_memory(job: Job) -> bool:
+    """Whether servers give their memory to the trainer of this process while it trains."""
+    settings = job.config.rollout.sglang
+    assert settings is not None
+    if not job.takes_turns or settings.urls:
+        return False
+    return job.device != "cpu" if settings.release_memory is None else settings.release_memory
+
+
+def launch_of(
+    config: JobConfig, settings: SGLangConfig, model_path: str, device: str, index: int, *, releases: bool = False
+) -> Launch:
+    """How server `index` of a replica is started, whose devices begin with `device`. `releases`: it can give its memory back."""
+    assert settings.python is not None
+    rollout = config.rollout
+    first = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
+    arguments = dict(settings.arguments)
+    if releases and first is not None:  # without a GPU there is nothing to release, and a server does not start so
+        arguments = {"enable-memory-saver": True, **arguments}
+    if config.train.router_replay:
+        arguments = {"enable-return-routed-experts": True, **arguments}
+    return Launch(
+        settings.python,
+        model_path,
+        dtype=config.model.dtype,
+        first_device=None if first is None else first + index * settings.tensor_parallel,
+        tensor_parallel=settings.tensor_parallel,
+        max_running=rollout.num_slots,
+        max_tokens=rollout.num_slots * config.longest_sample + _SPARE_TOKENS,
+        arguments=arguments,
+        environment=settings.environment,
+    )
+
+
+def read_key(file: str | None) -> str | None:
+    """The bearer key of servers that run already."""
+    if file is None:
+        return None
+    try:
+        found = Path(file).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"sglang.api_key_file must be a file to read, got {file}: {error.strerror}") from error
+    if not found:
+        raise ConfigError(f"sglang.api_key_file must hold a key, got an empty file {file}. Write the key into it")
+    return found

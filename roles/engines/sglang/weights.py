@@ -1,0 +1,383 @@
+"""New weights for a running SGLang server: the protocol around every way they travel, and the proof that they are there.
+
+    prepare -> pause -> [begin] -> buckets ... the last with its version -> [end] -> version and checksums told -> continue
+                            \\______ once more, whole, when a checksum is not ours ______/
+
+Owns this order, and what is known of the server's weights (`proof`). Does not own how bytes travel (`weights_disk.py`,
+`weights_tensor.py`, `weights_distributed.py`), what checksums are over (`weights_proof.py`), nor in which order several servers
+are updated (the dispatcher).
+
+What a pause does to requests in flight:
+
+    pause      requests in flight                             their cache              the server's prefix cache
+    in_place   frozen, go on                                  of the old weights       stays, of the old weights
+    retract    back to the queue, go on, num_retractions + 1  computed anew            flushed
+    abort      end with what they have, as "abort"            gone                     flushed
+
+A server that has released its memory is paused already; it takes that of the weights at the pause, the rest when it continues.
+
+Invariants: the server samples nothing under weights that changed until they are proved. However an update ends, the server is
+left generating. When it could not be proved, `proof` is None and tokens carry version "unproved-5"; a whole update repairs it.
+
+    weights = weight_path(config, client, folder=run_dir / "weights", model_path="model")
+    await weights.open()
+    await weights.update(5, tensors)         # /model_info: weight_version "5"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+
+from rondo.comm.ring.tensors import torch_dtype
+from rondo.roles.config import SGLangConfig
+from rondo.roles.engines.sglang.client import ServerError, SGLangClient
+from rondo.roles.engines.sglang.model_folder import ModelFolder
+from rondo.roles.engines.sglang.weights_disk import DiskTransfer
+from rondo.roles.engines.sglang.weights_distributed import DistributedTransfer, local_address
+from rondo.roles.engines.sglang.weights_memory import ServerMemory
+from rondo.roles.engines.sglang.weights_proof import Key, Proof, Recipes, told_by
+from rondo.roles.engines.sglang.weights_tensor import TensorTransfer
+from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
+
+CALL_DEADLINE_S = 60.0
+LOAD_DEADLINE_S = 600.0
+"""Of one update call, and of one pause, which in mode abort waits for every request's end; longer where the settings give an
+update more."""
+UNPROVED = "unproved-"
+_FLUSHES = {"in_place": False, "retract": True, "abort": True}
+"""In place, requests keep their cache: a server that is asked to flush it loads the weights, and answers with an error."""
+_SENDINGS = 2
+
+
+class WeightPath(Protocol):
+    """How one server gets new weights."""
+
+    @property
+    def proof(self) -> Proof | None:
+        """What is proved of the weights that it serves; None before the first update and after one that failed."""
+
+    async def open(self) -> None:
+        """Ask the server what it is, and prepare the way (join the process group); again for one that was started anew.
+
+        Raises ConfigError where the way cannot be gone.
+        """
+
+    async def update(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send `tensors` (Hugging Face disk names), which are not read any more on return, and prove that the server has them.
+
+        Raises ConfigError for other names or shapes, having changed nothing; CorruptData when the server does not hold what was
+        sent, twice; ServerError, PeerGone, GroupBroken and DeadlineExceeded as they come. After all but the first, see `proof`.
+        """
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the server has released its memory."""
+
+    async def release(self) -> None:
+        """Pause the server and free the device memory that it can do without (`weights_memory.py`), until the next `update`
+        takes it again: the weights' before, the cache's after them."""
+
+    async def close(self) -> None:
+        """Leave; the server goes on with what it has. Idempotent."""
+
+
+class Transfer(Protocol):
+    """One way for the bytes. `in_session`: its updates lie between begin and end of a weight update."""
+
+    in_session: bool
+
+    async def open(self) -> None: ...
+    async def prepare(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What can be done of a sending while the server still generates."""
+
+    async def send(self, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool) -> None:
+        """All of `tensors`; the version with the last call, and the flush of the cache if asked for."""
+
+    async def proved(self, version: str) -> None: ...
+    async def refused(self, version: str) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStats:
+    """The last update that was proved. `paused_s` of its `total_s` the server generated nothing; `num_sendings` is 1, or 2 where
+    the first came wrong."""
+
+    version: int
+    num_bytes: int
+    total_s: float
+    paused_s: float
+    num_sendings: int
+
+
+def weight_path(config: SGLangConfig, client: SGLangClient, *, folder: Path, model_path: str) -> WeightPath:
+    """The way that `config` asks for, to the server behind `client`. `folder` is this server's own, for weights on disk."""
+    return ServerWeights(config, client, folder=folder, model_path=model_path)
+
+
+class ServerWeights:
+    """A `WeightPath`; one update at a time."""
+
+    def __init__(self, config: SGLangConfig, client: SGLangClient, *, folder: Path, model_path: str) -> None:
+        self._config, self._client = config, client
+        self._folder, self._model_path = folder, model_path
+        self._load_s = max(LOAD_DEADLINE_S, config.update_deadline_s or 0.0)
+        self._transfer: Transfer | None = None
+        self._model: ModelFolder | None = None
+        self._recipes: Recipes | None = None
+        self._memory = ServerMemory(client)
+        self._held: Mapping[Key, str] = {}
+        self._proof: Proof | None = None
+        self._stats: UpdateStats | None = None
+        self._sessions = True
+        self._updating = asyncio.Lock()
+
+    @property
+    def proof(self) -> Proof | None:
+        return self._proof
+
+    def stats(self) -> UpdateStats | None:
+        return self._stats
+
+    async def open(self) -> None:
+        self._proof = None
+        info = await self._client.get("/server_info", deadline_s=CALL_DEADLINE_S)
+        self._model = model = await asyncio.to_thread(ModelFolder.of, self._model_path)
+        self._transfer = self._made(info, model)
+        self._recipes = await self._learned(info, model)
+        await self._transfer.open()
+
+    async def update(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        async with self._updating:
+            if self._transfer is None or self._model is None:
+                raise Closed("weights must be sent between open and close, got an update outside. Open the path first")
+            self._model.check(tensors)
+            began = time.monotonic()
+            # The checksums are computed beside the sending.
+            expecting = asyncio.create_task(self._expected(tensors))
+            try:
+                await self._transfer.prepare(str(version), tensors)
+                await self._update(self._transfer, version, tensors, expecting, began)
+            finally:
+                await _finished(expecting)
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self._memory.released)
+
+    async def release(self) -> None:
+        async with self._updating:
+            if self._memory.released:
+                return
+            self._proof = None
+            try:
+                await self._memory.release("kv_cache", "weights")
+            except BaseException as error:
+                if not self._memory.released:
+                    await _finished(asyncio.create_task(self._beside(error, "/continue_generation", {})))
+                raise
+
+    async def close(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            await transfer.close()
+
+    # ---- an update --------------------------------------------------------------------------------------------------
+
+    async def _update(
+        self,
+        transfer: Transfer,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        expecting: asyncio.Task[Mapping[Key, str]],
+        began: float,
+    ) -> None:
+        paused = time.monotonic()
+        try:
+            await self._pause()
+            self._proof = None
+            num_sendings, proof = await self._sent(transfer, version, tensors, expecting)
+        except BaseException as error:
+            await _finished(asyncio.create_task(self._give_up(transfer, version, error)))
+            raise
+        await self._continue()
+        self._proof = proof
+        now = time.monotonic()
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._stats = UpdateStats(version, num_bytes, now - began, now - paused, num_sendings)
+        await transfer.proved(str(version))
+
+    async def _sent(
+        self,
+        transfer: Transfer,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        expecting: asyncio.Task[Mapping[Key, str]],
+    ) -> tuple[int, Proof]:
+        """How often it was sent, and its proof. Raises CorruptData."""
+        flush = _FLUSHES[self._config.pause]
+        for number in range(1, _SENDINGS + 1):
+            await self._load(transfer, str(version), tensors, flush=flush)
+            told_version = (await self._client.get("/model_info", deadline_s=CALL_DEADLINE_S))["weight_version"]
+            if told_version != str(version):
+                raise CorruptData(
+                    f"the SGLang server {self._client.url} must tell version {version} after its update, got {told_version!r}. "
+                    "Look for another one that updates it"
+                )
+            if self._recipes is None:
+                return number, Proof(version)
+            told, expected = await self._told(), await expecting
+            wrong = await asyncio.to_thread(self._recipes.wrong, told, expected, tensors)
+            if not wrong:
+                self._held = told
+                return number, self._recipes.proof(version, told)
+            await transfer.refused(str(version))
+        names = sorted({name for _, name in wrong})
+        raise CorruptData(
+            f"the SGLang server {self._client.url} must hold version {version} as it was sent, got {len(names)} tensors with "
+            f"other checksums ({', '.join(names[:3])}) after {_SENDINGS} sendings. It serves unproved weights"
+        )
+
+    async def _load(
+        self, transfer: Transfer, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool
+    ) -> None:
+        if not (transfer.in_session and self._sessions and await self._begin()):
+            await transfer.send(version, tensors, flush=flush)
+            return
+        try:
+            await transfer.send(version, tensors, flush=flush)
+        except BaseException as error:
+            await _finished(asyncio.create_task(self._beside(error, "/end_weight_update", {})))
+            raise
+        await self._client.post("/end_weight_update", {}, deadline_s=self._load_s)
+
+    async def _begin(self) -> bool:
+        """Whether the server has sessions: those before 0.5.21 do not, and need none."""
+        try:
+            await self._client.post("/begin_weight_update", {}, deadline_s=CALL_DEADLINE_S)
+        except ServerError as error:
+            if error.status == 404:
+                self._sessions = False
+                return False
+            if "already open" not in error.words:
+                raise
+            # Whoever began it has gone: everybody who updates this server goes through this process.
+            await self._client.post("/end_weight_update", {}, deadline_s=self._load_s)
+            await self._client.post("/begin_weight_update", {}, deadline_s=CALL_DEADLINE_S)
+        return True
+
+    async def _pause(self) -> None:
+        """A server that has released its memory stands still already, and gets back what new weights are written to."""
+        if "weights" in self._memory.released:
+            await self._memory.resume("weights")
+        elif not self._memory.released:
+            await self._client.post("/pause_generation", {"mode": self._config.pause}, deadline_s=self._load_s)
+
+    async def _continue(self) -> None:
+        if self._memory.released:
+            await self._memory.resume(*self._memory.released)
+        await self._client.post("/continue_generation", {}, deadline_s=CALL_DEADLINE_S)
+
+    async def _give_up(self, transfer: Transfer, version: int, error: BaseException) -> None:
+        """Leave the server generating, its tokens marked; what fails here is told beside the first error."""
+        if self._proof is None:
+            await transfer.refused(str(version))
+            await self._beside(error, "/update_weight_version", _mark(version))
+            error.add_note(
+                "The server's weights are not proved: they may be of two versions. A whole update repairs that."
+            )
+        try:
+            await self._continue()
+        except RondoError as second:
+            error.add_note(f"Then {second}")
+
+    async def _beside(self, error: BaseException, path: str, body: dict[str, Any]) -> None:
+        """A call while `error` is on its way up."""
+        try:
+            await self._client.post(path, body, deadline_s=CALL_DEADLINE_S)
+        except RondoError as second:
+            error.add_note(f"Then {path} failed: {second}")
+
+    # ---- the proof --------------------------------------------------------------------------------------------------
+
+    async def _expected(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[Key, str]:
+        return {} if self._recipes is None else await asyncio.to_thread(self._recipes.expect, tensors)
+
+    async def _told(self) -> dict[Key, str]:
+        return told_by(await self._client.post("/weights_checker", {"action": "checksum"}, deadline_s=self._load_s))
+
+    async def _learned(self, info: Mapping[str, Any], model: ModelFolder) -> Recipes | None:
+        """The recipes of a server that still has the weights it was started from; of another one they are learned by updates."""
+        if not self._config.checksums:
+            return None
+        dtype = info["dtype"] if info["dtype"] != "auto" else model.setting("dtype") or model.setting("torch_dtype")
+        recipes = Recipes(
+            device=info["device"], dtype=torch_dtype(dtype), size=info["tp_size"],
+            num_kv_heads=model.setting("num_key_value_heads") or 1,
+        )  # fmt: skip
+        try:
+            told = await self._told()
+        except ServerError as error:
+            raise ConfigError(
+                f"sglang.checksums must be False for a server without them, got True, and {error}. Change it"
+            ) from error
+        await asyncio.to_thread(recipes.learn, told, model)
+        return recipes
+
+    # ---- the way ----------------------------------------------------------------------------------------------------
+
+    def _made(self, info: Mapping[str, Any], model: ModelFolder) -> Transfer:
+        config = self._config
+        if config.weights == "disk":
+            return DiskTransfer(self._client, folder=self._folder, model=model.path, deadline_s=self._load_s)
+        for name in ("dp_size", "pp_size"):
+            if info.get(name, 1) != 1:
+                raise ConfigError(
+                    f"sglang.weights must be 'disk' for a server with {name} {info[name]}, got {config.weights!r}. Change it"
+                )
+        if config.weights == "distributed":
+            return DistributedTransfer(
+                self._client, tensor_parallel=info["tp_size"], device=info["device"], bucket_bytes=config.bucket_bytes,
+                deadline_s=self._load_s,
+            )  # fmt: skip
+        if not _on_this_node(self._client.url):
+            raise ConfigError(
+                f"sglang.weights must be 'disk' or 'distributed' for a server on another node, "
+                f"got 'tensor' for {self._client.url}. Handles of memory mean nothing there"
+            )
+        return TensorTransfer(
+            self._client, tensor_parallel=info["tp_size"], bucket_bytes=config.bucket_bytes, deadline_s=self._load_s
+        )
+
+
+def _mark(version: int) -> dict[str, Any]:
+    return {"new_version": f"{UNPROVED}{version}", "abort_all_requests": False}
+
+
+def _on_this_node(url: str) -> bool:
+    at = urlsplit(url)
+    addresses = {each[4][0] for each in socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_STREAM)}
+    return local_address(url) in addresses
+
+
+async def _finished(task: asyncio.Task[Any]) -> None:
+    """The end of a task that must not be left half done; a cancellation of the caller comes after it. Its error stays its own."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        task.exception()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,272 @@
+"""Weights to a server through a process group of our own with its ranks: gloo for a server on the CPU, NCCL for one on a GPU.
+
+    this process: rank 0, and a store   ->   the server's tensor-parallel ranks: 1, 2, ...
+    POST /update_weights_from_distributed (names, dtypes, shapes of a bucket)     and beside it: broadcast(bucket, from 0)
+
+Owns the group: its store, its forming, and its end with the server. Does not own the protocol around the updates (`weights.py`).
+The group is outside torch's default one. Its keys lie where the server's torch puts them: `<group>/<group>//<device>/`. The store
+listens on the one address by which this process reaches the server; like gloo and NCCL it asks for no password.
+
+Invariants: a group that failed once is not used again; the next update forms another one under a new name. No call outlives its
+deadline here: the library's calls run on threads that may be abandoned, since gloo cannot be interrupted (a thread that waits for
+a server ends when the server leaves the group, or dies). While one waits, nobody takes the group down: that would block whoever
+does it, with the interpreter's lock; the thread does it at its end. NCCL has not yet run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from rondo.comm.groups.carriers import Gloo, span
+from rondo.comm.ring.tensors import dtype_name
+from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.engines.sglang.weights_buckets import Bucket, largest, pack, plan
+from rondo.runtime.errors import ConfigError, GroupBroken, RondoError
+from rondo.runtime.waits import wait_for
+
+FORM_DEADLINE_S = 120.0
+_NUM_BLOCKS = 2
+
+
+class DistributedTransfer:
+    """Sends versions to the server behind `client`; `device` is the server's kind ("cpu" or "cuda")."""
+
+    in_session = True
+
+    def __init__(
+        self, client: SGLangClient, *, tensor_parallel: int, device: str, bucket_bytes: int, deadline_s: float
+    ) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "sglang.weights must be 'disk' or 'tensor' for a server on a GPU where this process sees none, got "
+                "'distributed'. Change it, or give the rollout process a GPU: NCCL wants one for each rank"
+            )
+        self._client = client
+        self._size = 1 + tensor_parallel
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._deadline_s = deadline_s
+        self._group: _Group | None = None
+
+    async def open(self) -> None:
+        """Form the group now, so that the first update need not."""
+        await self._formed()
+
+    async def prepare(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Another group, after one that failed."""
+        await self._formed()
+
+    async def send(self, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool) -> None:
+        buckets = plan(tensors, self._bucket_bytes)
+        group = await self._formed()
+        size = largest(buckets)
+        blocks = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in buckets[:_NUM_BLOCKS]]
+        packing = asyncio.create_task(asyncio.to_thread(pack, buckets[0], tensors, blocks[0]))
+        try:
+            for number, bucket in enumerate(buckets):
+                packed = await packing
+                last = number + 1 == len(buckets)
+                if not last:
+                    room = blocks[(number + 1) % len(blocks)]
+                    packing = asyncio.create_task(asyncio.to_thread(pack, buckets[number + 1], tensors, room))
+                body = _described(bucket) | {"group_name": group.name, "flush_cache": flush and last}
+                if last:
+                    body["weight_version"] = version
+                await self._bucket(group, body, packed)
+        except BaseException:
+            await self._leave()
+            raise
+        finally:
+            await asyncio.shield(
+                asyncio.wait([packing])
+            )  # a thread cannot be stopped, and reads the tensors until it is done
+
+    async def proved(self, version: str) -> None:
+        """Nothing is left of a version."""
+
+    async def refused(self, version: str) -> None:
+        """Nor of one that is wrong."""
+
+    async def close(self) -> None:
+        await self._leave()
+
+    async def _bucket(self, group: _Group, body: dict[str, Any], packed: torch.Tensor) -> None:
+        """Both sides of one broadcast. Whichever fails first ends the other's wait."""
+        telling = asyncio.create_task(
+            self._client.post("/update_weights_from_distributed", body, deadline_s=self._deadline_s)
+        )
+        sending = asyncio.create_task(group.broadcast(packed, self._deadline_s))
+        try:
+            await asyncio.wait([telling, sending], return_when=asyncio.FIRST_EXCEPTION)
+            if telling.done():  # its error says more: the server refused, or is gone
+                telling.result()
+            elif sending.done():
+                sending.result()
+            await sending
+            await telling
+        finally:
+            for task in (telling, sending):
+                task.cancel()
+            await asyncio.gather(telling, sending, return_exceptions=True)
+
+    async def _formed(self) -> _Group:
+        if self._group is not None:
+            return self._group
+        group = _Group(self._size, self._device, local_address(self._client.url))
+        joining = asyncio.create_task(group.join(FORM_DEADLINE_S))
+        body = {
+            "master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": self._size,
+            "group_name": group.name, "backend": group.backend,
+        }  # fmt: skip
+        try:
+            await self._client.post("/init_weights_update_group", body, deadline_s=FORM_DEADLINE_S)
+            await joining
+        except BaseException:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+            group.close()
+            raise
+        self._group = group
+        return group
+
+    async def _leave(self) -> None:
+        """Take the group down on both sides; a server that is gone, or does not know it, has left already."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        group.close()
+        try:
+            await self._client.post("/destroy_weights_update_group", {"group_name": group.name}, deadline_s=30)
+        except RondoError:
+            return
+
+
+class _Group:
+    """One group, from its store to its end. `address` and `port` are where the others find the store."""
+
+    def __init__(self, size: int, device: str, address: str) -> None:
+        self.name = f"rondo_{secrets.token_hex(4)}"
+        self.backend = "nccl" if device == "cuda" else "gloo"
+        self.address = address
+        self._size, self._device = size, device
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((address, 0))
+        listener.listen()
+        self.port: int = listener.getsockname()[1]
+        # The store owns the descriptor from here on.
+        self._store: Any = dist.TCPStore(
+            address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._carrier: Gloo | Nccl | None = None
+        self._lock = threading.Lock()
+        self._busy = self._over = False
+
+    async def join(self, deadline_s: float) -> None:
+        keys: Any = dist.PrefixStore(self.name, self._store)
+        keys = dist.PrefixStore(f"{self.name}/", keys)
+        keys = dist.PrefixStore("cuda/" if self.backend == "nccl" else "cpu/", keys)
+        make = Nccl if self.backend == "nccl" else Gloo
+        self._carrier = await _in_thread(
+            functools.partial(make, keys, 0, self._size, deadline_s), name=f"form {self.name}", deadline_s=deadline_s
+        )
+
+    async def broadcast(self, data: torch.Tensor, deadline_s: float) -> None:
+        """From here to all others. Raises GroupBroken."""
+        self._busy = True
+        work = functools.partial(self._broadcast, data, deadline_s)
+        try:
+            await _in_thread(work, name=f"broadcast {self.name}", deadline_s=deadline_s)
+        except RuntimeError as error:
+            raise GroupBroken(self.name, 1, "broadcast", str(error).splitlines()[0]) from error
+
+    def _broadcast(self, data: torch.Tensor, deadline_s: float) -> None:
+        carrier = self._carrier
+        assert carrier is not None, "the group is joined first"
+        try:
+            carrier.broadcast(data, 0, deadline_s)
+        finally:
+            with self._lock:
+                self._busy = False
+                if self._over:
+                    carrier.close()
+
+    def close(self) -> None:
+        """Its sockets close, as soon as no thread waits in the library."""
+        with self._lock:
+            self._over = True
+            if self._carrier is not None and not self._busy:
+                self._carrier.close()
+
+
+class Nccl:
+    """`ProcessGroupNCCL`, whose communicator is made by the first broadcast: the server makes its own as late."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = span(timeout_s)
+        self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def broadcast(self, data: Any, root: int, timeout_s: float) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = root, span(timeout_s)
+        self._group.broadcast([data], options).wait(span(timeout_s))
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+def local_address(url: str) -> str:
+    """The address of this machine by which the server at `url` reaches it."""
+    at = urlsplit(url)
+    family, kind, protocol, _, address = socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:  # connecting a datagram socket sends nothing
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _described(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "names": [place.name for place in bucket.places],
+        "dtypes": [dtype_name(place.dtype) for place in bucket.places],
+        "shapes": [list(place.shape) for place in bucket.places],
+        "load_format": "flattened_bucket",
+    }
+
+
+async def _in_thread(work: Callable[[], Any], *, name: str, deadline_s: float) -> Any:
+    """The result of `work`, on a thread of its own that nobody waits for past the deadline, nor at the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.done():  # nobody waits any more
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001  # it is raised where the call was made
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:  # the loop has ended: whoever waited has gone
+            return
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await wait_for(done, name=name.split()[0], peer=name, deadline_s=deadline_s)

@@ -1,0 +1,4 @@
+"""Scores, by the user's own functions.
+
+pool           who asks; worker, the killable process in which they run
+"""

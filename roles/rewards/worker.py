@@ -1,0 +1,131 @@
+"""What a reward worker runs: the user's reward function on one item, and what its result must look like.
+
+Owns loading the function, the waiting for one that is `async`, and checking what it returns. Does not own the process around it
+(`runtime/processes/pool_worker.py`) or what a failed score means (`rewards.py`). Imports the standard library and orjson, and
+what the user's module imports.
+
+    score = open_function("rewards.py:exact")
+    score(["1234", "1234", "s3142>", {}, ["stop", 5, 64]])      # [1.0, {}]: score, details
+
+A function is called with response, label, prompt and metadata, and with those of `ASKED_FOR` that are among its parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.reference import load_reference
+from rondo.runtime.values import Encoded, encode
+
+ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens")
+"""What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, and their limit."""
+_SHOWN_CHARACTERS = 80
+
+
+class RewardError(RondoError, ValueError):
+    """A reward function returned what is no score."""
+
+
+def open_function(function: str) -> Callable[[list[Any]], Encoded]:
+    """The function that scores one item. ConfigError for one that cannot be called as rewards are."""
+    reward = load_reference(function, "reward.function")
+    if inspect.isclass(reward):
+        raise ConfigError(
+            f"reward.function must be a function, got the class {function}. Give it a `def` that makes or uses an object of it"
+        )
+    names: list[str] = []
+    try:
+        signature = inspect.signature(reward)
+        names = [name for name in ASKED_FOR if _takes(signature, name)]
+        signature.bind("", "", prompt="", metadata={}, **dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.function must take (response, label, *, prompt, metadata), got {function} ({error}). "
+            "Change its parameters"
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature
+
+    def score(item: list[Any]) -> Encoded:
+        response, label, prompt, metadata, told = item
+        more = {name: value for name, value in zip(ASKED_FOR, told, strict=True) if name in names}
+        value = reward(response, label, prompt=prompt, metadata=metadata, **more)
+        return scored(_loop().run_until_complete(_awaited(value)) if hasattr(value, "__await__") else value)
+
+    return score
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    """Whether a parameter takes an argument of this name."""
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds = {each.name: each.kind for each in signature.parameters.values()}
+    return kinds.get(name) in by_name or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+def scored(value: Any) -> Encoded:
+    """[score, details] of what a reward function returned. RewardError for what is no finite number."""
+    details: dict[Any, Any] = {}
+    if isinstance(value, dict):
+        if "score" not in value:
+            raise RewardError(
+                f"reward must return a dict with 'score', got the keys {', '.join(map(str, value)) or 'of none'}. Name it so"
+            )
+        details = {name: detail for name, detail in value.items() if name != "score"}
+        value = value["score"]
+    score = _number(value)
+    if not math.isfinite(score):
+        raise RewardError(f"reward must return a finite number, got {score}. Return a number for such a response too")
+    try:
+        return encode([score, details])
+    except TypeError:
+        return encode([score, {_kept(name): _kept(detail, name) for name, detail in details.items()}])
+
+
+def _number(value: Any) -> float:
+    if hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass  # an array of several numbers, or an int without end
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        got, way = "a generator", "Use return in the place of yield"
+    elif value is None:
+        got, way = "None", "Let each of its paths return one"
+    elif isinstance(value, list | tuple):
+        got, way = _shown(value), "It is given one response a call: return its score alone"
+    else:
+        got, way = _shown(value), "Convert it with float()"
+    raise RewardError(f"reward must return a number or a dict with 'score', got {got}. {way}")
+
+
+def _kept(value: Any, name: Any = "") -> Any:
+    """The value, or in its place why it does not travel."""
+    try:
+        encode(value)
+    except TypeError as error:
+        return str(error).replace("value", f"detail {name}".strip(), 1)
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+@functools.cache
+def _loop() -> Any:
+    """The event loop of this process, which keeps what one call leaves open for the next."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value

@@ -1,0 +1,250 @@
+"""rollout: leases in, settled prompt groups out.
+
+Owns the concurrency of a replica: how many groups are in flight, what is renewed and given up, and when it evaluates. Does not
+own which prompt comes next (the coordinator admits, `cursor.py` orders), what becomes of a group (`groups.py`), or the engine and
+its weights (`replica.py`).
+
+Invariant: a group whose lease is lost puts nothing more and gives its reservation back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import asdict
+from typing import Any
+
+from rondo.comm.bus.bus import POLL_S
+from rondo.comm.bus.coordinator import EVALUATION_READER
+from rondo.comm.weights.slab import WeightSlab
+from rondo.models.load import load_tokenizer
+from rondo.roles.data.datasets import RowError, open_splits, train_order
+from rondo.roles.data.fingerprints import Fingerprints
+from rondo.roles.data.media import MediaPool
+from rondo.roles.data.prompts import TooLong
+from rondo.roles.engines.dispatch.dispatcher import Dispatcher
+from rondo.roles.engines.embedded.embedded import EmbeddedEngine
+from rondo.roles.engines.replica import ROLE, Replica
+from rondo.roles.engines.stops import stops_of
+from rondo.roles.forward import REPORT_S
+from rondo.roles.job import SLAB, open_job
+from rondo.roles.resumed import KeptSamples
+from rondo.roles.rewards.pool import RewardPool
+from rondo.roles.sampling.evaluation import Evaluator, Part
+from rondo.roles.sampling.filters import keep_pool
+from rondo.roles.sampling.groups import Lease, PromptGroups, told_of
+from rondo.roles.sampling.leases import Progress
+from rondo.roles.serve.endpoint import endpoint
+from rondo.roles.streams import base_columns
+from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.waits import totals
+from rondo.runtime.worker.context import WorkerContext
+
+
+class RolloutRole:
+    role = ROLE
+    open_replica = Replica
+    open_groups = PromptGroups
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+        # By (group, epoch): a group whose lease was lost can come back here before its old task has ended.
+        self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._left_out = set[str]()
+
+    async def run(self) -> None:
+        ctx = self._ctx
+        self._job = job = await open_job(ctx)
+        config, limits = job.config, job.config.reward
+        self._progress = Progress(limits.deadline_s)
+        self._rewards = RewardPool(
+            limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s
+        )
+        media = None if config.media is None else MediaPool(job.model_path, config.media, load_deadline_s=ctx.load_s)
+        keep = None
+        if config.rollout.keep is not None:
+            keep = keep_pool(config.rollout.keep, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s)
+        self._replica = replica = self.open_replica(ctx, job)
+        async with AsyncExitStack() as pools:
+            # Their workers take seconds to import what they need: meanwhile this process loads the model, or servers do.
+            async with asyncio.TaskGroup() as opening:
+                for pool in (self._rewards, media, keep):
+                    if pool is not None:
+                        opening.create_task(pools.enter_async_context(pool))
+                starting_s = 0.0 if config.rollout.sglang is None else config.rollout.sglang.start_deadline_s
+                with ctx.section("load", ctx.load_s + starting_s):
+                    tokenizer = await ctx.compute(load_tokenizer, job.model_path)
+                    stops = stops_of(job.model_path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
+                    rows, held_out = await ctx.compute(open_splits, config, Fingerprints.of_run(ctx.run_dir))
+                    newest = newest_complete(ctx.run_dir / "checkpoints")
+                    kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))
+                    await replica.open(pools)
+                    self._groups = groups = self.open_groups(
+                        ctx, job, replica.engine, tokenizer, stops, rows, train_order(config, len(rows)), kept, self._rewards,
+                        media, self._progress, keep,
+                    )  # fmt: skip
+                    params = groups.params(config.rollout.temperature)
+                    self._evaluator = Evaluator(
+                        config, held_out, tokenizer, stops, self._rewards, groups.prepare, params
+                    )
+            async with replica.follow() as first:
+                await first.wait()
+                await pools.enter_async_context(self._endpoint())
+                await ctx.ready()
+                async with asyncio.TaskGroup() as tasks:
+                    beside = [tasks.create_task(each) for each in (self._renew(), self._report(), replica.waking())]
+                    evaluating = tasks.create_task(self._evaluate_beside())
+                    await self._work(tasks)
+                    if not ctx.stopping.is_set():
+                        await self._unless_leaving(evaluating)
+                    for task in (*beside, evaluating):
+                        task.cancel()
+        await replica.close()
+
+    def _endpoint(self) -> AbstractAsyncContextManager[None]:
+        """Answers agents beside the samples of the run, where the settings ask for it."""
+        config, rollout, groups = self._job.config, self._job.config.rollout, self._groups
+        return endpoint(
+            self._ctx, rollout.endpoint, self._replica.engine, groups.tokenizer, model_name=config.name,
+            model_path=self._job.model_path, max_length=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            stop_token_ids=groups.stops.ids,
+            seeds=isinstance(self._replica.engine, EmbeddedEngine), tells_experts=config.train.router_replay,
+        )  # fmt: skip
+
+    # ---- leases -----------------------------------------------------------------------------------------------------
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        limit = self._most_groups(self._job.config.rollout.samples_per_prompt)
+        while not self._ctx.stopping.is_set():
+            while len(self._running) >= limit:
+                await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+            with self._ctx.span("wait for a lease", beside="leases"):
+                answer = await self._next(limit - len(self._running))
+            if "grants" in answer:
+                for grant in answer["grants"]:
+                    lease = Lease(**{**grant, "have": {sample: told_of(*told) for sample, *told in grant["have"]}})
+                    self._progress.begin((lease.group, lease.epoch))
+                    self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
+            elif "evaluate" in answer:
+                with self._ctx.span("evaluate", beside="evaluation", version=answer["evaluate"]["version"]):
+                    await self._evaluate(**answer["evaluate"])
+            else:
+                break
+        for task in list(self._running.values()):
+            task.cancel()
+
+    def _most_groups(self, num_samples: int) -> int:
+        """Prompt groups of so many samples to have in flight: one wave decodes, one waits."""
+        return max(1, -(-2 * self._job.config.rollout.num_slots // num_samples))
+
+    async def _next(self, room: int) -> dict[str, Any]:
+        """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""
+        asking = asyncio.create_task(self._job.bus.call("lease", room, self._held(), self._ctx.rank, deadline_s=POLL_S))
+        try:
+            await self._unless_leaving(asking)
+            return asking.result() if asking.done() else {"end": True}
+        finally:
+            asking.cancel()
+
+    async def _unless_leaving(self, task: asyncio.Task[Any]) -> None:
+        """Until the task is done, or this replica is asked to leave."""
+        leaving = asyncio.create_task(self._ctx.stopping.wait())
+        try:
+            await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+
+    def _held(self) -> list[list[int]]:
+        return [[group, epoch] for group, epoch in self._running]
+
+    async def _renew(self) -> None:
+        """Each lease lasts while its group comes further. Those the coordinator no longer grants are given up."""
+        interval = self._job.config.rollout.lease_deadline_s / 4
+        while True:
+            await asyncio.sleep(interval)
+            if self._running:
+                await self._renew_those_further()
+
+    async def _renew_those_further(self) -> None:
+        rewards = self._rewards.stats()
+        scored = (rewards.num_scored, rewards.num_errors, rewards.num_timed_out)
+        further = self._progress.since_last(self._replica.engine.progress(), scored)
+        answer = await self._job.bus.call("renew", further, self._held())
+        for group, epoch in answer["lost"]:
+            task = self._running.get((group, epoch))
+            if task is not None:
+                task.cancel()
+
+    async def _report(self) -> None:
+        """Engine counters and waits, every few seconds; tokens are progress."""
+        before: list[tuple[int, int]] = []
+        while True:
+            await asyncio.sleep(REPORT_S)
+            stats = [engine.stats() for engine in (self._replica.engine, self._replica.beside) if engine is not None]
+            made = [(each.tokens_generated, each.decode_steps) for each in stats]
+            if made != before:
+                before = made
+                self._ctx.progress()
+            told = {"engine": asdict(stats[0]), "waits_s": totals()}
+            if isinstance(self._replica.engine, Dispatcher):
+                told["dispatch"] = asdict(self._replica.engine.dispatch_stats())
+            await self._ctx.report("metrics", told)
+
+    async def _run_group(self, lease: Lease) -> None:
+        try:
+            with self._ctx.span("generate", step=lease.step, group=lease.group):
+                await self._groups.fill(lease)
+        except TooLong as error:  # it stays so: no other try
+            await self._job.bus.call("settle", lease.group, lease.epoch, "filtered", str(error))
+            if (why := str(error)) not in self._left_out:  # in another pass it is the same row
+                self._left_out.add(why)
+                await self._ctx.report("left_out", {"why": why})
+        except RowError as error:  # this prompt's own fault; the run goes on
+            await self._job.bus.call("settle", lease.group, lease.epoch, "error", str(error))
+        finally:
+            try:  # in every case: a lease that was lost while its last samples were put has room left over
+                await self._job.bus.call("abandon", lease.group, lease.epoch)
+            finally:
+                del self._running[lease.group, lease.epoch]
+                self._progress.end((lease.group, lease.epoch))
+                self._ctx.progress()
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, label: str, version: int, part: int, of: int, parts: list[Part] | None = None) -> None:
+        """With the engine itself, before and after the training: it has this version, and gets no other meanwhile. `parts` are
+        there where all prompts were asked."""
+        if parts is not None:
+            await self._job.bus.call("evaluated", label, self._evaluator.result(version, parts))
+            return
+        num_slots = self._job.config.rollout.num_slots
+        found = await self._evaluator.evaluate(
+            self._replica.engine, label, version, num_slots=num_slots, part=part, of=of
+        )
+        await self._job.bus.call("evaluated_part", label, part, found)
+
+    async def _evaluate_beside(self) -> None:
+        """Beside the training, with an engine whose weights change only here."""
+        evaluation = self._job.config.evaluation
+        if self._replica.beside is None or evaluation is None:
+            return
+        slab: WeightSlab | None = None
+        while True:
+            answer = await self._job.bus.call("evaluation", deadline_s=POLL_S)
+            if "evaluate" not in answer:
+                return
+            due = answer["evaluate"]
+            label, version = due["label"], due["version"]
+            if slab is None:
+                slab = WeightSlab(self._ctx.segments.segment(SLAB, 0), self._job.config.num_weight_slots)
+            place = {"attempt": due["attempt"], "version": version, "checksum": due["checksum"]}
+            tensors = await asyncio.to_thread(functools.partial(slab.read, due["slot"], **place))
+            await self._replica.beside.update_weights(version, tensors)
+            del tensors
+            await self._job.bus.call("proved", EVALUATION_READER, version)
+            with self._ctx.span("evaluate beside", beside="evaluation", version=version):
+                found = await self._evaluator.evaluate(
+                    self._replica.beside, label, version, num_slots=evaluation.num_slots
+                )
+            await self._job.bus.call("evaluated", label, self._evaluator.result(version, [found]))

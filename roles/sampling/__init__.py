@@ -1,0 +1,6 @@
+"""From a row to samples.
+
+groups         what becomes of a leased prompt group; leases, which of them came further; columns, what is written
+filters        which groups are trained
+evaluation     how well one policy version answers prompts that nobody trains on
+"""

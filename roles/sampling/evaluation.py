@@ -1,0 +1,184 @@
+"""Evaluation: how well one policy version answers prompts that nobody trains on.
+
+Owns what is asked (every set's prompts, each with its own sampling), the figures of a set, and the check that one version alone
+answered. Does not own which version is due (the coordinator) or the engine, which is handed in.
+
+    part = await evaluator.evaluate(engine, "version_20", 20, num_slots=16, part=0, of=2)      # of two replicas
+    evaluator.result(20, [part, other])
+      -> {"version": 20, "reward": 0.4, "num_prompts": 64, "num_samples": 256, "num_failed": 0,
+          "sets": {"math": {"mean@4": 0.4, "pass@1": 0.4, "pass@4": 0.7, "num_prompts": 64}}}
+
+Invariant: no sample of an evaluation reaches the bus; its seed comes from (run seed, set, prompt, sample), so that the same
+weights give the same samples wherever and however often they are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rondo.models.media.inputs import MediaInputs
+from rondo.roles.config import DataConfig, EvalSet, JobConfig
+from rondo.roles.data.datasets import Row, RowError, Rows
+from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
+from rondo.roles.engines.stops import Stops, whole_sample
+from rondo.roles.rewards.pool import RewardItem, RewardPool
+from rondo.roles.sampling.columns import finish_of
+from rondo.runtime.errors import RondoError
+
+Part = dict[str, Any]
+"""What one replica found, as JSON: {"rewards": [[set, number of the prompt, rewards of its samples], ...], "failed": why one has
+none}."""
+Prepare = Callable[[Row, DataConfig], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
+
+
+def sample_seed(run_seed: int, kind: str, position: int, sample: int) -> int:
+    """63 bits from (run seed, position in the data order, sample): the same in every epoch, replica and attempt."""
+    digest = hashlib.blake2b(f"{run_seed}/{kind}/{position}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """The unbiased estimate of the probability that one of k samples solves the prompt, 1 - C(n - c, k) / C(n, k), from n
+    samples of which c did (Chen et al., Evaluating Large Language Models Trained on Code, 2021, equation 1)."""
+    if num_samples - num_solved < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_solved + 1, num_samples + 1))
+
+
+def ks_of(config: EvalSet) -> tuple[int, ...]:
+    """The k that a set reports: those it names, else the powers of two up to its samples, and these."""
+    if config.pass_at is not None:
+        return config.pass_at
+    powers = (1 << i for i in range(config.samples_per_prompt.bit_length()))
+    return tuple(dict.fromkeys((*powers, config.samples_per_prompt)))
+
+
+def figures(config: EvalSet, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
+    """Of a set whose prompts' samples got these rewards, None where one failed: `mean@n`, the mean of those that have one, and
+    every `pass@k`, over the prompts of which k have. A figure that nothing is known of is left out."""
+    scored = [[reward for reward in each if reward is not None] for each in rewards]
+    found: dict[str, float] = {}
+    if any(scored):
+        found[f"mean@{config.samples_per_prompt}"] = float(np.mean([reward for each in scored for reward in each]))
+    solved = [(len(each), sum(reward >= config.solved_from for reward in each)) for each in scored]
+    for k in ks_of(config):
+        if passes := [pass_at_k(n, c, k) for n, c in solved if n >= k]:
+            found[f"pass@{k}"] = float(np.mean(passes))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Asks the prompts of every set and scores the answers. `prepare` makes a row's tokens and media, or raises RowError;
+    `params` are the rollout's sampling, of which each set changes some."""
+
+    config: JobConfig
+    sets: Mapping[str, Rows]
+    tokenizer: Any
+    stops: Stops
+    rewards: RewardPool
+    prepare: Prepare
+    params: SamplingParams
+
+    async def evaluate(
+        self, engine: Engine, label: str, version: int, *, num_slots: int, part: int = 0, of: int = 1
+    ) -> Part:
+        """Every `of`-th prompt under exactly this version, which the engine has and keeps; one wave decodes, one waits."""
+        configs = self._configs
+        room = asyncio.Semaphore(max(1, -(-2 * num_slots // max(c.samples_per_prompt for c in configs.values()))))
+        first_failed: list[str] = []
+
+        async def one(name: str, index: int) -> list[Any]:
+            async with room:
+                try:
+                    rewards, failed = await self._prompt(engine, label, version, name, configs[name], index)
+                except RowError as error:
+                    rewards, failed = [None] * configs[name].samples_per_prompt, str(error)
+            if failed:
+                first_failed.append(failed)
+            return [name, index, rewards]
+
+        every = [(name, index) for name in configs for index in range(len(self.sets[name]))]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(one(*each)) for each in every[part::of]]
+        return {"rewards": [task.result() for task in asked], "failed": min(first_failed, default="")}
+
+    def result(self, version: int, parts: Sequence[Part]) -> dict[str, Any]:
+        """What all parts together say. Samples whose reward failed are counted and told, and in no mean; without any reward the
+        mean is None."""
+        told = sorted((name, index, rewards) for part in parts for name, index, rewards in part["rewards"])
+        found = {}
+        for name, config in self._configs.items():
+            rewards = [each for of, _, each in told if of == name]
+            found[name] = {**figures(config, rewards), "num_prompts": len(rewards)}
+        means = [value for each in found.values() for figure, value in each.items() if figure.startswith("mean@")]
+        every = [reward for _, _, rewards in told for reward in rewards]
+        num_failed = every.count(None)
+        result: dict[str, Any] = {
+            "version": version, "reward": float(np.mean(means)) if means else None, "num_prompts": len(told),
+            "num_samples": len(every), "num_failed": num_failed, "sets": found,
+        }  # fmt: skip
+        return result | (
+            {"first_failed": min(part["failed"] for part in parts if part["failed"])} if num_failed else {}
+        )
+
+    @property
+    def _configs(self) -> Mapping[str, EvalSet]:
+        assert self.config.evaluation is not None
+        return self.config.evaluation.named_sets()
+
+    async def _prompt(
+        self, engine: Engine, label: str, version: int, name: str, config: EvalSet, index: int
+    ) -> tuple[list[float | None], str]:
+        """The rewards of one prompt's samples, and why the first of those failed that did."""
+        row = await asyncio.to_thread(self.sets[name].row, index)
+        prompt, media = await self.prepare(row, config.data or self.config.data)
+        assert self.config.evaluation is not None
+        kind = f"evaluation/{name}" if self.config.evaluation.sets else "evaluation"
+        params = self._sampling(config)
+        requests = [
+            Request(
+                f"{label}/{name}/{index}/{number}", prompt, params,
+                sample_seed(self.config.seed, kind, index, number), kind="evaluation", media=media,
+            )
+            for number in range(config.samples_per_prompt)
+        ]  # fmt: skip
+        done = await asyncio.gather(*(whole_sample(engine, request, self.stops) for request in requests))
+        others = {int(v) for completion in done for v in np.unique(completion.policy_versions)} - {version}
+        if others:
+            raise RondoError(
+                f"the evaluation of version {version} must sample under that version alone, got tokens of {sorted(others)}. "
+                "The engine took other weights meanwhile"
+            )
+        items = [item_of(self.tokenizer, row, completion, params.max_new_tokens) for completion in done]
+        results = await self.rewards.score(items)
+        errors = [
+            f"reward of {row.name}, sample {number}: {result.error}"
+            for number, result in enumerate(results)
+            if result.score is None
+        ]
+        return [result.score for result in results], errors[0] if errors else ""
+
+    def _sampling(self, config: EvalSet) -> SamplingParams:
+        rollout = self.params
+        return SamplingParams(
+            max_new_tokens=config.max_new_tokens or rollout.max_new_tokens,
+            temperature=config.temperature,
+            top_p=rollout.top_p if config.top_p is None else config.top_p,
+            top_k=rollout.top_k if config.top_k is None else config.top_k,
+            stop_token_ids=rollout.stop_token_ids,
+        )
+
+
+def item_of(tokenizer: Any, row: Row, completion: Completion, max_new_tokens: int) -> RewardItem:
+    """What the reward function is told of one sample."""
+    text = tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
+    num_tokens = len(completion.tokens)
+    return RewardItem(text, row.label, row.prompt, row.metadata, finish_of(completion), num_tokens, max_new_tokens)

@@ -1,0 +1,65 @@
+"""Filters: which whole prompt groups are trained; another prompt takes the place of one that is not.
+
+Owns what a filter sees of a group's samples, ours and the user's, and the process that the user's runs in. Does not own what
+becomes of the group (`groups.py`).
+
+    def keep(samples):      # rollout.keep; [{"reward": 1.0, "finish_reason": "stop", "num_tokens": 12}, ...]
+        return sum(sample["finish_reason"] == "length" for sample in samples) < len(samples) / 2
+
+A reward is None where it failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from rondo.runtime.errors import RondoError
+from rondo.runtime.processes.pool import Item, Pool
+from rondo.runtime.reference import load_reference
+
+
+class Ended(NamedTuple):
+    """What filters see of one sample."""
+
+    reward: float | None
+    finish_reason: str
+    num_tokens: int
+
+
+class KeepError(RondoError, ValueError):
+    """A filter returned what is neither yes nor no."""
+
+
+def open_keep(function: str) -> Callable[[list[dict[str, Any]]], bool]:
+    """What the worker runs."""
+    keep = load_reference(function, "rollout.keep")
+
+    def decided(samples: list[dict[str, Any]]) -> bool:
+        found = keep(samples)
+        if found is None or not hasattr(found, "__bool__"):
+            raise KeepError(
+                f"rollout.keep must return True or False, got {found!r:.80}. Let each of its paths return one"
+            )
+        return bool(found)
+
+    return decided
+
+
+def keep_pool(function: str, *, deadline_s: float, load_deadline_s: float) -> Pool:
+    """The process of the user's filter."""
+    return Pool(
+        "rondo.roles.sampling.filters:open_keep", {"function": function}, work="filter", source="rollout.keep",
+        deadline_s=deadline_s, load_deadline_s=load_deadline_s,
+    )  # fmt: skip
+
+
+def equal_rewards(samples: Sequence[Ended]) -> bool:
+    """Whether no sample is better than another, among those that have a reward."""
+    return len({sample.reward for sample in samples} - {None}) == 1
+
+
+async def kept(pool: Pool, samples: Sequence[Ended]) -> tuple[bool, str]:
+    """(whether the user's filter keeps a group, why it could not say)."""
+    [outcome] = await pool.run([Item.of([sample._asdict() for sample in samples])])
+    return bool(outcome.value), outcome.error or ""

@@ -1,0 +1,249 @@
+"""What becomes of a leased prompt group: from its row to samples on the bus.
+
+Owns the way of each sample through engine and reward, what is put, and how a group ends whose samples are not. Does not own
+leases (`role.py`), how tokens are made (an `Engine`) or scored (`rewards.py`).
+
+    lease -> prompt, media -> engine -> reward -> (filter) -> put          every group ends in exactly one of:
+                  |                        |          |        put of its n samples, settled as filtered or failed, error,
+                error                    failed    filtered    lease lost
+
+A reward that fails, or is late, fails its sample alone: the sample is put without one, trains nothing, and its siblings count as
+they are. A group in which fewer samples have a reward than its algorithm compares fails, and another prompt takes its place.
+
+Invariant: a sample that was put is never generated again (a new lease names what is there). The media of a prompt are read,
+decoded and processed once a group, by workers beside this process, when its lease begins; so what is looked ahead is bounded by
+the leases in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rondo.comm.bus.group import FINISH, FINISHES, RESPONSE, REWARD
+from rondo.comm.ring.records import Column
+from rondo.models.media.inputs import MediaInputs
+from rondo.roles.config import DataConfig
+from rondo.roles.data.cursor import Order
+from rondo.roles.data.datasets import Row, Rows
+from rondo.roles.data.media import MediaPool
+from rondo.roles.data.prompts import render_prompt, without_media_section
+from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
+from rondo.roles.engines.stops import Stops, whole_sample
+from rondo.roles.job import Job
+from rondo.roles.resumed import KeptSamples, put_kept
+from rondo.roles.rewards.pool import RewardPool, RewardResult
+from rondo.roles.sampling.columns import columns_of, finish_of, info_of
+from rondo.roles.sampling.evaluation import item_of, sample_seed
+from rondo.roles.sampling.filters import Ended, equal_rewards, kept
+from rondo.roles.sampling.leases import Progress
+from rondo.runtime.processes.pool import Pool
+from rondo.runtime.records.record import JsonLines
+from rondo.runtime.values import as_json
+from rondo.runtime.worker.context import WorkerContext
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to work on one prompt group. `have`: sample -> what an earlier lease has put of it; `has_media`: it has put the
+    media."""
+
+    group: int
+    epoch: int
+    step: int
+    position: int
+    ring: str
+    have: Mapping[int, Ended]
+    has_media: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion with its reward; None with the `error` where that failed."""
+
+    number: int
+    completion: Completion
+    reward: float | None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass
+class PromptGroups:
+    """Those of one replica. `order` says which row of `rows` stands at a lease's position, `kept` what a checkpoint has of it."""
+
+    ctx: WorkerContext
+    job: Job
+    engine: Engine
+    tokenizer: Any
+    stops: Stops
+    rows: Rows
+    order: Order
+    kept: KeptSamples
+    rewards: RewardPool
+    media: MediaPool | None
+    progress: Progress
+    keep: Pool | None = None
+    _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # a prompt at a time, beside the loop
+
+    async def fill(self, lease: Lease) -> None:
+        """Puts what is missing of a group, or settles it. RowError for a prompt that cannot be used."""
+        config = self.job.config
+        row = await asyncio.to_thread(self.rows.row, self.order.locate(lease.position).row)
+        with self.progress.preparing((lease.group, lease.epoch)):
+            prompt, media = await self.prepare(row, config.data)
+        if media is not None and not lease.has_media:
+            self._put_media(lease, media)
+        ended = dict(lease.have) | self._put_kept(lease, prompt)
+        params = self.params(config.rollout.temperature)
+        tasks = {
+            asyncio.create_task(self._generate_of(lease, self._request(lease, number, prompt, media, params))): number
+            for number in range(config.rollout.samples_per_prompt)
+            if number not in ended
+        }
+        errors: list[str] = []
+        try:
+            while tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                finished = sorted((tasks.pop(task), task.result()) for task in done)
+                with (
+                    self.ctx.span("reward", beside="reward", step=lease.step, group=lease.group),
+                    self.progress.scoring((lease.group, lease.epoch)),
+                ):
+                    samples = await self._score(row, finished)
+                ended |= {sample.number: _ended(sample) for sample in samples}
+                errors += [
+                    f"reward of {row.name}, sample {each.number}: {each.error}" for each in samples if each.error
+                ]
+                if not tasks and (outcome := await self._outcome(list(ended.values()), errors)) is not None:
+                    await self.job.bus.call("settle", lease.group, lease.epoch, *outcome)
+                    return
+                self._put(lease, prompt, samples)
+                self._log(lease, row, samples)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _outcome(self, ended: Sequence[Ended], errors: Sequence[str]) -> tuple[str, str] | None:
+        """What a group with these samples is settled as, and why; None where it is trained. Of errors the first is told."""
+        config = self.job.config
+        num_scored = sum(sample.reward is not None for sample in ended)
+        least = min(len(ended), config.algorithm.resolved().min_group_size)
+        if num_scored < least:
+            why = errors[0] if errors else "under an earlier lease"
+            return (
+                "failed",
+                f"{num_scored} of {len(ended)} samples have a reward, {least} must. The first that failed: {why}",
+            )
+        if config.rollout.filter == "zero_std" and equal_rewards(ended):
+            return "filtered", "equal rewards, which rollout.filter leaves out"
+        if self.keep is None:
+            return None
+        keeps, error = await kept(self.keep, ended)
+        if error:
+            return "failed", f"rollout.keep must decide of each prompt group, got: {error}"
+        return None if keeps else ("filtered", "rollout.keep said no")
+
+    async def prepare(self, row: Row, data: DataConfig) -> tuple[np.ndarray, MediaInputs | None]:
+        """The prompt's tokens, int32 [T], and what its media became. RowError for a row that cannot be used."""
+        most = self.job.config.rollout.max_prompt_tokens
+        if not row.media:
+            async with self._rendering:
+                return await asyncio.to_thread(render_prompt, self.tokenizer, row, data, most), None
+        if self.media is None:
+            raise without_media_section(row)
+        return await self.media.prepare(row, data, most)
+
+    def _request(
+        self, lease: Lease, number: int, prompt: np.ndarray, media: MediaInputs | None, params: SamplingParams
+    ) -> Request:
+        seed = sample_seed(self.job.config.seed, "train", lease.position, number)
+        rollout = self.job.config.rollout
+        return Request(
+            f"{lease.group}.{lease.epoch}/{number}", prompt, params, seed, media=media,
+            on_new_weights=rollout.on_new_weights, interruptions=rollout.max_interruptions,
+        )  # fmt: skip
+
+    async def _generate_of(self, lease: Lease, request: Request) -> Completion:
+        with self.progress.generating((lease.group, lease.epoch), request.id):
+            return await self._generate(request)
+
+    async def _generate(self, request: Request) -> Completion:
+        return await whole_sample(self.engine, request, self.stops)
+
+    def params(self, temperature: float) -> SamplingParams:
+        rollout = self.job.config.rollout
+        return SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=self.stops.ids,
+        )
+
+    async def _score(self, row: Row, finished: Sequence[tuple[int, Completion]]) -> list[Sample]:
+        config = self.job.config
+        items = [item_of(self.tokenizer, row, completion, config.rollout.max_new_tokens) for _, completion in finished]
+        # Of a group one after the other, by workers of which each starts anew.
+        slowest_s = 2 * config.reward.deadline_s * config.rollout.samples_per_prompt + self.ctx.load_s
+        with self.ctx.work("reward", slowest_s):
+            results: Sequence[RewardResult] = await self.rewards.score(items)
+        return [
+            Sample(number, completion, result.score, result.details, result.error)
+            for (number, completion), result in zip(finished, results, strict=True)
+        ]
+
+    def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, Ended]:
+        """What the checkpoint that this run goes on from has of the group, on the bus again: sample -> reward."""
+        found = [each for each in self.kept.take(lease.group, lease.position, prompt) if each.sample not in lease.have]
+        if found:
+            put_kept(self.job.bus, lease.ring, lease.group, lease.epoch, found)
+        return {each.sample: told_of(*(each.info[at] for at in (REWARD, RESPONSE, FINISH))) for each in found}
+
+    def _put_media(self, lease: Lease, media: MediaInputs) -> None:
+        """Before the first sample, so that a group that is ready has its media."""
+        columns = [Column(name, array.dtype.name, [array]) for name, array in media.arrays.items()]
+        self.job.bus.put_media(lease.ring, lease.group, lease.epoch, columns, media.encoder_positions)
+
+    def _put(self, lease: Lease, prompt: np.ndarray, samples: Sequence[Sample]) -> None:
+        scored = [sample.reward is not None for sample in samples]
+        columns = self._columns(prompt, [sample.completion for sample in samples], scored)
+        info = [info_of(prompt, sample.completion, sample.reward) for sample in samples]
+        numbers = [sample.number for sample in samples]
+        self.job.bus.put_samples(lease.ring, lease.group, lease.epoch, numbers, columns, info)
+
+    def _columns(self, prompt: np.ndarray, done: Sequence[Completion], scored: Sequence[bool]) -> list[Column]:
+        return columns_of(self.job.config, prompt, done, scored)
+
+    def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
+        """The group's first sample, and every one that failed, for people to read: a line each in samples/step_N.jsonl."""
+        path = self.ctx.run_dir / "samples" / f"step_{lease.step:06d}.jsonl"
+        lines = [self._line(lease, row, sample) for sample in samples if sample.number == 0 or sample.error]
+        if lines:
+            with JsonLines(path, what="samples") as file:
+                for line in lines:
+                    file.write(line)
+
+    def _line(self, lease: Lease, row: Row, sample: Sample) -> dict[str, Any]:
+        done = sample.completion
+        line = {
+            "group": lease.group, "sample": sample.number, "prompt": as_json(row.prompt), "label": as_json(row.label),
+            "reward": sample.reward,
+            "response": self.tokenizer.decode(done.tokens.tolist()), "details": as_json(sample.details),
+            "finish_reason": finish_of(done), "num_tokens": len(done.tokens),
+            "versions": sorted(set(done.policy_versions.tolist())),
+        }  # fmt: skip
+        return line if sample.error is None else line | {"error": sample.error}
+
+
+def told_of(reward: Any, response: Any, finish: Any) -> Ended:
+    """What the coordinator, or a checkpoint, has of a sample that was put."""
+    return Ended(reward, FINISHES[int(finish)], int(response))
+
+
+def _ended(sample: Sample) -> Ended:
+    return Ended(sample.reward, finish_of(sample.completion), len(sample.completion.tokens))

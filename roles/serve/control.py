@@ -1,0 +1,269 @@
+"""Control: health, information, aborts, pauses and weights, in SGLang's words.
+
+Owns the endpoints beside generation, and which of them only the engine's owner may use: where a run owns the engine, its callers
+may ask and abort, but neither pause it nor change its weights.
+
+    GET /health /ready /ping (open)   /health_generate /model_info /server_info /v1/models /v1/loads
+    POST /abort_request   /pause_generation /continue_generation /flush_cache /update_weights_from_disk (owner)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from aiohttp import web
+
+from rondo.roles.engines.engine import SamplingParams
+from rondo.roles.serve.errors import TurnedDown
+from rondo.roles.serve.fields import Fields
+from rondo.roles.serve.requests import Ask, PauseMode
+from rondo.roles.serve.service import Service, dumps, json_answer
+from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.waits import wait_for
+
+DIALECT = "0.5.23"
+"""The version of SGLang whose contract this server keeps to."""
+_HEALTH_S = 20.0
+_MAX_PATH = 4096
+
+
+# ---- health -------------------------------------------------------------------------------------------------------------
+
+
+async def health(service: Service, request: web.Request) -> web.Response:
+    """200 while requests are taken."""
+    if service.requests.closing:
+        raise TurnedDown(503, "the server must be open, got one that ends. Ask another server")
+    return web.Response()
+
+
+async def ready(service: Service, request: web.Request) -> web.Response:
+    """200 while requests are taken and worked on."""
+    await health(service, request)
+    if service.requests.paused is not None:
+        raise TurnedDown(
+            503, f"the server must not be paused, got mode {service.requests.paused!r}. See /continue_generation"
+        )
+    engine_ready = getattr(service.engine, "ready", None)  # optional for engines
+    if engine_ready is not None and not await engine_ready():
+        raise TurnedDown(503, "the engine must be ready, got one that is not. Ask again soon")
+    return web.Response()
+
+
+async def health_generate(service: Service, request: web.Request) -> web.Response:
+    """200 once the engine has sampled one token."""
+    await ready(service, request)
+    token = service.stop_token_ids[0] if service.stop_token_ids else 0
+    probe = Ask(f"health-{time.monotonic_ns()}", np.array([token], np.int32), SamplingParams(1), seed=0, priority=1)
+    try:
+        await wait_for(service.requests.answer(probe), name="health", peer="engine", deadline_s=_HEALTH_S)
+    except RondoError as error:
+        raise TurnedDown(503, f"the engine must sample a token, got {type(error).__name__}: {error}") from error
+    return web.Response()
+
+
+# ---- information --------------------------------------------------------------------------------------------------------
+
+
+async def model_info(service: Service, request: web.Request) -> web.Response:
+    return json_answer(
+        {
+            "model_path": service.model_path,
+            "tokenizer_path": service.model_path,
+            "served_model_name": service.model_name,
+            "is_generation": True,
+            "weight_version": str(service.engine.version),
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "max_length": service.max_length,
+        }
+    )
+
+
+async def server_info(service: Service, request: web.Request) -> web.Response:
+    stats = service.engine.stats()
+    tokens = stats.num_slots * service.max_length
+    return json_answer(
+        {
+            "version": DIALECT,
+            "server": "rondo",
+            "status": "ready" if service.requests.paused is None else "paused",
+            "model_path": service.model_path,
+            "served_model_name": service.model_name,
+            "tp_size": 1,
+            "dp_size": 1,
+            "context_length": service.max_length,
+            "max_running_requests": stats.num_slots,
+            "max_total_num_tokens": tokens,
+            "enable_deterministic_inference": service.seeds,
+            "enable_priority_scheduling": False,
+            "enable_return_routed_experts": service.tells_experts,
+            "internal_states": [{"max_running_requests": stats.num_slots, "max_total_num_tokens": tokens}],
+            "stats": asdict(stats),
+            "trajectories": asdict(service.trajectories.stats()),
+        }
+    )
+
+
+async def models(service: Service, request: web.Request) -> web.Response:
+    model = {
+        "id": service.model_name, "object": "model", "created": int(service.started), "owned_by": "rondo",
+        "root": service.model_path, "parent": None, "max_model_len": service.max_length,
+    }  # fmt: skip
+    if "model" in request.match_info:
+        service.require_model(request.match_info["model"])
+        return json_answer(model)
+    return json_answer({"object": "list", "data": [model]})
+
+
+async def loads(service: Service, request: web.Request) -> web.Response:
+    stats = service.engine.stats()
+    num_running, num_waiting = stats.num_running, stats.num_waiting
+    rank = {
+        "dp_rank": 0,
+        "num_running_reqs": num_running,
+        "num_waiting_reqs": num_waiting,
+        "num_total_reqs": num_running + num_waiting,
+        "max_running_requests": stats.num_slots,
+        "max_total_num_tokens": stats.num_slots * service.max_length,
+        "token_usage": num_running / max(1, stats.num_slots),
+    }
+    return json_answer({"timestamp": time.time(), "dp_rank_count": 1, "loads": [rank]})
+
+
+# ---- requests in flight -------------------------------------------------------------------------------------------------
+
+
+async def abort_request(service: Service, request: web.Request) -> web.Response:
+    fields = await _fields(service, request)
+    everything, rid = fields.flag("abort_all"), fields.text("rid")
+    if everything == (rid is not None):
+        raise ConfigError("rid and abort_all must be sent one without the other, got both or neither. Send rid")
+    if everything:
+        _require_control(service, request)
+    service.requests.abort(rid)
+    return web.Response()
+
+
+async def pause_generation(service: Service, request: web.Request) -> web.Response:
+    _require_control(service, request)
+    told = (await _fields(service, request)).text("mode", "abort")
+    mode: PauseMode | None = next((each for each in get_args(PauseMode) if each == told), None)
+    if mode is None:
+        raise ConfigError(f"mode must be one of {', '.join(get_args(PauseMode))}, got {told!r}. Change it")
+    await service.requests.pause(mode)
+    return json_answer({"status": "ok", "message": f"paused with mode {mode}"})
+
+
+async def continue_generation(service: Service, request: web.Request) -> web.Response:
+    _require_control(service, request)
+    service.requests.resume()
+    return json_answer({"status": "ok"})
+
+
+async def flush_cache(service: Service, request: web.Request) -> web.Response:
+    """Nothing is kept beyond the sequences that use it: with none there is nothing to flush."""
+    _require_control(service, request)
+    if service.requests.num_asked:
+        raise ConfigError(
+            f"no request must be in flight to flush the cache, got {service.requests.num_asked}. Abort them first"
+        )
+    return web.Response(text="Cache flushed.\n")
+
+
+# ---- weights ------------------------------------------------------------------------------------------------------------
+
+
+async def update_weights_from_disk(service: Service, request: web.Request) -> web.Response:
+    """Sequences in flight go on under the new weights from the next step on, paused or not; `weight_versions` tell them apart."""
+    _require_control(service, request)
+    fields = await _fields(service, request)
+    path, text = fields.text("model_path", most=_MAX_PATH), fields.text("weight_version")
+    fields.off("load_format", "auto", "safetensors")
+    if path is None:
+        raise ConfigError("model_path must be a folder with safetensors, got nothing. Name it")
+    if text is not None and not text.isdigit():
+        raise ConfigError(f"weight_version must be a number, as policy versions are, got {text!r}. Send one")
+    version = service.engine.version + 1 if text is None else int(text)
+    if fields.flag("abort_all_requests"):
+        service.requests.abort(None)
+    tensors = await asyncio.to_thread(_read_tensors, Path(path))
+    await service.engine.update_weights(version, tensors)
+    return json_answer({"success": True, "message": f"Succeeded to update model weights to version {version}."})
+
+
+async def not_supported(service: Service, request: web.Request) -> web.Response:
+    raise TurnedDown(501, f"{request.path} must be asked of SGLang itself, this is rondo's engine. {_INSTEAD}")
+
+
+_INSTEAD = "Weights come through /update_weights_from_disk here"
+NOT_SUPPORTED = (
+    "update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_ipc", "init_weights_update_group",
+    "destroy_weights_update_group", "update_weight_version", "weights_checker", "release_memory_occupation",
+    "resume_memory_occupation", "open_session", "close_session", "load_lora_adapter", "unload_lora_adapter",
+)  # fmt: skip
+
+
+async def _fields(service: Service, request: web.Request) -> Fields:
+    async with service.body(request) as body:
+        return Fields(body, "the body")
+
+
+def _require_control(service: Service, request: web.Request) -> None:
+    if not service.control:
+        raise TurnedDown(
+            403, f"{request.path} must be left to the run that owns this engine. Use `rondo stop`, or nothing"
+        )
+
+
+def _read_tensors(folder: Path) -> Mapping[str, Any]:
+    """All tensors of a Hugging Face folder, by their names there."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model_path must be a folder with safetensors, got {folder} without any. Name another")
+    tensors: dict[str, Any] = {}
+    for file in files:
+        tensors |= load_file(file)
+    return tensors
+
+
+# ---- trajectories -------------------------------------------------------------------------------------------------------
+
+
+async def trajectories(service: Service, request: web.Request) -> web.Response:
+    """All sessions by name, with the totals."""
+    kept = service.trajectories
+    return json_answer({"sessions": kept.names(), **asdict(kept.stats())})
+
+
+async def trajectory(service: Service, request: web.Request) -> web.StreamResponse:
+    """One session's calls, and the rows to train on that they make. Told piece by piece: each call repeats its whole prompt."""
+    name = request.match_info["session"]
+    calls, rows = service.trajectories.calls(name), service.trajectories.rows(name)
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    with suppress(ConnectionError):  # whoever asked has left
+        await response.prepare(request)
+        await response.write(b'{"session":' + dumps(name) + b',"calls":[')
+        for number, call in enumerate(calls):
+            await response.write(b"," * (number > 0) + dumps(call.shown()))
+        await response.write(b'],"rows":[')
+        for number, row in enumerate(rows):
+            await response.write(b"," * (number > 0) + dumps(row))
+        await response.write(b"]}")
+    return response
+
+
+async def forget(service: Service, request: web.Request) -> web.Response:
+    name = request.match_info["session"]
+    if not service.trajectories.forget(name):
+        raise TurnedDown(404, f"session must have a recorded call to be forgotten, got {name!r} without one")
+    return json_answer({"session": name, "forgotten": True})

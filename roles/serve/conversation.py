@@ -1,0 +1,147 @@
+"""Conversation: the messages, tools and template arguments of a chat, as a chat template may be given them.
+
+Owns which fields a message has, and which arguments a caller may give the operator's template. Does not own the template
+(`prompt_work.py`).
+
+    messages_of([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], template)  # [{"role": "user", "content": "hi"}]
+
+Invariant: what replaces the template, or decides what becomes of its text, is the operator's alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from rondo.roles.serve.fields import Fields, shown
+from rondo.roles.serve.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from rondo.roles.serve.trajectory import Trajectories
+from rondo.runtime.errors import ConfigError
+
+Message = dict[str, Any]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_KNOWN = ("content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
+_IGNORED = ("refusal", "annotations", "audio", "function_call")
+"""What OpenAI's answers have, and come back in a next request."""
+_GIVEN = {"add_generation_prompt", "continue_final_message", "documents"}
+"""Of transformers' own arguments for a template, those that callers may give."""
+
+
+def messages_of(given: Any, template: object) -> list[Message]:
+    """The conversation as templates want it: content as text, arguments of calls as objects. Fields that are not OpenAI's may be
+    there where the template names them."""
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
+        raise ConfigError(f"messages must be a list of 1 to {MAX_MESSAGES} messages, got {shown(given)}. Correct it")
+    return [_message(message, f"messages[{number}]", template) for number, message in enumerate(given)]
+
+
+def tools_of(fields: Fields) -> list[Any] | None:
+    """What the template is told of tools; None where the model is not to call any."""
+    tools, choice = fields.take("tools"), fields.take("tool_choice", "auto")
+    fields.off("parallel_tool_calls", True)
+    fields.off("functions", [], why="tools have replaced it")
+    fields.off("function_call", "none", "auto", why="tool_choice has replaced it")
+    if tools is not None and not (
+        isinstance(tools, list) and len(tools) <= MAX_TOOLS and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise ConfigError(f"tools must be a list of at most {MAX_TOOLS} objects, got {shown(tools)}. Correct it")
+    if choice not in ("auto", "none"):
+        raise ConfigError(
+            f"tool_choice must be 'auto' or 'none', since calls are not forced here, got {shown(choice)}. Change it"
+        )
+    return tools if tools and choice == "auto" else None
+
+
+def arguments_of(fields: Fields, tokenizer: Any) -> dict[str, Any]:
+    """`chat_template_kwargs`: what the template is given beside messages and tools."""
+    found = fields.take("chat_template_kwargs", {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"chat_template_kwargs must be an object, got {type(found).__name__}. Correct it")
+    own = {
+        "messages",
+        *inspect.signature(tokenizer.apply_chat_template).parameters,
+        *tokenizer.special_tokens_map,
+    } - _GIVEN
+    for name in found:
+        if name in own:
+            raise ConfigError(
+                f"chat_template_kwargs must leave what the server decides to it, got {shown(name)}. Remove it"
+            )
+    return found
+
+
+def with_reasoning(kept: Trajectories, session: str | None, messages: list[Message]) -> list[Message]:
+    """The same conversation, with the reasoning that clients leave out of the replies that this session recorded."""
+    if session is None:
+        return messages
+    found = list(messages)
+    for depth, message in enumerate(messages):
+        if message["role"] == "assistant" and "reasoning_content" not in message:
+            reasoning = kept.reasoning(session, depth, said_in(message))
+            if reasoning is not None:
+                found[depth] = message | {"reasoning_content": reasoning}
+    return found
+
+
+def said_in(message: Mapping[str, Any]) -> bytes:
+    """What a reply says beside its reasoning, however it is written down; nothing where that has no text."""
+    calls = [_tool_call(call, "")["function"] for call in message.get("tool_calls", ())]
+    try:
+        return orjson.dumps([message.get("content") or "", calls], option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:
+        return b""
+
+
+def _message(message: Any, where: str, template: object) -> Message:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise ConfigError(
+            f"{where} must be an object with a role of {', '.join(_ROLES)}, got {shown(message)}. Correct it"
+        )
+    fields = Fields(message, where)
+    role = fields.take("role")
+    made = {"role": "system" if role == "developer" else role, "content": _content(fields.take("content", ""), where)}
+    made |= {name: value for name in _KNOWN if (value := fields.take(name)) is not None}
+    if "tool_calls" in made:
+        calls = made["tool_calls"]
+        if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
+            raise ConfigError(
+                f"{where}.tool_calls must be a list of at most {MAX_TOOLS}, got {shown(calls)}. Correct it"
+            )
+        made["tool_calls"] = [_tool_call(call, where) for call in calls]
+    made |= {name: fields.take(name) for name in message if name not in made and _names(template, name)}
+    fields.refuse_rest(_IGNORED)
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _names(template: object, name: str) -> bool:
+    """Whether a template reads this field of a message."""
+    return name.isidentifier() and re.search(rf"[.'\"]{name}\b", str(template)) is not None
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or len(content) > MAX_PARTS:
+        raise ConfigError(f"{where}.content must be text or a list of at most {MAX_PARTS} parts, got {shown(content)}")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ConfigError(
+                f"{where}.content must hold parts of text, which is all that is taken here, got {shown(part)}"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"{where}.tool_calls must hold functions with a name, got {shown(call)}. Correct it")
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        with suppress(orjson.JSONDecodeError):  # else it stays as the model wrote it, and the template shows that
+            arguments = orjson.loads(arguments)
+    return call | {"function": function | {"arguments": arguments}}

@@ -1,0 +1,97 @@
+"""The endpoint of a run: the server on a rollout replica's engine, and the record of where it listens.
+
+Owns the record `endpoints/GROUP.json` (mode 0600) in the run directory, while the endpoint answers. Does not own the engine. Its
+callers ask and abort; pauses and weights are the run's.
+
+    {"group": "rollout-0", "url": "http://127.0.0.1:41233", "token_path": "/run/.../token", "model": "digits", "pid": 4711}
+
+Invariant: a replica that returns listens where it listened before, if the port is still free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rondo.roles.config import EndpointConfig
+from rondo.roles.engines.engine import Engine
+from rondo.roles.serve.app import listening, server
+from rondo.roles.serve.prompt_work import prompt_work
+from rondo.roles.serve.trajectory import Trajectories
+from rondo.runtime.admin.tokens import read_token_file
+from rondo.runtime.records.telling import telling
+from rondo.runtime.worker.context import WorkerContext
+
+FOLDER = "endpoints"
+_DRAIN_S = 5.0
+
+
+@asynccontextmanager
+async def endpoint(
+    ctx: WorkerContext,
+    config: EndpointConfig | None,
+    engine: Engine,
+    tokenizer: Any,
+    *,
+    model_name: str,
+    model_path: str,
+    max_length: int,
+    stop_token_ids: tuple[int, ...],
+    seeds: bool,
+    tells_experts: bool,
+) -> AsyncIterator[None]:
+    """Answers while the body lasts; without a config nothing is done. ConfigError where the port cannot be had."""
+    if config is None:
+        yield
+        return
+    tokens = [ctx.token]
+    token_path = ctx.rt_dir / "token"
+    if config.token_file is not None:
+        token_path = config.token_file.resolve()
+        tokens.append(read_token_file(token_path, "rollout.endpoint.token_file"))
+    name = ctx.group if ctx.world_size == 1 else f"{ctx.group}.{ctx.rank}"
+    record = ctx.run_dir / FOLDER / f"{name}.json"
+    port = config.port + int(ctx.group.rpartition("-")[2]) * ctx.world_size + ctx.rank if config.port else 0
+    earlier = 0 if config.port else _earlier(record)
+    kept = Trajectories(
+        max_sessions=config.max_sessions, max_bytes=config.max_bytes, max_session_bytes=config.max_session_bytes,
+        max_age_s=config.max_age_s, idle_s=config.idle_s,
+    )  # fmt: skip
+    async with prompt_work(model_path, num_workers=config.prompt_workers) as work:
+        app = server(
+            engine, tokenizer, work, model_name=model_name, token=tokens, max_length=max_length, model_path=model_path,
+            stop_token_ids=stop_token_ids, control=False, seeds=seeds, tells_experts=tells_experts,
+            max_body_bytes=config.max_body_bytes, trajectories=kept,
+        )  # fmt: skip
+        async with listening(app, config.host, port, earlier=earlier, drain_s=_DRAIN_S) as url:
+            told = {
+                "group": name, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(),
+            }  # fmt: skip
+            with telling("endpoints"):
+                record.parent.mkdir(exist_ok=True)
+                _write(record, told)
+            await ctx.report("endpoint", told)
+            yield
+    with suppress(FileNotFoundError):
+        record.unlink()
+
+
+def _earlier(record: Path) -> int:
+    """The port that was taken before, 0 without one."""
+    try:
+        return int(orjson.loads(record.read_bytes())["url"].rpartition(":")[2])
+    except (FileNotFoundError, orjson.JSONDecodeError):
+        return 0
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    """The whole file or none, readable by its owner alone."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(orjson.dumps(data) + b"\n")
+    aside.replace(path)

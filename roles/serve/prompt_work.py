@@ -1,0 +1,105 @@
+"""Prompt work: chat templates and tokenizing, in processes of their own, so that no caller's prompt holds up another's.
+
+Owns which process does a piece of work, how much of it may wait and how long it may take. Does not own what is computed
+(`prompt_worker.py`).
+
+    quick    texts of up to `QUICK_CHARS` characters, and templates, for `QUICK_CPU_S` of CPU
+    long     longer texts, and templates that have used that up, for `LONG_CPU_S`
+
+    async with prompt_work("Qwen/Qwen3-8B", num_workers=1) as work:
+        text = await work.render({"messages": [...]}, most=32768)
+        tokens = await work.encode(text, special=False)
+
+Invariant: whoever brings little waits for nobody who brings much. What takes too long is its caller's error, what finds too many
+waiting before it a 503; nothing that a caller sends ends the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+
+from rondo.roles.serve.errors import TurnedDown
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.processes.pool import Item, Outcome, Pool
+
+QUICK_CHARS = 1 << 15
+QUICK_CPU_S, LONG_CPU_S = 0.1, 10.0
+MAX_WAITING = {"quick": 1024, "long": 32}
+_DEADLINE_S = {"quick": 15.0, "long": 40.0}
+"""Before what cannot be interrupted is ended with its process: on a busy machine a second of CPU takes several."""
+_LOAD_S = 300.0
+_WORKER = "rondo.roles.serve.prompt_worker:open_function"
+
+Lane = Literal["quick", "long"]
+Run = Callable[[Lane, bytes], Awaitable[Outcome]]
+"""Has a piece of work done, which is told in JSON."""
+
+
+class PromptWork:
+    """`run` has a piece of work done; TurnedDown (503) where too many wait."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def render(self, asked: Mapping[str, Any], *, most: int) -> str:
+        """The text of a conversation: `messages`, `tools`, and what else the template is given. ConfigError for what it cannot
+        take, and for more than `most` characters."""
+        text: str = await self._do({"render": dict(asked), "most": most}, "quick", QUICK_CPU_S)
+        return text
+
+    async def encode(self, text: str, *, special: bool, after: int | None = None) -> np.ndarray | None:
+        """Its tokens, int32 [T]; with `special` those that the tokenizer puts in front of a prompt too. None for text that no
+        tokens say exactly behind the token `after`."""
+        asked = {"encode": text, "special": special, "after": after}
+        found: np.ndarray | None = await self._do(asked, "quick" if len(text) <= QUICK_CHARS else "long", LONG_CPU_S)
+        return found
+
+    async def _do(self, asked: dict[str, Any], lane: Lane, cpu_s: float) -> Any:
+        outcome = await self._run(lane, _json(asked | {"cpu_s": cpu_s}))
+        if outcome.kind == "OverTime" and lane == "quick":
+            return await self._do(asked, "long", LONG_CPU_S)
+        if outcome.error is None:
+            return outcome.value
+        if outcome.kind == "ConfigError":
+            raise ConfigError(outcome.error)
+        if outcome.kind is None or outcome.kind == "OverTime":  # what it cost its worker is the request's own doing
+            raise ConfigError(
+                f"a prompt must be made within {LONG_CPU_S:g} s, got one that is not. Shorten or simplify it"
+            )
+        raise TurnedDown(500, f"a prompt must be made of what was sent, got {outcome.error}")
+
+
+@asynccontextmanager
+async def prompt_work(path: str, *, num_workers: int = 1) -> AsyncIterator[PromptWork]:
+    """Works while the body lasts, with the tokenizer at `path`: `num_workers` processes for each of the two kinds of work."""
+    pools = {
+        lane: Pool(
+            _WORKER, {"path": path}, work="prompt", source="the model's tokenizer", num_workers=num_workers,
+            deadline_s=deadline_s, load_deadline_s=_LOAD_S,
+        )
+        for lane, deadline_s in _DEADLINE_S.items()
+    }  # fmt: skip
+
+    async def run(lane: Lane, asked: bytes) -> Outcome:
+        waiting = pools[lane].stats().num_waiting
+        if waiting >= MAX_WAITING[lane]:
+            raise TurnedDown(
+                503, f"fewer than {MAX_WAITING[lane]} prompts must wait to be made, got {waiting}. Ask again soon"
+            )
+        [outcome] = await pools[lane].run([Item.of(asked)])
+        return outcome
+
+    async with pools["quick"], pools["long"]:
+        yield PromptWork(run)
+
+
+def _json(asked: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(asked)
+    except TypeError as error:
+        raise ConfigError(f"what a prompt is made of must be JSON of few levels, got {error}. Flatten it") from error

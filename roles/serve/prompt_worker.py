@@ -1,0 +1,117 @@
+"""What a prompt worker runs: a chat template over somebody's messages, or the tokenizer over somebody's text.
+
+Owns what is computed, and the CPU time that one piece of work may take. Does not own the process around it
+(`runtime/processes/pool_worker.py`), nor who waits for it (`prompt_work.py`). Light: transformers without torch.
+
+    work = open_function("Qwen/Qwen3-8B")
+    work(b'{"render": {"messages": [{"role": "user", "content": "hi"}]}, "most": 99, "cpu_s": 0.1}')    # a text
+    work(b'{"encode": "hi", "special": true, "after": null, "cpu_s": 0.1}')                             # int32 [T]
+
+Invariant: a template that loops for ever is interrupted after its CPU time and costs no process; what cannot be interrupted, the
+pool ends at its deadline.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rondo.roles.serve.pieces import REPLACEMENT
+from rondo.roles.serve.text import text_of
+from rondo.runtime.errors import ConfigError
+
+_MAX_BYTES = 4 << 30
+"""Of memory that a worker may have beyond what it starts with."""
+
+
+class OverTime(Exception):
+    """The CPU time of this piece of work is spent."""
+
+
+def open_function(path: str) -> Callable[[bytes], Any]:
+    """Does the work with the tokenizer at `path`; the work is told in JSON."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers reads tokenizers without it, in a quarter of the memory
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES if hard == resource.RLIM_INFINITY else hard, hard))
+    signal.signal(signal.SIGPROF, _over_time)
+    return functools.partial(_timed, tokenizer)
+
+
+def do(tokenizer: Any, asked: Mapping[str, Any]) -> Any:
+    """The text of "render", of at most so many characters, or the tokens of "encode" as int32 [T]; None for text that cannot go
+    on behind the token "after"."""
+    if "render" in asked:
+        text = _render(tokenizer, **asked["render"])
+        if len(text) > asked["most"]:
+            raise ConfigError(f"a prompt must have at most {asked['most']} characters, got {len(text)}. Shorten it")
+        return text
+    return _encode(tokenizer, asked["encode"], asked["special"], asked["after"])
+
+
+def _timed(tokenizer: Any, told: bytes) -> Any:
+    asked = orjson.loads(told)
+    signal.setitimer(signal.ITIMER_PROF, asked["cpu_s"])
+    try:
+        return do(tokenizer, asked)
+    except OverTime:
+        raise
+    except MemoryError as error:
+        raise ConfigError(
+            "a prompt must fit into the memory of its worker, got one that does not. Shorten it"
+        ) from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _over_time(*_: Any) -> None:
+    raise OverTime
+
+
+def _render(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, **arguments: Any) -> str:
+    """The conversation as text, up to where the assistant begins."""
+    if not tokenizer.chat_template:
+        raise ConfigError("the model must have a chat template for a chat, got none. Use /v1/completions")
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=tools, **{"add_generation_prompt": True} | arguments, tokenize=False
+        )
+    except (OverTime, MemoryError):
+        raise
+    except Exception as error:  # whatever the operator's template makes of somebody's messages is about these
+        words = f"{type(error).__name__}: {error}"[:400]
+        raise ConfigError(f"messages must suit the model's chat template, got {words}. Correct them") from error
+    return text
+
+
+def _encode(tokenizer: Any, text: str, special: bool, after: int | None) -> np.ndarray | None:
+    tokens = _tokens(tokenizer, text, special)
+    if after is None:
+        return tokens
+    if _goes_on(tokenizer, tokens, after, text):
+        return tokens
+    # It sets a space before what begins a text: there a line may begin instead, whose tokens are left out again.
+    line, tokens = _tokens(tokenizer, "\n", False), _tokens(tokenizer, "\n" + text, False)
+    found = tokens[len(line) :]
+    return found if np.array_equal(tokens[: len(line)], line) and _goes_on(tokenizer, found, after, text) else None
+
+
+def _tokens(tokenizer: Any, text: str, special: bool) -> np.ndarray:
+    return np.asarray(tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
+
+
+def _goes_on(tokenizer: Any, tokens: np.ndarray, after: int, text: str) -> bool:
+    """Whether these say the text behind that token: its beginning is where the two meet."""
+    said = text_of(tokenizer, tokens[:8], after=after).rstrip(REPLACEMENT)
+    return bool(said) and text.startswith(said)

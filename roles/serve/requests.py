@@ -1,0 +1,350 @@
+"""Requests: each one of the server on its way through the engine, and back as text with its exact tokens.
+
+Owns what an `Engine` does not do: parts of an answer while it grows, aborts by name, and pauses. Does not own HTTP, what is asked
+for (`generate.py`, `openai.py`), or where stop strings end an answer (`stops.py`).
+
+    pause        in flight                                 new ones
+    abort        end as "abort" with what they have        wait
+    retract      leave the engine, keep their tokens,      wait
+                 and are computed anew from them
+    in_place     stand still in the engine                 wait            of engines with `pause` and `resume`
+
+Invariant: tokens, log-probs and versions of an answer are the engine's, or a beginning of them where a stop string ended it;
+nothing is ever re-tokenised. Whoever stops waiting for an answer takes its request out of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from rondo.roles.engines.engine import Completion, Engine, Kind, OnNewWeights, Prefix, Request, SamplingParams, Top
+from rondo.roles.engines.stops import Reading
+from rondo.roles.serve.errors import TurnedDown
+from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
+
+_LEAST_TURN = 8
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@runtime_checkable
+class Pausable(Protocol):
+    """An engine that can stand still between two decode steps."""
+
+    async def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One sample to answer a request with. Several of one request have its `rid` and their `index`."""
+
+    rid: str
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    index: int = 0
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    session: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.rid}/{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How an answer ended; `matched` is the token or the string that ended a "stop"."""
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A sample so far; all of it once `finish` is set. The arrays are as in `Completion`; `text` is without its stop string, and
+    while the answer grows without what may become one."""
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    policy_versions: np.ndarray
+    text: str
+    finish: Finish | None
+    num_retractions: int = 0
+    seconds: float = 0.0
+    routed_experts: np.ndarray | None = field(default=None, repr=False)
+    top: Top | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """One ask on its way. `inside`: its request is in the engine, under the name `request_id`."""
+
+    ask: Ask
+    reading: Reading
+    request_id: str
+    inside: bool = False
+    aborted: bool = False
+    retracted: bool = False
+    num_retractions: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+OnPart = Callable[[Answer], None]
+
+
+class Requests:
+    """`name` sets its requests apart from others in the same engine; `kind` is what they are there."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        kind: Kind = "agent",
+        name: str = "http",
+        on_new_weights: OnNewWeights = "continue",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._kind: Kind = kind
+        self._name = name
+        self._on_new_weights: OnNewWeights = on_new_weights
+        self._clock = clock
+        self._asked: dict[str, _Asked] = {}
+        self._num_answered = 0
+        self._closing = False
+        self.paused: PauseMode | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def num_asked(self) -> int:
+        """Requests that are being answered, those that wait for the end of a pause included."""
+        return len(self._asked)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    # ---- answers ----------------------------------------------------------------------------------------------------
+
+    async def answers(self, asks: Sequence[Ask]) -> list[Answer]:
+        """All of them whole, in order. Where one fails, the others are dropped and its error is raised."""
+        turn = self._turn()
+        tasks = [asyncio.ensure_future(self.answer(ask, turn=turn)) for ask in asks]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            await _drop(tasks)
+
+    async def parts(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Answer], None]:
+        """(position in `asks`, answer so far) as they grow, and each at last with its `finish`. Close it to drop the rest."""
+        newest: dict[int, Answer] = {}  # a slow reader gets fewer, longer parts
+        come, turn = asyncio.Event(), self._turn()
+
+        def put(index: int, answer: Answer) -> None:
+            newest[index] = answer
+            come.set()
+
+        async def one(index: int, ask: Ask) -> None:
+            try:
+                put(index, await self.answer(ask, lambda part: put(index, part), turn=turn))
+            finally:
+                come.set()
+
+        tasks = [asyncio.ensure_future(one(index, ask)) for index, ask in enumerate(asks)]
+        try:
+            left = len(asks)
+            while left:
+                await come.wait()
+                come.clear()
+                while newest:
+                    index = next(iter(newest))
+                    part = newest.pop(index)
+                    left -= part.finish is not None
+                    yield index, part
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            await _drop(tasks)
+
+    def _turn(self) -> asyncio.Semaphore:
+        """Lets a part of one request's samples into the engine at a time, so that who asks for one waits for few of them."""
+        return asyncio.Semaphore(max(_LEAST_TURN, self.engine.stats().num_slots // 4))
+
+    async def answer(self, ask: Ask, on_part: OnPart | None = None, *, turn: asyncio.Semaphore | None = None) -> Answer:
+        """One sample, whole; `on_part` is told of its beginnings. ConfigError for what the engine cannot take. Samples of one
+        `turn` wait for each other."""
+        if self._closing:
+            raise Closed("the server must be open for a request, got one while it ends. Ask another server")
+        if ask.key in self._asked:
+            raise ConfigError(f"rid must be unique among the requests in flight, got {ask.rid!r} twice. Rename one")
+        self._num_answered += 1
+        asked = self._asked[ask.key] = _Asked(ask, self._reading(ask), f"{self._name}/{self._num_answered}/{ask.key}")
+        began = self._clock()
+        try:
+            async with turn or nullcontext():
+                done = await self._sample(asked, on_part)
+            return self._whole(asked, done, self._clock() - began)
+        finally:
+            del self._asked[ask.key]
+            self._changed.set()
+
+    def _reading(self, ask: Ask) -> Reading:
+        return Reading(self.tokenizer, ask.stops, keep_stop=ask.keep_stop, skip_special_tokens=ask.skip_special_tokens)
+
+    async def _sample(self, asked: _Asked, on_part: OnPart | None) -> Completion:
+        """The engine's completion, over retractions and interruptions."""
+        ask = asked.ask
+        request = Request(
+            asked.request_id, ask.prompt, ask.params, ask.seed, kind=self._kind, on_new_weights=self._on_new_weights,
+            priority=ask.priority, session=ask.session,
+            progress=(lambda so_far: self._grown(asked, so_far, on_part)) if on_part or ask.stops else None,
+        )  # fmt: skip
+        done = _nothing(request)
+        while True:
+            await self._gate(asked)
+            if asked.aborted:
+                return done
+            asked.retracted, asked.inside = False, True
+            try:
+                done = await self.engine.generate(request)
+            except RondoError:
+                raise
+            except Exception as error:  # whatever a step failed with, who asked is told
+                raise TurnedDown(500, f"the engine must not fail, got {type(error).__name__}: {error}") from error
+            finally:
+                asked.inside = False
+                self._changed.set()
+            asked.reading.check(done.tokens, shown=on_part is not None, whole=True)
+            if asked.reading.torn:
+                raise CorruptData(f"the answer to {ask.rid!r} must grow, got another beginning for it. Ask again")
+            again = done.finish_reason == "interrupted" or (done.finish_reason == "cancelled" and asked.retracted)
+            if not again or asked.aborted or asked.reading.over:
+                return done
+            asked.num_retractions += 1
+            if len(done.tokens):
+                request = request.resumed(done)
+
+    def _grown(self, asked: _Asked, so_far: Prefix, on_part: OnPart | None) -> None:
+        """Told by the engine. Ends the request when a stop string is complete."""
+        reading = asked.reading
+        if not asked.inside:
+            return
+        more = reading.take(so_far.tokens, shown=on_part is not None)
+        if reading.over:
+            self.engine.cancel(asked.request_id)
+        elif more and on_part is not None:
+            text = reading.reader.shown
+            on_part(
+                Answer(
+                    so_far.tokens, so_far.log_probs, so_far.policy_versions, text, None, asked.num_retractions,
+                    top=so_far.top,
+                )
+            )  # fmt: skip
+
+    def _whole(self, asked: _Asked, done: Completion, seconds: float) -> Answer:
+        reading, cut = asked.reading, asked.reading.cut(done)
+        if reading.num_kept is not None:
+            finish = Finish("stop", reading.reader.matched)
+        elif cut.finish_reason == "stop":
+            finish = Finish("stop", int(cut.tokens[-1]))
+        else:
+            finish = Finish("length" if cut.finish_reason == "length" else "abort")
+        return Answer(
+            cut.tokens, cut.log_probs, cut.policy_versions, reading.reader.text, finish, asked.num_retractions, seconds,
+            cut.routed_experts, cut.top,
+        )  # fmt: skip
+
+    # ---- aborts and pauses ------------------------------------------------------------------------------------------
+
+    def abort(self, rid: str | None) -> int:
+        """Ends the request of this name, or all of them, with what they have; how many samples that were."""
+        chosen = [asked for asked in self._asked.values() if rid is None or asked.ask.rid == rid]
+        for asked in chosen:
+            asked.aborted = True
+            asked.wake.set()
+            self.engine.cancel(asked.request_id)
+        return len(chosen)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """On return nothing is being sampled for this server, until `resume`."""
+        engine = self.engine
+        if mode == "in_place" and not isinstance(engine, Pausable):
+            raise TurnedDown(
+                501, "mode must be 'retract' or 'abort' with this engine, which cannot stand still, got 'in_place'"
+            )
+        self.paused = mode
+        if mode == "in_place":
+            assert isinstance(engine, Pausable)
+            await engine.pause()
+            return
+        if isinstance(engine, Pausable):
+            engine.resume()  # it may stand still since an earlier pause, and must let go of what it has
+        for asked in self._asked.values():
+            asked.aborted |= mode == "abort"
+            asked.retracted = True
+            asked.wake.set()
+            if asked.inside:
+                engine.cancel(asked.request_id)
+        await self._until(lambda: not any(asked.inside for asked in self._asked.values()))
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.paused = None
+        if isinstance(self.engine, Pausable):
+            self.engine.resume()
+        for asked in self._asked.values():
+            asked.wake.set()
+
+    async def drain(self) -> None:
+        """Takes no more requests, and returns once those in flight are answered. What waits behind a pause is aborted."""
+        self._closing = True
+        if self.paused is not None:
+            self.abort(None)
+            self.resume()
+        await self._until(lambda: not self._asked)
+
+    async def _gate(self, asked: _Asked) -> None:
+        while self.paused is not None and not asked.aborted:
+            asked.wake.clear()
+            await asked.wake.wait()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def _nothing(request: Request) -> Completion:
+    """What a request has that was aborted before the engine saw it."""
+    empty = np.zeros(0, np.int32)
+    return Completion(request.id, empty, np.zeros(0, np.float32), empty, "cancelled")
+
+
+async def _drop(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancels what is left and waits until it has left the engine; errors other than the first are of no more interest."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+
+
+def one_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request with `seed`: of the first one the seed itself."""
+    return (seed + index * 0x9E3779B97F4A7C15) & (2**63 - 1) if index else seed & (2**63 - 1)

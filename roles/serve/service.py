@@ -1,0 +1,191 @@
+"""Service: what every route of the server stands on, and how answers are written.
+
+Owns the facts of one server (engine, tokenizer, names, limits), how a body is read and a prompt is made, and the wire form: JSON,
+server-sent events, errors. Owns no route.
+
+Invariant: while a body is read and made into tokens, only a few others that are as long are in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from rondo.roles.engines.engine import Engine
+from rondo.roles.serve.errors import TurnedDown
+from rondo.roles.serve.fields import shown
+from rondo.roles.serve.limits import BODY_S, LONG_BODY_BYTES, MAX_LONG_BODIES, MAX_NAME
+from rondo.roles.serve.pieces import pieces_of
+from rondo.roles.serve.prompt_work import PromptWork
+from rondo.roles.serve.requests import Requests
+from rondo.roles.serve.spans import Span
+from rondo.roles.serve.text import text_of
+from rondo.roles.serve.trajectory import Prompt, Trajectories
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
+from rondo.runtime.waits import wait_for
+
+SESSION = "X-Rondo-Session"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One server. `control`: whether who asks may pause it and change its weights; not so where a run owns the engine.
+
+    `seeds`: whether the engine's draws are decided by the seed of a request. `tells_experts`: whether its answers have their
+    routed experts. `max_length` is in tokens, prompt included.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    requests: Requests
+    work: PromptWork
+    trajectories: Trajectories
+    model_name: str
+    model_path: str
+    max_length: int
+    stop_token_ids: tuple[int, ...]
+    control: bool
+    seeds: bool
+    tells_experts: bool
+    started: float = field(default_factory=time.time)
+    _long: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_BODIES))
+
+    @property
+    def max_chars(self) -> int:
+        """Of one prompt: no more can be of few enough tokens."""
+        return self.max_length * pieces_of(self.tokenizer).longest
+
+    @asynccontextmanager
+    async def body(self, request: web.Request) -> AsyncIterator[Any]:
+        """The body as JSON, an empty one as {}; it is to be made into tokens within the context. ConfigError for anything else,
+        TurnedDown (408, 503) for one that does not come and one for which there is no room."""
+        size = request.content_length
+        if size is not None and size <= LONG_BODY_BYTES:
+            yield await self._read(request)
+            return
+        try:
+            await wait_for(self._long.acquire(), name="room for a body", peer="other bodies", deadline_s=BODY_S)
+        except DeadlineExceeded as late:
+            raise TurnedDown(
+                503, f"at most {MAX_LONG_BODIES} long bodies must come at a time, got more. Ask again"
+            ) from late
+        try:
+            yield await self._read(request)
+        finally:
+            self._long.release()
+
+    def prompt_of_tokens(self, session: str | None, tokens: np.ndarray) -> Prompt:
+        """The prompt of these tokens, int32 [T]; in a session with their text."""
+        if session is None:
+            return Prompt(tokens, "", Span.root())
+        return self.trajectories.prompt_of_tokens(
+            session, tokens, lambda rest, after: text_of(self.tokenizer, rest, after=after)
+        )
+
+    async def _read(self, request: web.Request) -> Any:
+        try:
+            content = await wait_for(request.read(), name="a body", peer="its caller", deadline_s=BODY_S)
+            return orjson.loads(content) if content else {}
+        except DeadlineExceeded as late:
+            raise TurnedDown(408, f"a body must come within {BODY_S:g} s, got part of it. Ask again") from late
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(f"the body of {request.path} must be JSON, got {error}. Correct it") from error
+
+    async def prompt(self, session: str | None, text: str, *, special: bool) -> Prompt:
+        """The prompt with this text, int32 [T], in a session with recorded tokens first; with `special` those that the tokenizer
+        puts in front of one too. ConfigError for one that cannot fit."""
+        if len(text) > self.max_chars:
+            raise ConfigError(f"a prompt must have at most {self.max_chars} characters, got {len(text)}. Shorten it")
+
+        async def encode(rest: str, after: int | None) -> np.ndarray | None:
+            return await self.work.encode(rest, special=special and after is None, after=after)
+
+        if session is not None:
+            return await self.trajectories.prompt(session, text, encode)
+        tokens = await encode(text, None)
+        assert tokens is not None
+        return Prompt(tokens, text, Span.root())
+
+    def require_model(self, name: str | None) -> None:
+        """TurnedDown (404) for a model that is not served here."""
+        if name not in (None, self.model_name, "default"):
+            raise TurnedDown(
+                404, f"model must be {self.model_name!r}, the one that is served, got {shown(name)}. Change it"
+            )
+
+
+def session_of(request: web.Request) -> str | None:
+    """The session that a call belongs to, as its header says."""
+    name = request.headers.get(SESSION)
+    if name is not None and not (1 <= len(name) <= MAX_NAME and name.isascii() and name.isprintable()):
+        raise ConfigError(f"{SESSION} must be 1 to {MAX_NAME} printable ASCII characters, got {len(name)}. Change it")
+    return name
+
+
+def json_answer(data: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> web.Response:
+    return web.Response(body=dumps(data), status=status, headers=headers, content_type="application/json")
+
+
+def dumps(data: Any) -> bytes:
+    return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def error_answer(error: Exception) -> web.Response:
+    """What is wrong, in the form that both dialects have: {"error": {"message", "type", "code"}}."""
+    status = status_of(error)
+    return json_answer(_told(error, status), status=status)
+
+
+def status_of(error: Exception) -> int:
+    if isinstance(error, TurnedDown):
+        return error.status
+    if isinstance(error, web.HTTPException):
+        return error.status
+    return 400 if isinstance(error, ConfigError) else 503
+
+
+def _told(error: Exception, status: int) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    words = error.reason if isinstance(error, web.HTTPException) else str(error)
+    return {"error": {"message": words, "type": kind, "param": None, "code": status}}
+
+
+async def stream_events(
+    request: web.Request,
+    events: AsyncGenerator[Any, None],
+    headers: Mapping[str, str] | None = None,
+) -> web.StreamResponse:
+    """Each event as one `data:` line, then [DONE]. An error before the first is an ordinary answer, a later one an event.
+
+    `events` is closed in every end: so a caller that leaves takes its request out of the engine.
+    """
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", **(headers or {})}
+    )
+    try:
+        try:
+            async for event in events:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(b"data: " + dumps(event) + b"\n\n")
+            if not response.prepared:
+                await response.prepare(request)
+        except RondoError as error:
+            if not response.prepared:
+                raise
+            await response.write(b"data: " + dumps(_told(error, status_of(error))) + b"\n\n")
+        await response.write(DONE)
+    except ConnectionError:
+        pass  # whoever asked has left, and there is nobody to tell
+    finally:
+        await events.aclose()
+    return response

@@ -1,0 +1,93 @@
+"""Room on the disk: a saving that finds none waits under a name until there is some, on all ranks alike.
+
+Owns the wait, when it is tried again and what is told of it. Does not own the saving (`models/checkpoint.py`), which raises
+`NoRoom` on all ranks or on none and leaves nothing behind.
+
+    waited_s = await when_there_is_room(ctx, attempt, version=4, section=section, deadline_s=None, newer=newer)
+    waited_s = await save_last(ctx, config, 8, save)
+
+Invariant: every rank makes the same attempts in the same order; an attempt is told whether a newer saving is due on this rank,
+and answers on all ranks alike whether it was made or gave way to that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+
+from rondo.roles.config import JobConfig
+from rondo.runtime.checkpoints import NoRoom
+from rondo.runtime.errors import DeadlineExceeded, Fatal
+from rondo.runtime.supervision.heartbeat import SAVE
+from rondo.runtime.waits import waiting
+from rondo.runtime.worker.context import WorkerContext
+
+NO_ROOM = "no_room"
+"""The kind of the records that tell of the wait."""
+LOOK_S = 5.0
+"""From one attempt to the next, unless a newer saving is due before."""
+_TELL_S = 60.0
+"""How often it is told while it lasts."""
+
+
+async def when_there_is_room(
+    ctx: WorkerContext,
+    attempt: Callable[[bool], Awaitable[bool]],
+    *,
+    version: int,
+    section: Callable[[], AbstractContextManager[None]],
+    deadline_s: float | None,
+    newer: asyncio.Event,
+) -> float | None:
+    """`attempt` until it finds room, each in a `section` of its own. How long that was waited for, None where it gave way;
+    DeadlineExceeded after `deadline_s`."""
+    with section():
+        try:
+            return 0.0 if await attempt(False) else None
+        except NoRoom as error:
+            missing = error
+    began = time.monotonic()
+    told_at = -_TELL_S
+    async with waiting("room on the disk", peer=_show(missing), deadline_s=deadline_s) as wait:
+        while True:
+            waited_s = time.monotonic() - began
+            if ctx.rank == 0 and waited_s >= told_at + _TELL_S:
+                told_at = waited_s
+                sizes = {"needed_bytes": missing.needed_bytes, "free_bytes": missing.free_bytes, "waited_s": waited_s}
+                await ctx.report(NO_ROOM, {"version": version, "path": str(missing.place), **sizes})
+            with section():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(newer.wait(), LOOK_S)
+                waited_s = time.monotonic() - began
+                try:
+                    return waited_s if await attempt(newer.is_set()) else None
+                except NoRoom as error:
+                    missing = error
+                    wait.peer = _show(missing)
+
+
+async def save_last(ctx: WorkerContext, config: JobConfig, version: int, save: Callable[[], None]) -> float:
+    """`save` on the compute thread, at the end of a run; without room for longer than the settings allow, the run ends with that
+    as its cause. How long room was waited for."""
+
+    async def attempt(gives_way: bool) -> bool:
+        await ctx.compute(save)
+        return True
+
+    section = functools.partial(ctx.section, SAVE, config.supervision.save_s)
+    limit_s = config.train.wait_for_room_s
+    try:
+        waited_s = await when_there_is_room(
+            ctx, attempt, version=version, section=section, deadline_s=limit_s, newer=asyncio.Event()
+        )
+    except DeadlineExceeded as error:
+        raise Fatal(str(error)) from error
+    return waited_s or 0.0
+
+
+def _show(missing: NoRoom) -> str:
+    return f"{missing.place}: {missing.needed_bytes} bytes needed, {missing.free_bytes} free"

@@ -1,0 +1,62 @@
+"""Janitor: what is left when the supervisor is killed itself. `python -m rondo.runtime.processes.janitor RT_DIR`
+
+Owns the last sweep. The supervisor starts it, holds the other end of its standard input, and never writes: when that
+pipe closes, the run is over, in whatever way. Then every process of the run that still lives, known by its environment, is
+SIGKILLed with all below it, and the run-time directory removed. The guard's promise and the roots of role groups, which leave
+last, end almost all of them before; this finds what slipped through.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from rondo.runtime.processes.process import end_all, scan
+
+_SWEEP_S = 30.0
+
+
+class Janitor:
+    """The supervisor's side: starts the process, and later waits for it."""
+
+    def __init__(self, rt_dir: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rondo.runtime.processes.janitor", str(rt_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """The run is over: waits until the sweep is done. Safe to call twice."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_SWEEP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def main(rt_dir: str) -> int:
+    """1 when something could not be ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it leaves when the run has left, not before
+    while os.read(0, 4096):
+        pass
+    left = end_all(lambda: scan({f"RONDO_RT_DIR={rt_dir}".encode()}), deadline_s=_SWEEP_S / 2)
+    shutil.rmtree(rt_dir, ignore_errors=True)
+    return 1 if left or Path(rt_dir).exists() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

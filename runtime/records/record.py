@@ -1,0 +1,144 @@
+"""Record: what a run writes down while it lasts. JSONL files, and log lines of `key=value`.
+
+Owns the form of a line, that it begins on a line of its own, and reading lines back. Does not own what is worth a line.
+Invariants: one record is one `write(2)` with O_APPEND, so records of several processes never mix and a killed writer leaves
+whole lines; a line that a power loss or a full disk tore is ended before the next one, and left out by every reader, as are empty
+lines; a file that cannot be written is counted and told (`telling.py`), never raised.
+
+    with JsonLines(run / "events.jsonl") as events:
+        events.write({"kind": "died", "group": "actor-0"})      # {"time":1760000000.5,"kind":"died","group":"actor-0"}
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rondo.runtime.records.telling import telling
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+
+
+log = logging.getLogger("rondo.record")
+
+
+class JsonLines:
+    """Appends records to a file, opened at the first. `clock` gives the seconds since the epoch for the "time" of a record
+    without one; `what` names it where it cannot be written, the file's name by default."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, *, what: str = "") -> None:
+        self.path = path
+        self._what = what or path.name
+        self._clock = clock
+        self._fd = -1
+        self._torn = False
+
+    def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends one record and returns it with its time, also where the file cannot take it."""
+        timed = {"time": self._clock(), **record}
+        with telling(self._what):
+            self._append(orjson.dumps(timed, default=str, option=_OPTIONS))
+        return timed
+
+    def _append(self, line: bytes) -> None:
+        if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:  # somebody removed it
+            self.close()
+        if self._fd < 0:
+            self._open()
+        data = b"\n" + line if self._torn else line
+        written = os.write(self._fd, data)
+        self._torn = written != len(data)
+        if self._torn:
+            raise OSError(f"a record must be written whole to {self.path}, got {written} of {len(data)} bytes")
+
+    def _open(self) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_lines(lines: Iterable[bytes], path: Path) -> Iterator[Any]:
+    """What the whole lines of a JSON Lines file hold. A last line without its end may still be written, and is left out;
+    so is what was torn, with a warning."""
+    num_torn = 0
+    for line in lines:
+        if not line.endswith(b"\n") or line.isspace():
+            continue
+        try:
+            found = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            num_torn += 1
+        else:
+            yield found
+    if num_torn:
+        log.warning("%s has %d torn lines, which are left out", path, num_torn)
+
+
+def pairs(fields: Mapping[str, object]) -> str:
+    """`key=value` text. Texts with spaces, quotes or nothing in them are quoted; floats have six digits."""
+    return " ".join(f"{name}={_value(value)}" for name, value in fields.items())
+
+
+class KeyValueFormatter(logging.Formatter):
+    """One line a record: time, level, logger, the process's own fields, the message, then `extra={"fields": {...}}`."""
+
+    def __init__(self, process_fields: Mapping[str, object]) -> None:
+        super().__init__()
+        self._process_fields = pairs(process_fields)
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+        parts = [f"time={moment}.{record.msecs:03.0f}", f"level={record.levelname.lower()}", f"logger={record.name}"]
+        parts += [self._process_fields, f"message={_value(record.getMessage())}"]
+        parts.append(pairs(getattr(record, "fields", {})))
+        line = " ".join(part for part in parts if part)
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def log_to_stderr(process_fields: Mapping[str, object], level: int = logging.INFO) -> None:
+    """Sends this process's log to stderr as `key=value` lines; whoever started the process keeps stderr in a file."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(KeyValueFormatter(process_fields))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def last_lines(path: Path, num_lines: int = 30, num_bytes: int = 64 * 1024) -> tuple[str, ...]:
+    """The end of a log, for the report of a failure; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes))
+            text = file.read(num_bytes).decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(line for line in text.splitlines() if line.strip())[-num_lines:]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    if not text or any(character.isspace() or character in "\"'=" for character in text):
+        return orjson.dumps(text).decode()
+    return text

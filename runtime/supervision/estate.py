@@ -1,0 +1,91 @@
+"""Estate: what a run owns while it lasts, and leaves no trace of: run-time directory, token, memory, socket, janitor.
+
+Owns the making of these in the right order and their end in the other. Does not own the run directory, which stays.
+Invariant: however the run ends, and if this process is killed, no process and no file of the estate is left.
+
+    with Estate(run_dir, longest_name="rollout-0.0", on_register=accept) as estate:
+        estate.surroundings.start_service(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Set
+from pathlib import Path
+
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.memory.segments import Registration, SegmentServer
+from rondo.runtime.processes.janitor import Janitor
+from rondo.runtime.processes.process import Stat, children, end_all, orphans
+from rondo.runtime.supervision.launcher import Surroundings
+
+_MAX_SOCKET_BYTES = 107
+_SWEEP_S = 15.0
+_BACKLOG = 4096
+
+
+class Estate:
+    """Made whole or not at all. `longest_name` is the longest "<group>.<rank>" that will have a socket."""
+
+    def __init__(self, run_dir: Path, longest_name: str, on_register: Callable[[Registration], None]) -> None:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as ends:
+            self.rt_dir = Path(tempfile.mkdtemp(prefix="rondo-", dir=_folder(longest_name)))
+            ends.callback(shutil.rmtree, self.rt_dir, ignore_errors=True)
+            self._others = {child.pid for child in children(os.getpid())}
+            self.janitor = Janitor(self.rt_dir)
+            ends.callback(self.janitor.close)
+            self.token = secrets.token_hex(32)
+            _write_private(self.rt_dir / "token", self.token)
+            self.store_socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+            ends.callback(self.store_socket.close)
+            self.segments = SegmentServer(self.rt_dir / "handover.sock", self.token, on_register)
+            self.segments.start()
+            ends.callback(self.segments.close)
+            ends.callback(end_all, self._left, deadline_s=_SWEEP_S)
+            host, port = self.store_socket.getsockname()
+            self.surroundings = Surroundings(run_dir, self.rt_dir, (host, port))
+            self._ends = ends.pop_all()
+
+    def address(self, name: str) -> str:
+        """Where the actor of that name listens."""
+        return f"unix:{self.rt_dir}/{name}.sock"
+
+    def strays(self, own: Set[int]) -> list[Stat]:
+        """What came to this process because whatever was above it was killed: its parents had been told to leave last. `own` are
+        the children that it has started since. Children of its own session are somebody else's."""
+        return orphans(own | self._others | {self.janitor.pid})
+
+    def _left(self) -> list[Stat]:
+        return [stray for stray in self.strays(frozenset()) if stray.alive]
+
+    def close(self) -> None:
+        """Ends what still lives, then gives everything back. Safe to call twice."""
+        self._ends.close()
+
+    def __enter__(self) -> Estate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _folder(longest_name: str) -> Path:
+    """A temporary folder whose sockets' paths are short enough for the kernel."""
+    for folder in (Path(tempfile.gettempdir()), Path("/tmp")):
+        if len(os.fsencode(folder / "rondo-12345678" / f"{longest_name}.sock")) <= _MAX_SOCKET_BYTES:
+            return folder
+    raise ConfigError(
+        f"names of role groups must be shorter, got {longest_name!r}: the path of a Unix socket is limited"
+    )
+
+
+def _write_private(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)

@@ -1,0 +1,182 @@
+"""Launcher: the command line, environment and log of everything that the supervisor starts.
+
+Owns how processes are started: through the guard, in a session of their own (a Ctrl-C on the terminal reaches the
+supervisor alone), their output in `logs/attempt_N/<group>.<incarnation>.log`. Does not own when. What needs torch is a `Job`,
+which the nursery forks.
+
+torchrun starts the workers of a role group, through stand-ins, and never restarts them (`--max-restarts 0`): that is the
+supervisor's business. It meets in the run's one store, under an id of this incarnation, and opens no listening socket of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rondo.runtime.processes import guard
+from rondo.runtime.supervision import stand_in
+from rondo.runtime.supervision.orders import Limits
+from rondo.runtime.supervision.spec import (
+    ATTEMPT,
+    GROUP,
+    INCARNATION,
+    LOAD_S,
+    RT_DIR,
+    RUN_DIR,
+    STORE,
+    GroupSpec,
+    ServiceSpec,
+)
+
+TORCHRUN_MAIN = "torch.distributed.run:main"
+ROOT_MAIN = "rondo.runtime.supervision.root:main"
+STORE_MAIN = "rondo.runtime.supervision.store:main"
+_READ_LATE = ("RONDO_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS")
+"""Variables, by how they begin, that a process may be given after it has loaded torch. All others are read while libraries load
+(LD_PRELOAD, PYTHONPATH, KMP_*, MKL_*, ONEDNN_*, PYTORCH_CUDA_ALLOC_CONF), or nobody knows."""
+_LOG = re.compile(r"(.+)\.(\d+)\.log")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A program in a process of its own. `call` names its main function ("module:function"), which finds `arguments` in
+    sys.argv, and after them the numbers of the descriptors that it keeps: `fds`, as this process has them."""
+
+    call: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    log: Path
+    fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all processes of a run share. `store` is the host and port of its TCPStore."""
+
+    run_dir: Path
+    rt_dir: Path
+    store: tuple[str, int]
+
+    def environment(self, name: str, incarnation: int, attempt: int) -> dict[str, str]:
+        """This process's environment and the run's own variables."""
+        return {
+            **os.environ,
+            RT_DIR: str(self.rt_dir),
+            RUN_DIR: str(self.run_dir),
+            GROUP: name,
+            INCARNATION: str(incarnation),
+            ATTEMPT: str(attempt),
+            STORE: "{}:{}".format(*self.store),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def log_path(self, name: str, incarnation: int, attempt: int) -> Path:
+        folder = self.run_dir / "logs" / f"attempt_{attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.{incarnation}.log"
+
+    def place(self, name: str, attempt: int) -> Callable[[int], tuple[Path, dict[str, str]]]:
+        """Log and environment of a process of that name, by its incarnation."""
+        return lambda number: (self.log_path(name, number, attempt), self.environment(name, number, attempt))
+
+    def group_job(self, spec: GroupSpec, incarnation: int, attempt: int, limits: Limits) -> Job:
+        """The root of a role group, and its torchrun."""
+        host, port = self.store
+        socket_path = str(self.rt_dir / f"{spec.name}.fork")
+        arguments = (
+            socket_path, reason_to_exec(spec),
+            "--nnodes", "1",
+            "--nproc-per-node", str(spec.num_processes),
+            "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"{host}:{port}",
+            "--rdzv-conf", "is_host=false",
+            "--rdzv-id", f"{spec.name}.{incarnation}",
+            "--local-addr", host,
+            "--max-restarts", "0",
+            "--shutdown-timeout", str(math.ceil(limits.grace_s)),
+            "--signals-to-handle", "SIGQUIT",  # else it ends its workers at a signal that is meant for the supervisor
+            "--log-dir", str(self.rt_dir / "torchrun"),
+            "--no-python", sys.executable, "-I", "-S", stand_in.__file__, socket_path, *spec.roles,
+        )  # fmt: skip
+        environment = {
+            **self.environment(spec.name, incarnation, attempt),
+            LOAD_S: str(limits.load_s),
+            "OMP_NUM_THREADS": str(spec.threads),
+            "MKL_NUM_THREADS": str(spec.threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Else torchrun opens a store of its own, for everyone on the network.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            **spec.env,
+        }
+        return Job(ROOT_MAIN, arguments, environment, self.log_path(spec.name, incarnation, attempt))
+
+    def store_job(self, name: str, incarnation: int, attempt: int, fd: int) -> Job:
+        """The run's store, on the socket that it listens on already."""
+        environment = {**self.environment(name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
+        log = self.log_path(name, incarnation, attempt)
+        return Job(STORE_MAIN, (), environment, log, (fd,))
+
+    def start_service(self, spec: ServiceSpec, incarnation: int, attempt: int) -> subprocess.Popen[bytes]:
+        """Starts a plain Python process."""
+        command = [sys.executable, "-m", spec.module, *spec.args]
+        environment = {**self.environment(spec.name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
+        return start(command, environment, self.log_path(spec.name, incarnation, attempt))
+
+
+def reason_to_exec(spec: GroupSpec) -> str:
+    """Why the workers of a group cannot be forked of a process that has loaded torch with this one's environment; empty if they
+    can: all that the group's own variables change is read late."""
+    early = sorted(
+        name for name, value in spec.env.items() if os.environ.get(name) != value and not name.startswith(_READ_LATE)
+    )
+    return f"env sets {', '.join(early)}, which may be read while modules load" if early else ""
+
+
+def used_incarnations(run_dir: Path) -> dict[str, int]:
+    """The highest incarnation of each role group and service that ever ran in this run directory, from its logs."""
+    highest: dict[str, int] = {}
+    for path in (run_dir / "logs").glob("attempt_*/*.log"):
+        match = _LOG.fullmatch(path.name)
+        if match is not None:
+            highest[match[1]] = max(highest.get(match[1], 0), int(match[2]))
+    return highest
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    pass_fds: Sequence[int] = (),
+    *,
+    deaf: bool = True,
+) -> subprocess.Popen[bytes]:
+    """Starts a command that dies with this process, and where it is `deaf` ignores signals that are meant for the supervisor
+    (`guard.py`). To be called from the main thread only."""
+    # By its path and without `site`: the guard needs the standard library only, and starts in a tenth of the time.
+    guarded = [
+        sys.executable,
+        "-I",
+        "-S",
+        guard.__file__,
+        "--parent",
+        str(os.getpid()),
+        *["--deaf"] * deaf,
+        "--",
+        *command,
+    ]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            guarded,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+            pass_fds=tuple(pass_fds),
+        )

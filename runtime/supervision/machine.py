@@ -1,0 +1,557 @@
+"""Supervision: who is started, ended and started again. A pure state machine with the words of Erlang's OTP.
+
+Owns the decisions: what a death, a silence or a stop leads to. Does not own processes, clocks or sockets: events come in
+with the time, actions go out, `supervisor.py` does them.
+
+    children    the store, the coordinator, and the role groups; each start of a child is a new incarnation
+    one_for_one a child that fails is started again alone: at once at first, then after a back-off that doubles
+    one_for_all the store: all role groups end with it, then it and they start again; the coordinator goes on
+    intensity   more than `max_restarts` of a child within `restart_window_s` escalates
+    escalate    a global restart: all children end, then start under the next attempt; itself limited; then the run fails
+    no progress nothing moves (`standstill.py`): the group whose section stands longest starts again (where nobody computes, the
+                coordinator), then all role groups with the store, then it escalates
+    stop        role groups save and leave, then services; asked for again, it is the same stop, unless it is to be quick.
+                Who holds what there is to save, and is being started (again), comes up for it first
+
+    life of a child:  waiting -> starting -> ready -> ending -> waiting (back-off) | done | ended
+                                    leaving (asked to save and end) ---^
+
+Invariants: a child is started only after every process of its last incarnation is proved gone; events of an incarnation
+that is not the living one change nothing; a service that ends before it is asked to has failed, whatever its exit code; a stop
+ends with EXIT_REQUEUE only where there is something to go on from; the cause that is reported is the first of its chain, not
+the last symptom.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rondo.runtime.supervision.heartbeat import Beat
+from rondo.runtime.supervision.orders import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    Action,
+    Cause,
+    Child,
+    ChildView,
+    Clear,
+    Finish,
+    Kill,
+    Limits,
+    Note,
+    Phase,
+    Start,
+    State,
+    Strategy,
+    TellDead,
+    Terminate,
+)
+from rondo.runtime.supervision.standstill import Standstill
+
+
+@dataclass(slots=True)
+class _Life:
+    """A child's state. `registered` and `ready` are of the living incarnation: rank -> time, and ranks. From a stop on:
+    `leave_by` is when it is killed, `comes_up` says that it has to start before it can save."""
+
+    child: Child
+    incarnation: int
+    state: State = State.WAITING
+    due: float = 0.0
+    started_at: float = 0.0
+    ready_at: float | None = None
+    leave_by: float = math.inf
+    comes_up: bool = False
+    died_at: float | None = None
+    failed: bool = False
+    streak: int = 0
+    num_restarts: int = 0
+    registered: dict[int, float] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+    restarts: collections.deque[tuple[float, Cause]] = field(default_factory=collections.deque)
+
+    @property
+    def serves_alone(self) -> bool:
+        """Whether role groups go on without it until it is back."""
+        return self.child.service and self.child.strategy is Strategy.ONE_FOR_ONE
+
+    @property
+    def all_registered(self) -> bool:
+        return len(self.registered) == self.child.num_ranks
+
+
+_RUNS = frozenset({State.STARTING, State.READY, State.LEAVING})
+_COMING = frozenset({State.WAITING, State.STARTING})
+_OVER = frozenset({State.DONE, State.ENDED})
+
+
+class Supervision:
+    """The machine. Every method but the questions at its end takes the time and returns what is to be done, in order.
+
+    `incarnations` are the highest numbers already used for each child; `can_restart` says whether there is a state to
+    begin a new attempt from, in this run or in one that is resumed.
+    """
+
+    def __init__(
+        self,
+        children: Iterable[Child],
+        limits: Limits,
+        *,
+        attempt: int = 0,
+        incarnations: Mapping[str, int] | None = None,
+        can_restart: Callable[[], bool] = lambda: True,
+    ) -> None:
+        used = incarnations or {}
+        self._lives = {child.name: _Life(child, used.get(child.name, 0)) for child in children}
+        self._limits = limits
+        self._can_restart = can_restart
+        self.attempt = attempt
+        self.phase = Phase.RUNNING
+        self.num_global_restarts = 0
+        self.recoveries: list[tuple[str, float]] = []
+        """(child, seconds from the death that was seen first to all ranks ready)."""
+        self._exit_code = EXIT_DONE
+        self._committed = False  # in this attempt
+        self._causes: dict[tuple[str, int], Cause] = {}
+        self._open: dict[str, Cause] = {}  # the first failure of each child since it was ready, in their order
+        self._first: Cause | None = None  # the cause of the first escalation since all children were ready
+        self._unsaved: Cause | None = (
+            None  # the first role group that failed while it left, or told why it saves nothing
+        )
+        self._late: Cause | None = None  # the first that did not leave in time
+        self._meeting: _Life | None = None  # a service that starts again with all role groups, once all are gone
+        self._save_s = 0.0
+        self._ticked_at: float | None = None
+        self._forgiven_at = 0.0
+        self._standstill = Standstill(limits.no_progress_s)
+        self._stood: Cause | None = None  # what its first turn was for
+        self._dead: list[tuple[str, int]] = []
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> list[Action]:
+        """Starts every child, services first."""
+        self._standstill.begin(now)
+        return [action for life in self._lives.values() for action in self._start(life, now)]
+
+    def registered(self, name: str, incarnation: int, rank: int, now: float) -> bool:
+        """A process names itself. False when it must not go on: it is late, unknown, or the run ends."""
+        life = self._living(name, incarnation)
+        if life is None or life.state not in (State.STARTING, State.READY) or not 0 <= rank < life.child.num_ranks:
+            return False
+        life.registered[rank] = now
+        return True
+
+    def ready(self, name: str, incarnation: int, rank: int, now: float) -> list[Action]:
+        """A rank can do its work."""
+        life = self._living(name, incarnation)
+        if life is None or life.state is not State.STARTING or not 0 <= rank < life.child.num_ranks:
+            return []
+        life.ready.add(rank)
+        if len(life.ready) < life.child.num_ranks:
+            return []
+        life.state, life.ready_at = State.READY, now
+        data: dict[str, Any] = {"group": name, "incarnation": incarnation, "start_s": now - life.started_at}
+        if life.died_at is not None:
+            data["recovery_s"] = now - life.died_at
+            self.recoveries.append((name, now - life.died_at))
+            life.died_at = None
+        self._open.pop(name, None)
+        if self._all_up():
+            self._first = None
+        return [Note("ready", data)]
+
+    def failed(
+        self,
+        name: str,
+        incarnation: int,
+        what: str,
+        now: float,
+        *,
+        rank: int | None = None,
+        pid: int | None = None,
+        last_lines: Sequence[str] = (),
+        dump: bool = False,
+    ) -> list[Action]:
+        """The first sign of a death in a child; later ones of the same incarnation are ignored."""
+        life = self._living(name, incarnation)
+        if life is None or life.state not in _RUNS:
+            return []
+        leaving, life.state = life.state is State.LEAVING, State.ENDING
+        cause = Cause(name, incarnation, what, rank, pid, tuple(last_lines))
+        self._causes[name, incarnation] = cause
+        data = {"group": name, "incarnation": incarnation, "rank": rank, "pid": pid, "cause": what}
+        actions: list[Action] = [Note("died", data), Kill(name, incarnation, dump)]
+        stopping = self.phase is Phase.STOPPING
+        # Who dies while it leaves has another try to save, unless it told that it cannot, or is over its time.
+        saves = stopping and leaving and life.child.saves and self._committed and not (life.comes_up or self._unsaved)
+        if stopping and not life.child.service:
+            self._unsaved = self._unsaved or cause
+        if saves and now < life.leave_by:
+            life.comes_up, life.leave_by = True, now + self._limits.grace_s
+        # Who saves asks the coordinator: it is there until the last role group has left.
+        elif self.phase is not Phase.RUNNING and not (stopping and life.serves_alone):
+            return actions
+        self._open.setdefault(name, cause)
+        life.failed = True
+        life.died_at = now if life.died_at is None else life.died_at
+        if life.ready_at is not None and now - life.ready_at >= self._limits.healthy_s:
+            life.streak = 0
+        while life.restarts and now - life.restarts[0][0] > self._limits.restart_window_s:
+            life.restarts.popleft()
+        if life.child.strategy is Strategy.ESCALATE:
+            return actions + self._escalate(f"{name} serves all role groups", cause, now)
+        if len(life.restarts) >= self._limits.max_restarts:
+            life.failed = False
+            if stopping:
+                return actions
+            limits = f"{self._limits.max_restarts} restarts in {self._limits.restart_window_s:g} s"
+            return actions + self._escalate(f"{name} is beyond {limits}", self._origin(life, cause), now)
+        life.restarts.append((now, cause))
+        return actions + (self._end_groups(life, now) if life.child.strategy is Strategy.ONE_FOR_ALL else [])
+
+    def gone(self, name: str, incarnation: int, now: float) -> list[Action]:
+        """Every process of this incarnation is proved gone, killed or ended by itself."""
+        life = self._living(name, incarnation)
+        if life is None or (life.state not in _RUNS and life.state is not State.ENDING):
+            return []
+        if life.child.service and life.state in (State.STARTING, State.READY):
+            signs = self.failed(name, incarnation, "ended by itself", now)
+            return [sign for sign in signs if sign != Kill(name, incarnation)] + self.gone(name, incarnation, now)
+        self._dead.append((name, incarnation))
+        actions: list[Action] = [] if life.child.service else [TellDead(name, incarnation)]
+        if life.failed and self.phase in (Phase.RUNNING, Phase.STOPPING):
+            life.failed = False
+            if self._meeting is None or (life is not self._meeting and life.child.service):
+                return actions + self._restart(life, now)
+            life.state, life.due = State.WAITING, math.inf
+            return actions + self._start_groups(now)
+        if self.phase is not Phase.RUNNING:
+            life.state = State.ENDED
+            return self._advance(now)
+        life.state = State.DONE
+        actions.append(Note("done", {"group": name, "incarnation": incarnation}))
+        if all(other.state is State.DONE for other in self._lives.values() if not other.child.service):
+            self._exit_code = EXIT_DONE
+            actions += self._close(now)
+        return actions
+
+    def stop(self, reason: str, now: float, *, quick: bool = False) -> list[Action]:
+        """Role groups save and leave, then services. However often it is asked for, it is one stop; `quick` kills everything."""
+        if self.phase in (Phase.FAILING, Phase.FINISHED):
+            return []
+        if self.phase in (Phase.RUNNING, Phase.RESTARTING):
+            restarting = self.phase is Phase.RESTARTING
+            self.phase, self._exit_code = Phase.STOPPING, EXIT_REQUEUE
+            comes_up = self._committed and self._meeting is None and not (restarting or quick)
+            self._meeting = None
+            actions: list[Action] = [Note("stopping", {"reason": reason, "grace_s": self._limits.grace_s})]
+            for life in self._lives.values():
+                life.leave_by = now + self._limits.grace_s
+                life.comes_up = comes_up and life.child.saves and (life.failed or life.state in _COMING)
+                life.failed = life.failed and (life.serves_alone or life.comes_up)
+                if life.comes_up:
+                    life.due, life.streak = now, 0
+                if not (life.child.service or restarting or quick):
+                    actions += self._ask_to_leave(life)
+            actions += self._advance(now)
+        else:
+            actions = [] if quick else [Note("stops_already", {"reason": reason})]
+        if quick:
+            self._late = self._late or Cause("supervisor", self.attempt, f"stopped at once, without saving: {reason}")
+        return actions + ([Note("stop_now", {"reason": reason}), *self._kill_all(now)] if quick else [])
+
+    def saved(self, save_s: float) -> list[Action]:
+        """A checkpoint is whole, after so many seconds. A grace that is shorter is told: others may hold the run to it."""
+        longer = save_s > max(self._limits.grace_s, 2 * self._save_s)
+        self._save_s = max(save_s, self._save_s) if longer else self._save_s
+        what = "a save takes longer than supervision.grace_s; whoever stops this run must wait for it, up to supervision.save_s"
+        return (
+            [Note("short_grace", {"save_s": save_s, "grace_s": self._limits.grace_s, "what": what})] if longer else []
+        )
+
+    def unsaved(self, name: str, what: str) -> None:
+        """Why a role group that leaves saves nothing, as it tells."""
+        self._unsaved = self._unsaved or Cause(name, self._lives[name].incarnation, what)
+
+    def fatal(self, name: str, what: str, now: float) -> list[Action]:
+        """Something that no restart repairs, as told by a child: the run fails with this as its cause; one that is being stopped
+        does so if it has nothing to go on from."""
+        if self.phase is Phase.STOPPING and name in self._lives:
+            self.unsaved(name, what)
+        if self.phase not in (Phase.RUNNING, Phase.RESTARTING):
+            return []
+        return self._fail(what, Cause(name, self._lives[name].incarnation if name in self._lives else 0, what), now)
+
+    def committed(self, now: float) -> None:
+        """There is a version that this attempt has made."""
+        self._committed = True
+        self.progressed(now)
+
+    def progressed(self, now: float) -> None:
+        """A role has done something."""
+        self._standstill.moved(now)
+
+    def explain(self, name: str, incarnation: int, last_lines: Sequence[str]) -> None:
+        """The last lines of a failed child, where they were read after its failure was noticed."""
+        old = self._causes.get((name, incarnation))
+        if old is not None:
+            self._causes[name, incarnation] = replace(old, last_lines=tuple(last_lines))
+
+    def tick(self, now: float, beats: Mapping[str, Sequence[Beat]]) -> list[Action]:
+        """Looks at every deadline. `beats` are the heartbeats of the living incarnations, by child."""
+        late_s = 0.0 if self._ticked_at is None else now - self._ticked_at
+        if late_s > max(1.0, self._limits.silence_s / 2):
+            # This process slept (a stopped run, a suspended machine), and so may have all others: they get their time.
+            self._forgiven_at = now
+            self._standstill.slept(late_s)
+        self._ticked_at = now
+        actions: list[Action] = []
+        for life in self._lives.values():
+            if life.state is State.WAITING and self.phase in (Phase.RUNNING, Phase.STOPPING) and now >= life.due:
+                actions += self._start(life, now)
+            elif life.state in (State.STARTING, State.READY):
+                actions += self._judge(life, beats.get(life.child.name, ()), now)
+                actions += self._ask_to_leave(life) if life.comes_up else []
+        if self.phase in (Phase.STOPPING, Phase.CLOSING):
+            for life in self._lives.values():
+                if life.child.service is (self.phase is Phase.CLOSING):
+                    actions += self._insist(life, beats.get(life.child.name, ()), now)
+        if self.phase is Phase.RUNNING:
+            seen = {name: beats.get(name, ()) for name in self._lives}
+            actions += self._standstill.watch(now, seen, all_up=self._all_up())
+        return actions
+
+    def dumped(self, now: float, beats: Mapping[str, Sequence[Beat]]) -> list[Action]:
+        """All stacks are written down, and still nothing has moved."""
+        if self.phase is not Phase.RUNNING or not self._all_up():
+            return []
+        lives = self._lives
+        seen = {name: beats.get(name, ()) for name, life in lives.items() if life.state is State.READY}
+        standing = self._standstill.dumped(now, seen)
+        if standing is None:
+            return []
+        what = standing.what
+        if standing.turn == 1:
+            if standing.child is not None:
+                life = lives[standing.child]
+            else:
+                life = next(life for life in lives.values() if life.serves_alone)
+                what += ", and nobody computes: all wait for it"
+            actions = self.failed(life.child.name, life.incarnation, what, now, rank=standing.rank)
+            self._stood = self._causes[life.child.name, life.incarnation]
+            return actions
+        assert self._stood is not None
+        what += f" after a restart of {self._stood.child}"
+        if standing.turn == 2:
+            store = next(life for life in lives.values() if life.child.service and not life.serves_alone)
+            return self.failed(store.child.name, store.incarnation, what, now)
+        return self._escalate(f"{what} and of all role groups", self._stood, now)
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    def views(self) -> tuple[ChildView, ...]:
+        return tuple(
+            ChildView(
+                life.child.name, life.state, life.incarnation, life.child.num_ranks, len(life.ready), life.num_restarts
+            )
+            for life in self._lives.values()
+        )
+
+    def alive(self, name: str) -> bool:
+        """Whether the child's newest incarnation was started and is not proved gone."""
+        state = self._lives[name].state
+        return state in _RUNS or state is State.ENDING
+
+    def dead(self) -> tuple[tuple[str, int], ...]:
+        """Every incarnation of this supervisor's life that is proved gone."""
+        return tuple(self._dead)
+
+    @property
+    def first_cause(self) -> Cause | None:
+        """Why the run failed; None while and where it did not."""
+        if self._first is None or self._exit_code != EXIT_FAILED:
+            return None
+        told = self._causes.get((self._first.child, self._first.incarnation), self._first)
+        return told if told.what == self._first.what else self._first  # the same, by now with its last lines
+
+    # ---- decisions --------------------------------------------------------------------------------------------------
+
+    def _living(self, name: str, incarnation: int) -> _Life | None:
+        life = self._lives.get(name)
+        return life if life is not None and life.incarnation == incarnation else None
+
+    def _start(self, life: _Life, now: float) -> list[Action]:
+        life.incarnation += 1
+        life.state, life.started_at, life.ready_at, life.failed = State.STARTING, now, None, False
+        life.registered, life.ready = {}, set()
+        self._standstill.started(life.child.name)
+        return [Start(life.child.name, life.incarnation, self.attempt)]
+
+    def _restart(self, life: _Life, now: float) -> list[Action]:
+        limits = self._limits
+        delay_s = 0.0 if life.streak == 0 else min(limits.max_backoff_s, limits.backoff_s * 2 ** (life.streak - 1))
+        life.streak += 1
+        life.num_restarts += 1
+        life.state, life.due = State.WAITING, now + delay_s
+        data = {"group": life.child.name, "incarnation": life.incarnation + 1, "delay_s": delay_s}
+        return [Note("restarting", data), *(self._start(life, now) if delay_s == 0.0 else [])]
+
+    def _judge(self, life: _Life, beats: Sequence[Beat], now: float) -> list[Action]:
+        """Whether a running child is too slow to start, or one of its ranks silent."""
+        child, limits = life.child, self._limits
+        arrived = life.state is State.READY or (not child.service and life.all_registered)
+        if not arrived and now - life.started_at > limits.start_s:
+            what = f"not up within {limits.start_s:g} s"
+            return self.failed(child.name, life.incarnation, what, now, dump=True)
+        for beat in beats:
+            quiet_s = now - max(beat.beat_s, life.registered.get(beat.rank, 0.0), self._forgiven_at)
+            limit_s = limits.silence_s + (limits.grace_s if beat.left else 0.0)
+            over_s = min(now - beat.section_limit_s, now - self._forgiven_at - limits.silence_s)
+            what = ""
+            if beat.section_limit_s > 0 and over_s > 0:
+                what = f"section {beat.section!r} is {over_s:.1f} s over its limit"
+            elif quiet_s > limit_s and not beat.silent:
+                what = f"silent for {quiet_s:.1f} s, limit {limit_s:g} s"
+            if what and (beat.rank in life.registered or life.state is State.READY):
+                return self.failed(child.name, life.incarnation, what, now, rank=beat.rank, dump=True)
+        return []
+
+    def _all_up(self) -> bool:
+        return all(life.state in (State.READY, State.DONE) for life in self._lives.values())
+
+    def _ask_to_leave(self, life: _Life) -> list[Action]:
+        if life.state is State.WAITING and not life.comes_up:
+            life.state = State.ENDED
+        if life.state not in (State.STARTING, State.READY):
+            return []
+        if not (life.child.service or life.all_registered):
+            return [] if life.comes_up else _kill(life)  # it has done nothing yet that could be saved
+        life.state = State.LEAVING
+        return [Terminate(life.child.name, life.incarnation)]
+
+    def _insist(self, life: _Life, beats: Sequence[Beat], now: float) -> list[Action]:
+        """Who saves has the time of its save, and a moment to leave; who comes up for it has that time, and the grace then."""
+        if any(now <= beat.save_limit_s for beat in beats):
+            life.leave_by = max(life.leave_by, now + self._limits.service_grace_s)
+        elif life.comes_up and (not life.all_registered or any(b.patient and now <= b.section_limit_s for b in beats)):
+            life.leave_by = now + self._limits.grace_s
+        if life.state not in _RUNS or now < life.leave_by:
+            return []
+        if any(beat.save_limit_s for beat in beats):
+            return self.failed(life.child.name, life.incarnation, "its save is over supervision.save_s", now, dump=True)
+        if not life.child.service:
+            what = f"not left within supervision.grace_s, {self._limits.grace_s:g} s"
+            self._late = self._late or Cause(life.child.name, life.incarnation, what)
+        return _kill(life)
+
+    def _origin(self, life: _Life, cause: Cause) -> Cause:
+        """What a child that fails again and again fails of: another one that is not back yet, else its own first failure."""
+        first = next(iter(self._open.values()))
+        return first if first.child != life.child.name or not life.restarts else life.restarts[0][1]
+
+    def _end_groups(self, service: _Life, now: float) -> list[Action]:
+        """All role groups end with the service that they meet in."""
+        self._meeting = service
+        why = f"{service.child.name} serves all role groups, which start again with it"
+        actions: list[Action] = [Note("restarting_groups", {"why": why})]
+        for life in self._lives.values():
+            if life.child.service or life.state in _OVER:
+                continue
+            if life.state is State.WAITING:
+                life.due = math.inf
+                continue
+            life.failed = True
+            life.died_at = now if life.died_at is None else life.died_at
+            actions += _kill(life)
+        return actions
+
+    def _start_groups(self, now: float) -> list[Action]:
+        """Once the service and all role groups are gone, it starts and they with it; after its back-off, if it has one."""
+        service = self._meeting
+        assert service is not None
+        groups = [life for life in self._lives.values() if not life.child.service and life.state not in _OVER]
+        if any(life.state is not State.WAITING for life in (service, *groups)):
+            return []
+        self._meeting = None
+        actions = self._restart(service, now)
+        for life in groups:
+            life.num_restarts += 1
+            life.due = service.due
+            actions += self._start(life, now) if service.state is State.STARTING else []
+        return actions
+
+    def _escalate(self, why: str, cause: Cause, now: float) -> list[Action]:
+        self._meeting = None
+        if self.num_global_restarts >= self._limits.max_global_restarts:
+            return self._fail(f"{why}, after {self.num_global_restarts} global restarts", cause, now)
+        if not self._can_restart():
+            return self._fail(f"{why}, and there is no checkpoint to start again from", cause, now)
+        self._first = self._first or cause
+        self.num_global_restarts += 1
+        self.phase = Phase.RESTARTING
+        data = {"why": why, "attempt": self.attempt + 1, "cause": str(replace(cause, last_lines=()))}
+        return [Note("global_restart", data), *self._kill_all(now)]
+
+    def _fail(self, why: str, cause: Cause, now: float) -> list[Action]:
+        self._first = self._first or cause
+        self.phase, self._exit_code = Phase.FAILING, EXIT_FAILED
+        self._meeting = None
+        return [self._told(why, cause), *self._kill_all(now)]
+
+    def _close(self, now: float) -> list[Action]:
+        self.phase = Phase.CLOSING
+        actions: list[Action] = []
+        for life in self._lives.values():
+            life.leave_by = now + self._limits.service_grace_s
+            actions += self._ask_to_leave(life)
+        return actions + self._advance(now)
+
+    def _kill_all(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for life in self._lives.values():
+            life.failed = False
+            if life.state is State.WAITING:
+                life.state = State.ENDED
+            actions += _kill(life)
+        return actions + self._advance(now)
+
+    def _advance(self, now: float) -> list[Action]:
+        """Goes on when what a phase waits for is over."""
+        lives = self._lives.values()
+        all_over = all(life.state in _OVER for life in lives)
+        if self.phase is Phase.STOPPING and all(life.state in _OVER for life in lives if not life.child.service):
+            return self._close(now)
+        if self.phase is Phase.RESTARTING and all_over:
+            self.phase = Phase.RUNNING
+            self._open.clear()
+            self._committed = False
+            self.attempt += 1
+            for life in lives:
+                life.streak, life.failed = 0, False
+                life.restarts.clear()
+            return [Clear(self.attempt), *self.begin(now)]
+        if self.phase in (Phase.CLOSING, Phase.FAILING) and all_over:
+            self.phase = Phase.FINISHED
+            if self._exit_code == EXIT_REQUEUE and not self._can_restart():
+                self._exit_code = EXIT_FAILED
+                nothing = Cause("supervisor", self.attempt, "stopped before a version was committed")
+                self._first = self._unsaved or self._late or nothing
+                return [self._told("stopped without a checkpoint to go on from", self._first), Finish(EXIT_FAILED)]
+            return [Finish(self._exit_code)]
+        return []
+
+    def _told(self, why: str, cause: Cause) -> Note:
+        return Note("failed", {"why": why, "cause": str(replace(cause, last_lines=()))})
+
+
+def _kill(life: _Life) -> list[Action]:
+    if life.state not in _RUNS:
+        return []
+    life.state = State.ENDING
+    return [Kill(life.child.name, life.incarnation)]

@@ -1,0 +1,143 @@
+"""Spec: what the supervisor is given, and what it gives back. Frozen data, no behaviour.
+
+    role group   processes of one torchrun, each with the same role classes     GroupSpec("actor-0", "actor", 2, ...)
+    service      one plain process that serves the role groups                  ServiceSpec("coordinator", "rondo.comm.bus.serve")
+
+Everything that the supervisor starts finds itself through the environment variables named here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.supervision.orders import Limits, State
+
+RT_DIR = "RONDO_RT_DIR"
+"""The run's private directory of sockets and its token; gone with the run."""
+RUN_DIR = "RONDO_RUN_DIR"
+GROUP = "RONDO_GROUP"
+INCARNATION = "RONDO_INCARNATION"
+ATTEMPT = "RONDO_ATTEMPT"
+STORE = "RONDO_STORE"
+"""host:port of the run's TCPStore."""
+LOAD_S = "RONDO_LOAD_S"
+"""The longest that a worker may load."""
+
+STORE_NAME = "store"
+COORDINATOR_NAME = "coordinator"
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*(-\d+)?")
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """`python -m module *args`. It answers as an actor at `<name>.sock` and calls the supervisor's `ready`."""
+
+    name: str
+    module: str
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One role group. `roles` name its classes, "package.module:Class" or "/path/file.py:Class"; every rank runs all."""
+
+    name: str
+    role: str
+    num_processes: int
+    roles: tuple[str, ...]
+    threads: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    role_names: tuple[str, ...] = ()
+    """The names of what it runs, where they differ from `role`: `kill` finds a group by any of them."""
+    saves: bool = False
+    """Whether it finds the committed version in memory when it starts again: a stop lets it come up, and save that."""
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    """A run on one node. ConfigError for names that cannot be told apart."""
+
+    run_dir: Path
+    groups: tuple[GroupSpec, ...]
+    coordinator: ServiceSpec
+    limits: Limits = field(default_factory=Limits)
+    attempt: int = 0
+    """The first attempt of this supervisor's life; a resumed run goes on counting."""
+    can_restart_globally: Callable[[], bool] = lambda: True
+    """Whether there is a whole checkpoint to begin another attempt from; asked at each escalation and at the end of a stop."""
+    finds_state: bool = True
+    """Whether role groups that all start again together find what they had: state in memory that outlives them, or none."""
+    modules: tuple[str, ...] = ()
+    """What role groups import, beside their role classes of rondo: loaded once, and shared by all that is forked."""
+    kill: tuple[tuple[str, int], ...] = ()
+    """Faults on purpose: (role, group or service; step): SIGKILLed once, when that many steps are committed."""
+
+    def __post_init__(self) -> None:
+        names = [STORE_NAME, self.coordinator.name, *(group.name for group in self.groups)]
+        for name in names:
+            if names.count(name) > 1 or not _NAME.fullmatch(name):
+                raise ConfigError(f"names of role groups must differ and look like 'actor-0', got {name!r}")
+        if self.coordinator.name != COORDINATOR_NAME or not self.groups:
+            raise ConfigError(
+                f"a run must have a service {COORDINATOR_NAME!r} and at least one role group, got {names}"
+            )
+
+    def loaded(self) -> tuple[str, ...]:
+        """The modules that all processes share. A user's own are loaded by the processes that use them."""
+        roles = (role.partition(":")[0] for group in self.groups for role in group.roles)
+        return tuple(dict.fromkeys([*(name for name in roles if name.startswith("rondo.")), *self.modules]))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """A role group or service at one moment. `pids` are its workers', `rss_bytes` all its processes' together."""
+
+    name: str
+    role: str
+    state: State
+    incarnation: int
+    restarts: int
+    num_ranks: int
+    num_ready: int
+    pids: tuple[int, ...]
+    rss_bytes: int
+    progress: int
+    section: str
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorView:
+    """The run at one moment."""
+
+    attempt: int
+    phase: str
+    num_global_restarts: int
+    groups: tuple[GroupView, ...]
+    segment_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended. 0 done, 75 stopped and can be resumed, 1 failed with `first_cause`."""
+
+    exit_code: int
+    first_cause: str | None
+    restarts: Mapping[str, int]
+    """Restarts of each role group and service that had any."""
+    recovery_s: Mapping[str, float]
+    """Seconds from a death to all ranks ready again; the slowest of each role."""
+    wall_s: float
+    attempt: int
+    memory_bytes: Mapping[str, int]
+    """Resident memory of each role group and service, the most that was seen."""
+    cores: Mapping[str, float]
+    """Processor time over wall time of the supervisor and of each role group and service: cores that it kept busy."""
+    cpu_share: float
+    """Processor time of all processes over wall time times cores, 0 to 1."""
+    untold: Mapping[str, int] = field(default_factory=dict)
+    """What workers could not write down for people to read, and how often: "rollout-0 samples"."""

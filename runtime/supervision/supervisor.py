@@ -1,0 +1,469 @@
+"""Supervisor: the process that starts, watches and restarts everything of a run on its node.
+
+Owns the processes and the records of a run; what it owns beside them is its `Estate`. Does not own decisions: every event
+goes to `supervision.py`, and this shell does what comes back.
+
+    pidfds, registrations, ready, heartbeats, signals, reports  ->  Supervision  ->  start, signal, kill, tell, note
+
+Invariants: no await without a deadline; a life is replaced only after every process of it is proved gone; when `run`
+returns, or this process dies in any way, no process of the run is left, and its run-time directory is gone.
+
+    outcome = await Supervisor(config, on_event=print).run()        # on the main thread: children die with their thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from rondo.runtime.actors.actor import Actor, endpoint, serve
+from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.errors import DeadlineExceeded, Refused, RondoError
+from rondo.runtime.memory.segments import Registration
+from rondo.runtime.processes import process
+from rondo.runtime.records.ledger import Ledger
+from rondo.runtime.records.record import last_lines
+from rondo.runtime.records.telling import telling
+from rondo.runtime.supervision.announcer import Announcer
+from rondo.runtime.supervision.estate import Estate
+from rondo.runtime.supervision.heartbeat import Beat, segment_bytes, segment_name
+from rondo.runtime.supervision.incarnation import Incarnation, Main, Worker
+from rondo.runtime.supervision.launcher import Job, used_incarnations
+from rondo.runtime.supervision.machine import Supervision
+from rondo.runtime.supervision.nursery import NAME as NURSERY
+from rondo.runtime.supervision.nursery import Nursery
+from rondo.runtime.supervision.orders import (
+    Action,
+    Child,
+    Clear,
+    DumpStacks,
+    Finish,
+    Kill,
+    Note,
+    Phase,
+    Start,
+    State,
+    Strategy,
+    TellDead,
+    Terminate,
+)
+from rondo.runtime.supervision.spec import (
+    COORDINATOR_NAME,
+    STORE_NAME,
+    GroupView,
+    Outcome,
+    SupervisorConfig,
+    SupervisorView,
+)
+
+TICK_S = 0.25
+_ANSWER_S = 5.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
+
+class Supervisor(Actor):
+    """One run. `on_event` gets every record that is written, as a dict, in the event loop. `nursery`: one that has loaded
+    something before there was a run; it ends with this one."""
+
+    def __init__(
+        self,
+        config: SupervisorConfig,
+        on_event: Callable[[dict[str, Any]], None] = lambda record: None,
+        nursery: Nursery | None = None,
+    ) -> None:
+        self._config = config
+        self._nursery = nursery or Nursery()
+        self._on_event = on_event
+        self._groups = {group.name: group for group in config.groups}
+        self._machine = Supervision(
+            [
+                Child(
+                    STORE_NAME,
+                    service=True,
+                    strategy=Strategy.ONE_FOR_ALL if config.finds_state else Strategy.ESCALATE,
+                ),
+                Child(COORDINATOR_NAME, service=True),
+                *(Child(group.name, group.num_processes, saves=group.saves) for group in config.groups),
+            ],
+            config.limits,
+            attempt=config.attempt,
+            incarnations=used_incarnations(config.run_dir),
+            can_restart=config.can_restart_globally,
+        )
+        self._lives: dict[str, Incarnation] = {}
+        self._faults = list(config.kill)
+        self._pinged_at = 0.0
+        self._num_dumps = 0
+        self._num_interrupts = 0
+        self._outcome: Outcome | None = None
+        self._finished = asyncio.Event()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Outcome:
+        """Runs everything to its end. Whatever this raises, nothing of the run is left behind."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("a supervisor must run on the main thread: what it starts dies with the starting thread")
+        process.set_child_subreaper()
+        self._loop = asyncio.get_running_loop()
+        run_dir, longest = self._config.run_dir, max(f"{name}.{g.num_processes}" for name, g in self._groups.items())
+        with contextlib.ExitStack() as ends:
+            ends.enter_context(self._signals())
+            self._estate = ends.enter_context(Estate(run_dir, longest, self._on_register))
+            self._ledger = ends.enter_context(Ledger(run_dir, self._on_event))
+            self._coordinator = ends.enter_context(self._ref(COORDINATOR_NAME))
+            self._announcer = Announcer(self._coordinator, self._on_undelivered)
+            ends.enter_context(self._nursery)
+            place = self._estate.surroundings.place(NURSERY, self._config.attempt)
+            self._nursery.belong(place, self._config.loaded(), self._config.limits.start_s)
+            ends.callback(self._close_lives)
+            async with await serve(
+                self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"
+            ):
+                return await self._supervise()
+
+    def request_stop(self, reason: str, *, quick: bool = False) -> None:
+        """Role groups save and leave; asked again, it is the same stop. `quick`: everything is killed at once."""
+        self._do(self._machine.stop(reason, time.monotonic(), quick=quick))
+        self._announcer.tell("drain")
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """Batch systems repeat themselves; a person at a terminal who presses Ctrl-C twice does not want to wait."""
+        self._num_interrupts += number == signal.SIGINT
+        self.request_stop(number.name, quick=number == signal.SIGINT and self._num_interrupts > 1 and _at_terminal())
+
+    async def _supervise(self) -> Outcome:
+        async with asyncio.TaskGroup() as self._tasks:
+            self._ledger.listen()
+            pids = {"pid": os.getpid(), "janitor_pid": self._estate.janitor.pid}
+            self._ledger.record("supervisor", "started", {"rt_dir": str(self._estate.rt_dir), **pids})
+            self._helpers: set[asyncio.Task[None]] = set()
+            self._help(self._announcer.run())
+            self._help(self._ping_coordinator())
+            self._do(self._machine.begin(time.monotonic()))
+            while self._outcome is None:
+                self._do(self._machine.tick(time.monotonic(), self._beats()))
+                with telling("memory and processor time"):
+                    self._ledger.sample(self._lives.values(), self._nursery.pids)
+                self._reap_orphans()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._finished.wait(), TICK_S)
+            for helper in self._helpers:
+                helper.cancel()
+        return self._outcome
+
+    def _help(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.create_task(work)
+        self._helpers.add(task)
+        task.add_done_callback(self._helpers.discard)
+
+    # ---- what is to be done -----------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    self._start(action)
+                case Terminate():
+                    self._lives[action.child].ask_to_leave()
+                case Kill():
+                    self._end(self._lives[action.child], dump=action.dump)
+                case TellDead():
+                    self._announcer.tell("member_dead", action.child, action.incarnation)
+                case Clear():
+                    self._announcer.clear()
+                    self._estate.segments.clear()
+                case DumpStacks():
+                    self._help(self._dump_stacks())
+                case Note():
+                    with telling("notes"):  # what comes after it is done in any case
+                        self._note(action)
+                case Finish():
+                    roles = {name: spec.role for name, spec in self._groups.items()}
+                    self._outcome = self._ledger.sum_up(self._machine, roles, action.exit_code)
+                    self._finished.set()
+
+    def _start(self, order: Start) -> None:
+        name, number, around = order.child, order.incarnation, self._estate.surroundings
+        heartbeat = None
+        if name != COORDINATOR_NAME:
+            num_bytes = segment_bytes(self._groups[name].num_processes if name in self._groups else 1)
+            heartbeat = self._estate.segments.segment(segment_name(name, number), num_bytes)
+        log = around.log_path(name, number, order.attempt)
+        life = Incarnation(name, number, log, heartbeat, self)
+        self._lives[name] = life
+        if name == COORDINATOR_NAME:
+            self._begin(life, around.start_service(self._config.coordinator, number, order.attempt))
+            return
+        if name == STORE_NAME:
+            job = around.store_job(name, number, order.attempt, self._estate.store_socket.fileno())
+        else:
+            spec = self._groups[name]
+            self._announcer.tell("member_started", name, number, spec.num_processes)
+            job = around.group_job(spec, number, order.attempt, self._config.limits)
+        life.starting = self._tasks.create_task(self._fork(life, job))
+
+    async def _fork(self, life: Incarnation, job: Job) -> None:
+        try:
+            main = await self._nursery.start(job)
+        except RondoError as error:
+            self._failed(life, f"not started: {error}")
+        else:
+            self._begin(life, main)
+
+    def _begin(self, life: Incarnation, main: Main) -> None:
+        life.begin(main)
+        data = {"group": life.name, "incarnation": life.number, "pid": main.pid}
+        self._ledger.record("supervisor", "starting", data)
+
+    def _end(self, life: Incarnation, *, dump: bool = False) -> None:
+        if life.ending is None:
+            life.ending = self._tasks.create_task(self._end_all_of(life, dump))
+
+    async def _end_all_of(self, life: Incarnation, dump: bool) -> None:
+        if dump:
+            await life.dump()
+            self._machine.explain(life.name, life.number, last_lines(life.log))
+        try:
+            await life.end()
+        except DeadlineExceeded as error:  # held in the kernel: nothing may be built on its being gone
+            self._do(self._machine.fatal(life.name, str(error), time.monotonic()))
+        life.close()
+        self._estate.segments.drop(segment_name(life.name, life.number))
+        self._reap_orphans()
+        self._do(self._machine.gone(life.name, life.number, time.monotonic()))
+
+    def _reap_orphans(self) -> None:
+        """What roles started and left behind: the servers that one of them runs have processes of their own."""
+        process.reap(self.strays())
+
+    def strays(self) -> list[process.Stat]:
+        """Processes of no living life that came to this one, as its subreaper."""
+        nursery = {*self._nursery.pids.values()}
+        own = nursery.union(*[life.own_pids for life in self._lives.values()])
+        strays = self._estate.strays(own)
+        return [
+            stray for stray in strays if not (stray.alive and stray.session in nursery)
+        ]  # it is about to be started
+
+    def _note(self, note: Note) -> None:
+        data = dict(note.data)
+        if note.kind == "died":
+            data["log"] = str(self._lives[data["group"]].log)
+        if note.kind == "ready" and data["group"] == COORDINATOR_NAME:
+            self._pinged_at = time.monotonic()
+        self._ledger.record("supervisor", note.kind, data)
+
+    async def _dump_stacks(self) -> None:
+        """Who waits for what, in dumps/; every worker's stacks, in its log."""
+        self._num_dumps += 1
+        path = self._config.run_dir / "dumps" / f"no_progress_{self._machine.attempt}_{self._num_dumps}.json"
+        names = [
+            f"{life.name}.{rank}" for life in self._lives.values() if life.name in self._groups for rank in life.workers
+        ]
+        answers = await asyncio.gather(*[self._waits_of(name) for name in [COORDINATOR_NAME, *names]])
+        with telling("dumps"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(orjson.dumps(dict(answers), option=orjson.OPT_INDENT_2))
+        # Who stands is killed next: the stacks are in the logs before.
+        await asyncio.gather(*[life.dump() for life in self._lives.values() if life.workers and life.ending is None])
+        self._ledger.record("supervisor", "dumped", {"path": str(path)})
+        self._do(self._machine.dumped(time.monotonic(), self._beats()))
+
+    async def _waits_of(self, name: str) -> tuple[str, Any]:
+        with self._ref(name) as actor:
+            try:
+                return name, await actor.call("rondo.waits", deadline_s=_ANSWER_S)
+            except RondoError as error:
+                return name, str(error)
+
+    # ---- what happens -----------------------------------------------------------------------------------------------
+
+    def worker_exited(self, life: Incarnation, worker: Worker, code: int | None) -> None:
+        if life.name not in self._groups:
+            return  # a service's main process, which tells of itself
+        if life.ending is None and not self._expected(life, code):
+            self._failed(life, process.exit_text(code), rank=worker.rank, pid=worker.pid)
+
+    def main_exited(self, life: Incarnation, code: int) -> None:
+        if life.ending is None and not self._expected(life, code):
+            main = "torchrun: " if life.name in self._groups else ""
+            self._failed(life, main + process.exit_text(code), pid=None if life.main is None else life.main.pid)
+        self._end(life)  # also what a group leaves behind that is done
+
+    def _expected(self, life: Incarnation, code: int | None) -> bool:
+        """0 is an end, of a service once it was asked; and so is SIGTERM for a process that we asked before it could listen."""
+        leaving = self._state(life.name) is State.LEAVING
+        return (code == 0 and (leaving or life.name in self._groups)) or (code == -signal.SIGTERM and leaving)
+
+    def _failed(self, life: Incarnation, what: str, *, pid: int | None = None, rank: int | None = None) -> None:
+        lines = last_lines(life.log)
+        now = time.monotonic()
+        self._do(self._machine.failed(life.name, life.number, what, now, rank=rank, pid=pid, last_lines=lines))
+
+    def _on_register(self, registration: Registration) -> None:
+        """On a thread of the segment server: hands the process over to the loop and waits for its word."""
+        if process.start_time(registration.pid) != registration.start_time:
+            raise Refused(f"start_time must be that of pid {registration.pid}, got {registration.start_time}")
+        accepted: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._register, registration, accepted)
+        if not accepted.result(_ANSWER_S):
+            named = f"{registration.group} incarnation {registration.incarnation} rank {registration.rank}"
+            raise Refused(f"a process must belong to a life that is being started, got {named}. It ends")
+
+    def _register(self, registration: Registration, accepted: concurrent.futures.Future[bool]) -> None:
+        group, number, rank = registration.group, registration.incarnation, registration.rank
+        welcome = self._machine.registered(group, number, rank, time.monotonic())
+        if welcome:
+            try:
+                self._lives[group].add(registration, os.pidfd_open(registration.pid))
+            except ProcessLookupError:
+                welcome = False  # dead meanwhile: its main process tells
+            else:
+                data = {"group": group, "incarnation": number, "rank": rank, "pid": registration.pid}
+                self._ledger.record("supervisor", "registered", data)
+        accepted.set_result(welcome)
+
+    async def _ping_coordinator(self) -> None:
+        """The coordinator has no words in shared memory: it lives as long as it answers."""
+        silence_s = self._config.limits.silence_s
+        while True:
+            await asyncio.sleep(min(1.0, silence_s / 4))
+            if self._state(COORDINATOR_NAME) is State.READY:
+                with contextlib.suppress(RondoError):  # that it did not answer shows in the time of its last answer
+                    await self._coordinator.call("rondo.ping", deadline_s=silence_s)
+                    self._pinged_at = time.monotonic()
+
+    def _on_undelivered(self, method: str, error: Exception) -> None:
+        self._ledger.record("supervisor", "undelivered", {"method": method, "error": str(error)})
+
+    def _inject(self, version: int) -> None:
+        """Faults on purpose, each once: a role's workers are killed when so many steps are committed."""
+        for fault in [fault for fault in self._faults if version >= fault[1]]:
+            self._faults.remove(fault)
+            for name, life in self._lives.items():
+                spec = self._groups.get(name)
+                if fault[0] in ((name,) if spec is None else (name, spec.role, *spec.role_names)):
+                    self._ledger.record("supervisor", "killed_on_purpose", {"group": name, "step": version})
+                    life.signal(signal.SIGKILL)
+
+    # ---- endpoints --------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def ready(self, group: str, incarnation: int, rank: int) -> None:
+        """All roles of a process can do their work. Idempotent."""
+        self._do(self._machine.ready(group, incarnation, rank, time.monotonic()))
+
+    @endpoint
+    async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
+        """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress; its
+        "version" counts committed steps), "journal_waits" (progress), "checkpoint" (took "save_s"), "unsaved" ("cause": why a
+        stop saves nothing), "fatal" ("cause" ends the run)."""
+        self._ledger.record(source, kind, data)
+        if kind == "committed":
+            self._machine.committed(time.monotonic())
+            self._inject(data.get("version") or 0)
+        elif kind == "checkpoint" and "save_s" in data:
+            self._do(self._machine.saved(data["save_s"]))
+        elif kind == "unsaved":
+            self._machine.unsaved(source, str(data.get("cause", "unknown")))
+        elif kind == "journal_waits":  # everything waits, and it is known for what
+            self._machine.progressed(time.monotonic())
+        elif kind == "fatal":
+            self._do(self._machine.fatal(source, str(data.get("cause", "unknown")), time.monotonic()))
+
+    @endpoint
+    async def roster(self) -> dict[str, Any]:
+        """Who lives and who is proved dead, for a coordinator that starts."""
+        views = [view for view in self._machine.views() if view.name in self._groups]
+        return {
+            "attempt": self._machine.attempt,
+            "draining": self._machine.phase is not Phase.RUNNING,
+            "groups": {v.name: {"incarnation": v.incarnation, "alive": self._machine.alive(v.name)} for v in views},
+            "dead": [[name, number] for name, number in self._machine.dead() if name in self._groups],
+        }
+
+    @endpoint
+    async def status(self) -> SupervisorView:
+        return self.snapshot()
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> SupervisorView:
+        """The run now, for the status view and the admin endpoint."""
+        machine = self._machine
+        groups = []
+        for view in machine.views():
+            life, spec = self._lives.get(view.name), self._groups.get(view.name)
+            here = life is not None and machine.alive(view.name)
+            beats = life.beats() if life is not None and here else ()
+            groups.append(
+                GroupView(
+                    name=view.name,
+                    role=spec.role if spec is not None else view.name,
+                    state=view.state,
+                    incarnation=view.incarnation,
+                    restarts=view.num_restarts,
+                    num_ranks=view.num_ranks,
+                    num_ready=view.num_ready,
+                    pids=life.pids if life is not None and here else (),
+                    rss_bytes=life.usage().rss_bytes if life is not None and here else 0,
+                    progress=sum(beat.progress for beat in beats),
+                    section=next((beat.section for beat in beats if beat.section), ""),
+                )
+            )
+        held = self._estate.segments.stats().num_bytes if self._lives else 0
+        return SupervisorView(machine.attempt, machine.phase.value, machine.num_global_restarts, tuple(groups), held)
+
+    def _state(self, name: str) -> State:
+        return next(view.state for view in self._machine.views() if view.name == name)
+
+    def _beats(self) -> Mapping[str, tuple[Beat, ...]]:
+        beats = {name: life.beats() for name, life in self._lives.items() if life.ending is None}
+        if self._state(COORDINATOR_NAME) is State.READY:
+            beats[COORDINATOR_NAME] = (Beat(0, self._pinged_at, 0),)
+        return beats
+
+    def _ref(self, name: str) -> ActorRef:
+        return ActorRef(self._estate.address(name), token=self._estate.token, peer=name)
+
+    def _close_lives(self) -> None:
+        for life in self._lives.values():
+            life.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in stop_signals()}
+        for number in before:
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, before)  # one that comes now finds the handler from before
+            for number, handler in before.items():
+                self._loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask for a stop. A program that was started to outlive its terminal (`nohup`) does not hear SIGHUP."""
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in _STOP_SIGNALS if number != signal.SIGHUP or not deaf)
+
+
+def _at_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

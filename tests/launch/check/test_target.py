@@ -1,0 +1,267 @@
+"""Other machines than this one: where role groups go, what they would hold there, and the full-size examples."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rondo.launch.check.estimate import Blocks, Shape, generating_bytes, group_estimate, training_bytes
+from rondo.launch.check.findings import Finding
+from rondo.launch.check.target import Target, judge_devices, judge_target, place, segment_bytes
+from rondo.launch.config import RunConfig, load
+from rondo.launch.groups import RoleGroup
+from rondo.roles.config import EvalConfig, SGLangConfig
+from tests.launch import configs, full_size
+
+GIB = 1 << 30
+BLOCKS = Blocks(num=2, hidden=8, queries=8, keys=4, feed_forward=16)
+SHAPE = Shape(
+    vocab_size=100, decoder=BLOCKS, encoders=(), num_caching=2, decoder_parameters=1000, encoder_parameters=400,
+    trained_decoder=600, trained_encoders=100, layer_parameters=300, root_parameters=400,
+)  # fmt: skip
+EXAMPLES = Path(__file__).parents[3] / "examples" / "full_size"
+NUM_ROWS = 256 + 64
+"""What the examples hold out, and one step."""
+
+
+def groups(rollouts: int, ranks: int) -> tuple[RoleGroup, ...]:
+    return (
+        RoleGroup(name="rollout", roles=("rollout",), replicas=rollouts, devices=1),
+        RoleGroup(name="actor", roles=("actor",), processes=ranks, devices=1),
+        RoleGroup(name="advantages", roles=("advantages",)),
+    )
+
+
+def placed(rollouts: int, ranks: int, num_nodes: int, num_devices: int = 8) -> dict[str, dict[int, int]] | str:
+    found = place(groups(rollouts, ranks), Target(num_nodes, num_devices, 80 * GIB, 500 * GIB))
+    return found if isinstance(found, str) else {replica.name: dict(replica.processes) for replica in found}
+
+
+def config_of(folder: Path, *sets: str) -> RunConfig:
+    return load(configs.write(folder), sets)
+
+
+def errors(findings: list[Finding]) -> list[str]:
+    return [finding.text for finding in findings if finding.level == "error"]
+
+
+def test_the_largest_replica_is_placed_first_and_the_others_fill_what_is_left() -> None:
+    assert placed(3, 6, num_nodes=2) == {
+        "actor-0": {0: 6},
+        "rollout-0": {0: 1},
+        "rollout-1": {0: 1},
+        "rollout-2": {1: 1},
+        "advantages-0": {0: 1},
+    }
+
+
+def test_a_group_larger_than_a_node_takes_whole_nodes() -> None:
+    found = placed(1, 16, num_nodes=3)
+    assert isinstance(found, dict)
+    assert (found["actor-0"], found["rollout-0"]) == ({0: 8, 1: 8}, {2: 1})
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "ranks", "num_nodes", "why"),
+    [
+        (3, 6, 1, "rollout-2 finds no node with 1 free"),
+        (1, 16, 1, "actor-0 with 16 takes whole nodes, of which 1 are free"),
+        (1, 12, 4, "actor-0 with 12 takes whole nodes, of which 2 are free"),
+    ],
+)
+def test_groups_without_a_place_are_named(rollouts: int, ranks: int, num_nodes: int, why: str) -> None:
+    assert placed(rollouts, ranks, num_nodes) == why
+
+
+def test_devices_that_nodes_do_not_have_are_an_error_with_the_sum(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "groups.0.devices=1", "groups.1.devices=1", "groups.1.processes=4")
+    (finding,) = judge_target(config, Target(2, 2, 80 * GIB, 64 * GIB), None, None)
+    assert finding == Finding(
+        "error",
+        "groups must find their devices on 2 nodes with 2 devices each, got rollout 1 + actor 4 = 5: rollout-0 finds no node "
+        "with 1 free. Lower processes or replicas, or use more nodes",
+    )
+
+
+def test_several_nodes_are_noted_as_what_cannot_be_started(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    one, two = (list(judge_target(config, Target(n, 0, 0, 64 * GIB), None, None)) for n in (1, 2))
+    assert [finding.level for finding in one] == ["ok"]
+    assert [finding.level for finding in two] == ["ok", "ok", "note"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "encoders", "weights", "gradients", "moments"),
+    [
+        (1, "replicate", 4 * 1400, 4 * 700, 8 * 700),
+        (2, "replicate", 4 * (500 + 400), 4 * (300 + 100 + 600), 8 * (300 + 100)),
+        (2, "shard", 4 * (500 + 200), 4 * (300 + 50 + 700), 8 * (300 + 50)),
+    ],
+)
+def test_training_holds_shards_and_between_micro_batches_whole_gradients(
+    tmp_path: Path, ranks: int, encoders: str, weights: int, gradients: int, moments: int
+) -> None:
+    found = training_bytes(config_of(tmp_path, f"train.encoders={encoders}"), SHAPE, ranks)
+    assert (found["weights"], found["gradients"], found["moments"]) == (weights, gradients, moments)
+
+
+def test_recomputing_activations_takes_less_memory(tmp_path: Path) -> None:
+    kept = training_bytes(config_of(tmp_path), SHAPE, 1)["activations"]
+    recomputed = training_bytes(config_of(tmp_path, "train.activation_checkpointing=True"), SHAPE, 1)["activations"]
+    layer = BLOCKS.kept_bytes(4)
+    assert (kept, recomputed) == (4096 * 2 * layer, 4096 * (2 * 4 * 8 + layer))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_roles_in_one_process_lie_beside_each_other_and_an_engine_of_one_dtype_uses_the_trainers_weights(
+    tmp_path: Path, dtype: str
+) -> None:
+    config = config_of(tmp_path, f"model.dtype={dtype}")
+    alone = [RoleGroup(name="a", roles=(role,)) for role in ("actor", "rollout", "reference")]  # type: ignore[arg-type]
+    together = RoleGroup(name="a", roles=("actor", "rollout", "reference"))
+    parts = group_estimate(config, SHAPE, together).parts
+    copy = generating_bytes(config, SHAPE)["weights"] if dtype == "float32" else 0
+    assert sum(parts.values()) + copy == sum(sum(group_estimate(config, SHAPE, g).parts.values()) for g in alone)
+
+
+def test_a_model_that_fits_only_after_loading_does_not_fit(tmp_path: Path) -> None:
+    large = Shape(
+        vocab_size=100, decoder=BLOCKS, encoders=(), num_caching=2, decoder_parameters=4 * GIB, encoder_parameters=0,
+        trained_decoder=100, trained_encoders=0, layer_parameters=300, root_parameters=400,
+    )  # fmt: skip
+    config = config_of(tmp_path, "groups.1.devices=1", "groups.1.processes=8")
+    (text,) = errors(list(judge_devices(config, large, 15 * GIB, "error")))
+    assert text.startswith(
+        "a process of actor must fit into the memory of its device, 15.0 GiB, got about 17.0 GiB by estimate"
+    )
+    assert text.endswith("holds the whole model while it loads: use devices with more memory, or a smaller model")
+    assert errors(list(judge_devices(config, large, 17 * GIB, "error"))) == []
+    assert [finding.level for finding in judge_devices(config, large, 15 * GIB, "note")] == ["note"]
+
+
+def test_a_node_whose_memory_does_not_suffice_is_named_with_what_it_would_hold(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "groups.0.devices=1", "groups.1.devices=1", "bus.ring_bytes=4294967296")
+    findings = list(judge_target(config, Target(2, 1, 80 * GIB, 5 * GIB), (1400, 10), SHAPE))
+    (text,) = errors(findings)
+    # Of two that are equally large the first of the list goes first: the ring lies on node 0, the snapshots on node 1.
+    assert text.startswith("what runs on node 0 must fit into its memory, 5.0 GiB, got about ")
+    assert "rollout rings 4.0 GiB" in text
+
+
+def test_snapshots_hold_moments_of_what_is_trained_and_whole_encoders_of_each_rank(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "groups.1.processes=2")
+    decoder, encoders = 4 * 1000 + 8 * 600, 4 * 400 + 8 * 100
+    assert segment_bytes(config, 1400, 10, SHAPE)["hot snapshots"] == 2 * (decoder + 2 * encoders)
+    on_a_node = segment_bytes(config, 1400, 10, SHAPE, {"actor": 1})
+    assert on_a_node["hot snapshots"] == decoder + 2 * encoders
+    assert (on_a_node["rollout rings"], on_a_node["weight slab"]) == (0, 2 * (1400 * 4 + 640))
+
+
+def test_weights_moments_and_cache_are_counted_as_the_roles_hold_them(tmp_path: Path) -> None:
+    from rondo.launch.check.shape import shape_of
+    from rondo.models.load import empty_model, load_model
+    from rondo.models.optimizer import make_optimizer
+    from rondo.models.parts import freeze
+    from rondo.models.tiny import qwen3, qwen3_vl
+    from rondo.roles.engines.embedded.embedded import slot_engine
+
+    qwen3_vl.build(tmp_path / "vl")
+    config = config_of(tmp_path)
+    model, empty = load_model(str(tmp_path / "vl")), empty_model(str(tmp_path / "vl"))
+    for each in (model, empty):
+        freeze(each, ("vision",))
+    held = training_bytes(config, shape_of(empty), 1)
+    optimizer = make_optimizer(model, lr=1e-3)
+    moments = sum(s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
+    assert held["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert held["gradients"] == sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert held["moments"] == moments
+
+    qwen3.build(tmp_path / "text")
+    shape = shape_of(empty_model(str(tmp_path / "text")))
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    engine = slot_engine(load_model(str(tmp_path / "text")), num_slots=config.rollout.num_slots, max_length=2 * longest)
+    expected = 2 * generating_bytes(config, shape)["key-value cache"]
+    assert engine._forward._cache.nbytes == expected  # type: ignore[attr-defined]
+
+
+def test_beside_servers_only_the_engine_of_evaluations_is_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    group = config.groups[0]
+    assert group.roles == ("rollout",)
+    apart = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"sglang": SGLangConfig(python="p")})}
+    )
+    assert group_estimate(apart, SHAPE, group).needed == 0
+    every = apart.model_copy(update={"evaluation": EvalConfig(every=2, num_slots=4, max_new_tokens=7)})
+    found = generating_bytes(every, SHAPE)
+    assert found["weights"] == 4 * SHAPE.parameters  # one copy in float32
+    assert found["key-value cache"] == 4 * (
+        config.rollout.max_prompt_tokens + max(7, config.rollout.max_new_tokens)
+    ) * (SHAPE.num_caching * 2 * SHAPE.decoder.keys * 4)
+    assert group_estimate(every, SHAPE, group).parts == found
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--nodes", "2"], "a check for other machines must be told their --devices, --memory-gib, got none. Add it\n"),
+        (
+            ["--devices", "8", "--memory-gib", "9"],
+            "a check for other machines must be told their --device-gib, got none. Add it\n",
+        ),
+        (
+            ["--nodes", "0", "--devices", "0", "--memory-gib", "9"],
+            "--nodes and memory must be greater than 0 and --devices at least 0, got nodes 0, devices 0, memory-gib 9. "
+            "Correct them\n",
+        ),
+    ],
+)
+def test_half_a_description_of_machines_is_refused(
+    options: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rondo.launch.cli import main
+
+    assert main(["check", "no.py", *options]) == 2
+    assert capsys.readouterr().err == error
+
+
+def checked(name: str, folder: Path, rows: Path, *options: str) -> tuple[int, list[str]]:
+    command = [sys.executable, "-m", "rondo.launch.cli", "check", str(EXAMPLES / f"{name}.py"), *options]
+    command += ["--set", f"model.path={folder}", "--set", f"data.path={rows}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent)
+    assert done.returncode == 0 or done.stdout, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_qwen3_4b_on_text_fits_a_machine_of_8_devices(tmp_path: Path) -> None:
+    folder, rows = full_size.qwen3_4b(tmp_path / "model"), full_size.rows(tmp_path, "text", NUM_ROWS)
+    code, lines = checked("qwen3_4b_text", folder, rows, "--devices", "8", "--device-gib", "80", "--memory-gib", "512")
+    assert code == 0, lines
+    assert "ok     the model has 4,022,468,096 parameters and takes 40960 positions" in lines
+    assert "ok     node 0 takes the processes actor 4, rollout 4, advantages 1, on 8 of 8 devices" in lines
+
+
+def test_qwen3_vl_4b_fits_a_machine_of_8_devices(tmp_path: Path) -> None:
+    folder, rows = full_size.qwen3_vl_4b(tmp_path / "model"), full_size.rows(tmp_path, "image", NUM_ROWS)
+    code, lines = checked("qwen3_vl_4b", folder, rows, "--devices", "8", "--device-gib", "80", "--memory-gib", "512")
+    assert code == 0, lines
+    assert "ok     the model has 4,437,815,808 parameters and takes 262144 positions" in lines
+    looked_at = "ok     data: 4 of 64 rows were looked at, and take up to "
+    assert any(line.startswith(looked_at) and " and media up to " in line for line in lines)
+
+
+def test_qwen3_omni_30b_fits_two_machines_of_8_large_devices_but_cannot_be_started_there(tmp_path: Path) -> None:
+    folder, rows = full_size.qwen3_omni_30b(tmp_path / "model"), full_size.rows(tmp_path, "omni", NUM_ROWS)
+    machines = ("--nodes", "2", "--devices", "8", "--device-gib", "139", "--memory-gib", "2000")
+    code, lines = checked("qwen3_omni_30b", folder, rows, *machines)
+    assert code == 0, lines
+    assert "ok     the model has 31,719,205,488 parameters and takes 65536 positions" in lines
+    assert "ok     node 0 takes the processes actor 8, advantages 1, on 8 of 8 devices" in lines
+    assert "ok     node 1 takes the processes rollout 8, on 8 of 8 devices" in lines
+    assert [line[:50] for line in lines if line.startswith("note")] == [
+        "note   `rondo train` starts all groups on one mach"
+    ]

@@ -1,0 +1,123 @@
+"""Status and stop, against a run that lives in another process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rondo.launch.report.status import ask_to_stop, show_status
+from rondo.launch.report.summary import Summary, write
+from rondo.launch.rundir import RunDir, owner
+from rondo.runtime.errors import ConfigError, PeerGone
+
+LIVE_RUN = """
+import asyncio, sys
+from pathlib import Path
+from rondo.launch.rundir import RunDir
+from rondo.runtime.admin.endpoint import AdminServer
+from rondo.runtime.actors.broadcast import Broadcast
+from rondo.runtime.config import AdminConfig
+
+class Provider:
+    def __init__(self): self.stopped, self.reason = asyncio.Event(), None
+    def health(self): return {"ready": True, "healthy": False, "step": 3, "reward_mean": 0.25}
+    def roles(self): return [{"name": "actor-0", "state": "running", "pids": [1, 2]}]
+    def waits(self): return [{"waiter": "actor-0", "name": "round", "seconds": 1.25}]
+    bus = weights = samples = metrics = dict
+    def subscribe(self): return Broadcast().subscribe()
+    def stop(self, reason, *, quick): self.reason = (reason, quick); self.stopped.set()
+
+async def main(parent):
+    provider, token = Provider(), "t" * 32
+    with RunDir.create(parent, "demo", {}) as run:
+        (parent / "token").write_text(token)
+        server = AdminServer(AdminConfig(), provider, token=token)
+        port = await server.start()
+        run.write_supervisor(rt_dir=parent, admin_host="127.0.0.1", admin_port=port, token_path=parent / "token")
+        print("ready", flush=True)
+        await provider.stopped.wait()
+        await server.close()
+    print(provider.reason, flush=True)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", LIVE_RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def test_a_live_run_is_shown_and_stops_when_it_is_asked_to(
+    tmp_path: Path, live: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show_status(tmp_path / "latest") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"run demo  pid {live.pid}  http://127.0.0.1:")
+    assert lines[1:] == [
+        "ready=True  healthy=False  step=3  reward_mean=0.25",
+        "  name=actor-0  state=running  pids=1,2",
+        "  waits: waiter=actor-0  name=round  seconds=1.25",
+    ]
+    assert show_status(tmp_path / "latest", as_json=True) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["alive"], shown["health"]["step"]) == (True, 3)
+
+    assert ask_to_stop(tmp_path / "demo", reason="enough for today", now=True) == 0
+    assert owner(tmp_path / "demo") is None
+    assert live.communicate()[0] == "('enough for today', True)\n"
+    assert live.returncode == 0
+
+
+def test_a_finished_run_is_shown_by_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDir.create(tmp_path, "demo", {}) as run:
+        write(run.path, Summary(name="demo", exit_code=0, attempt=0, steps=4, wall_s=2.0, reward_after=0.5))
+    assert show_status(tmp_path / "demo") == 0
+    assert "reward_after            0.500\n" in capsys.readouterr().out
+    assert show_status(tmp_path / "demo", as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["steps"] == 4
+
+
+def test_a_run_that_was_killed_is_shown_with_what_it_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir.create(tmp_path, "demo", {}) as run:
+        run.metrics.write_text('{"time": 1, "source": "actor-0", "kind": "metrics", "step": 2, "reward_mean": 0.5}\n')
+    assert show_status(tmp_path / "demo") == 1
+    assert capsys.readouterr().out == (
+        "run demo ended without a summary after step 3, reward 0.500. It has no checkpoint: start it again with `rondo train`\n"
+    )
+
+
+def test_a_torn_summary_counts_as_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDir.create(tmp_path, "demo", {}) as run:
+        (run.path / "summary.json").write_text('{"name": "de')
+    assert show_status(tmp_path / "demo") == 1
+    assert capsys.readouterr().out.startswith("run demo ended without a summary after no step.")
+
+
+def test_a_run_that_starts_is_shown_and_cannot_be_stopped_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir.create(tmp_path, "demo", {}) as run:
+        assert show_status(run.path) == 0
+        assert capsys.readouterr().out.startswith("run demo is starting, pid ")
+        with pytest.raises(PeerGone, match="run demo must have started to be stopped"):
+            ask_to_stop(run.path, reason="x")
+
+
+def test_a_run_that_has_ended_cannot_be_stopped(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, "demo", {}).close()
+    with pytest.raises(ConfigError, match=r"RUN must be alive to be stopped, got .*/demo which has ended"):
+        ask_to_stop(tmp_path / "demo", reason="x")

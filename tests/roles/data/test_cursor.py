@@ -1,0 +1,123 @@
+"""The order of rows: every pass a permutation, computed and not kept, the same wherever it is computed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rondo.roles.data.cursor import Cursor, Order, Permutation, Place, held_out_rows
+from rondo.runtime.errors import ConfigError
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 300), seed=st.integers(0, 2**63 - 1))
+def test_a_permutation_takes_every_index_once(size: int, seed: int) -> None:
+    permutation = Permutation(size, seed)
+    assert sorted(map(permutation, range(size))) == list(range(size))
+
+
+def test_a_permutation_of_a_billion_rows_costs_no_memory_and_repeats_nothing() -> None:
+    permutation = Permutation(1_000_000_007, "large")
+    drawn = [permutation(i) for i in range(2000)]
+    assert len(set(drawn)) == 2000
+    assert 0 <= min(drawn) < 5_000_000 and 995_000_000 < max(drawn) < 1_000_000_007
+
+
+def test_every_place_is_equally_likely_for_every_row() -> None:
+    # 4 rows, 4,000 seeds: each of the 16 counts has mean 1000 and standard deviation 27.
+    counts = [[0] * 4 for _ in range(4)]
+    for seed in range(4000):
+        permutation = Permutation(4, "fair", seed)
+        for index in range(4):
+            counts[index][permutation(index)] += 1
+    assert all(850 < count < 1150 for row in counts for count in row)
+
+
+def test_all_orders_of_three_rows_appear() -> None:
+    orders = {tuple(map(Permutation(3, "orders", seed), range(3))) for seed in range(100)}
+    assert orders == set(itertools.permutations(range(3)))
+
+
+def test_the_order_never_changes_between_versions_and_machines() -> None:
+    order = Order(num_rows=10, seed=7)
+    rows = [order.locate(position).row for position in range(20)]
+    assert rows == [3, 9, 5, 2, 8, 7, 0, 4, 6, 1, 2, 5, 3, 6, 0, 8, 1, 9, 4, 7]
+
+
+def test_every_pass_takes_every_row_once_in_an_order_of_its_own() -> None:
+    order = Order(num_rows=50, seed=1)
+    passes = [[order.locate(50 * number + i) for i in range(50)] for number in range(3)]
+    for number, places in enumerate(passes):
+        assert {place.pass_number for place in places} == {number}
+        assert sorted(place.row for place in places) == list(range(50))
+    assert len({tuple(place.row for place in places) for places in passes}) == 3
+
+
+def test_another_seed_gives_another_order() -> None:
+    assert [Order(50, 1).locate(i).row for i in range(50)] != [Order(50, 2).locate(i).row for i in range(50)]
+
+
+def test_without_shuffling_rows_come_as_they_stand() -> None:
+    cursor = Cursor(Order(num_rows=3, seed=0, shuffle=False))
+    assert list(itertools.islice(cursor, 5)) == [Place(0, 0), Place(0, 1), Place(0, 2), Place(1, 0), Place(1, 1)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_a_step_longer_than_the_data_takes_rows_of_several_passes(num_rows: int) -> None:
+    cursor = Cursor(Order(num_rows, seed=5))
+    step = list(itertools.islice(cursor, 8))
+    assert [place.pass_number for place in step] == [position // num_rows for position in range(8)]
+    for number in range(8 // num_rows):
+        assert sorted(place.row for place in step if place.pass_number == number) == list(range(num_rows))
+
+
+@pytest.mark.parametrize("stop", range(13))
+def test_a_cursor_resumes_exactly_where_it_stopped_also_at_the_edge_of_a_pass(stop: int) -> None:
+    order = Order(num_rows=4, seed=3, num_passes=3)
+    whole = list(Cursor(order))
+    assert len(whole) == 12
+    stopped = Cursor(order)
+    taken = list(itertools.islice(stopped, stop))
+    resumed = Cursor.restore(order, json.loads(json.dumps(stopped.state())))
+    assert taken + list(resumed) == whole
+
+
+def test_the_state_is_as_small_for_a_billion_rows() -> None:
+    cursor = Cursor(Order(num_rows=10**9, seed=3), position=10**10)
+    assert len(json.dumps(cursor.state())) < 100
+
+
+def test_an_ended_cursor_stays_ended_and_goes_on_with_more_passes() -> None:
+    cursor = Cursor(Order(num_rows=2, seed=3, num_passes=1))
+    assert len(list(cursor)) == 2
+    assert list(cursor) == []
+    longer = Cursor.restore(Order(num_rows=2, seed=3, num_passes=2), cursor.state())
+    assert [place.pass_number for place in longer] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [(Order(5, 3), "num_rows"), (Order(4, 4), "seed"), (Order(4, 3, shuffle=False), "shuffle")],
+)
+def test_a_cursor_does_not_resume_on_other_data(changed: Order, name: str) -> None:
+    state = Cursor(Order(4, 3), position=2).state()
+    with pytest.raises(ConfigError, match=f"the data order's {name} must be that of the run being resumed"):
+        Cursor.restore(changed, state)
+
+
+@pytest.mark.parametrize("position", [-1, 6, 7])
+def test_a_position_outside_the_passes_is_refused(position: int) -> None:
+    with pytest.raises(IndexError, match=r"position must be in range\(6\)"):
+        Order(num_rows=3, seed=0, num_passes=2).locate(position)
+
+
+def test_held_out_rows_are_distinct_and_depend_on_the_seed_alone() -> None:
+    rows = held_out_rows(1000, 100, seed=1)
+    assert len(set(rows)) == 100 and set(rows) <= set(range(1000))
+    assert rows == held_out_rows(1000, 100, seed=1)
+    assert rows[:50] == held_out_rows(1000, 50, seed=1)
+    assert set(rows) != set(held_out_rows(1000, 100, seed=2))

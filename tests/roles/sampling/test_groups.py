@@ -1,0 +1,179 @@
+"""What becomes of a prompt group whose rewards fail, and what its samples say of themselves on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import orjson
+
+from rondo.comm.bus.group import FINISH, REWARD
+from rondo.roles.advantages import _advantages
+from rondo.roles.algorithms.advantages import group_mean
+from rondo.roles.config import DataConfig
+from rondo.roles.data.datasets import Row
+from rondo.roles.engines.engine import Completion, Request
+from rondo.roles.resumed import KeptSamples, copy_samples, write_samples
+from rondo.roles.rewards.pool import RewardItem, RewardResult
+from rondo.roles.sampling.columns import columns_of
+from rondo.roles.sampling.filters import Ended, equal_rewards, keep_pool
+from rondo.roles.sampling.groups import Lease, PromptGroups
+from tests.comm.served import served
+from tests.roles.test_resumed import BASE_COLUMNS, Groups, leased
+
+
+class Scored(Groups):
+    """Samples of 3 tokens, the last one cut off at that; `rewards` by their number, None of one that fails. Each group is scored
+    one sample after the other."""
+
+    def __init__(
+        self, bus: Any, rewards: Mapping[int, float | None], folder: Path, *, kept: KeptSamples | None = None
+    ) -> None:
+        super().__init__(bus, kept or KeptSamples(), num_samples=len(rewards))
+        self.ctx = cast(Any, SimpleNamespace(
+            span=lambda *_, **__: nullcontext(), work=lambda *_: nullcontext(), load_s=1.0, run_dir=folder
+        ))  # fmt: skip
+        self.job.config.reward = SimpleNamespace(deadline_s=1.0)  # type: ignore[misc, assignment]
+        self.rewards = cast(Any, SimpleNamespace(score=self._rewarded))
+        self.tokenizer = SimpleNamespace(decode=lambda tokens, **_: str(tokens[0]))
+        self.rows = cast(
+            Any, SimpleNamespace(row=lambda _: SimpleNamespace(name="row 9", label=None, prompt="p", metadata={}))
+        )
+        self._by_number, self._before = dict(rewards), {number: asyncio.Event() for number in rewards}
+        self._before[0].set()
+
+    async def _generate(self, request: Request) -> Completion:
+        number = int(request.id.rpartition("/")[2])
+        self.asked.append(request.id)
+        await self._before[number].wait()
+        tokens = np.full(3, number, np.int32)
+        last = number == len(self._by_number) - 1
+        return Completion("", tokens, -tokens.astype(np.float32), np.zeros(3, np.int32), "length" if last else "stop")
+
+    async def _rewarded(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        found = []
+        for item in items:
+            number = int(item.response)
+            if number + 1 in self._before:
+                self._before[number + 1].set()
+            reward = self._by_number[number]
+            found.append(RewardResult(reward, {}, None if reward is not None else "planted"))
+        return found
+
+    async def _score(self, row: Any, finished: Any) -> Any:
+        return await PromptGroups._score(self, row, finished)
+
+    def _log(self, *args: Any) -> None:
+        PromptGroups._log(self, *args)
+
+
+async def test_a_reward_that_fails_fails_its_sample_alone_and_nothing_is_generated_again(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    shape: dict[str, Any] = {"base_columns": BASE_COLUMNS, "row_bytes": 4096, "samples_per_group": 4}
+    async with asyncio.timeout(60), served(max_staleness=0, **shape) as run:
+        bus, grants = await leased(run)
+        groups = Scored(bus, {0: None, 1: 0.0, 2: 1.0, 3: 0.5}, tmp_path)
+        await groups.fill(Lease(**{**grants[0], "have": {}}))
+        again = await bus.call("renew", [])
+        assert again == {"lost": []} and groups.asked == [f"0.0/{number}" for number in range(4)]
+        index = run.coordinator.index
+        assert index.groups[0].state == "ready"
+        assert index.groups[0].info[REWARD] == [None, 0.0, 1.0, 0.5]
+        assert index.groups[0].info[FINISH] == [0, 0, 0, 1]
+        advantages = await run.bus("advantages-0")
+        made = await anext(advantages.stream("advantages", tokens=1 << 20))
+        assert [(row.reward, row.finish) for row in made.rows] == [
+            (None, "stop"),
+            (0.0, "stop"),
+            (1.0, "stop"),
+            (0.5, "length"),
+        ]
+        found = _advantages(list(made.rows), group_mean)
+        assert [each.tolist() for each in found] == [[0.0] * 3, [-0.5] * 3, [0.5] * 3, [0.0] * 3]
+        assert [row.array("loss_mask").tolist() for row in made.rows] == [[0] * 3, [1] * 3, [1] * 3, [1] * 3]
+        write_samples(tmp_path, copy_samples(bus, orjson.dumps(index.dump())))
+        kept = KeptSamples.read(tmp_path).take(0, grants[0]["position"], np.array([5, 6, 7], np.int32))
+        assert [row.info[REWARD] for row in kept] == [None, 0.0, 1.0, 0.5]
+        # Too few have one: the group fails at once, and another prompt takes its place.
+        groups = Scored(bus, {0: 1.0, 1: None, 2: None, 3: None}, tmp_path)
+        await groups.fill(Lease(**{**grants[1], "have": {}}))
+        await bus.call("abandon", grants[1]["group"], 0)
+        assert len(groups.asked) == 4 and 1 not in index.groups
+        assert (index.counts["failed"], index.counts["quarantined"], index.consecutive_failed) == (1, 0, 1)
+        assert index.last_error == (
+            "1 of 4 samples have a reward, 2 must. The first that failed: reward of row 9, sample 1: planted"
+        )
+        # One that an earlier holder put without a reward counts so.
+        groups = Scored(bus, {0: 1.0, 1: 1.0, 2: None, 3: 1.0}, tmp_path)
+        groups._before[3].set()
+        groups.job.config.rollout.filter = "zero_std"  # type: ignore[misc]
+        await groups.fill(Lease(**{**grants[2], "have": {2: Ended(None, "stop", 3)}}))
+        assert [name.rpartition("/")[2] for name in groups.asked] == ["0", "1", "3"]
+        assert (index.counts["failed"], index.counts["filtered"]) == (1, 1), "equal among those that have one"
+    lines = [orjson.loads(line) for line in (tmp_path / "samples" / "step_000000.jsonl").read_bytes().splitlines()]
+    assert [(line["group"], line["sample"], line["reward"], line.get("error")) for line in lines] == [
+        (0, 0, None, "planted"), (1, 0, 1.0, None), (1, 1, None, "planted"), (1, 2, None, "planted"), (2, 0, 1.0, None),
+    ]  # fmt: skip
+    assert {(line["finish_reason"], line["num_tokens"]) for line in lines} == {("stop", 3)}
+
+
+def test_samples_that_their_limit_cut_off_can_be_left_out_of_the_loss() -> None:
+    tokens = np.arange(3, dtype=np.int32)
+    done = [
+        Completion("", tokens, -tokens.astype(np.float32), tokens, reason) for reason in ("stop", "length", "cancelled")
+    ]  # type: ignore[arg-type]
+    for masks, expected in ((False, [[1] * 3, [1] * 3, [1] * 3]), (True, [[1] * 3, [0] * 3, [1] * 3])):
+        rollout = SimpleNamespace(mask_old_tokens=False, mask_truncated=masks)
+        config = SimpleNamespace(rollout=rollout, train=SimpleNamespace(router_replay=False))
+        [mask] = [each for each in columns_of(cast(Any, config), tokens, done, [True] * 3) if each.name == "loss_mask"]
+        assert [array.tolist() for array in mask.arrays] == expected and mask.arrays[0].dtype == np.uint8
+
+
+async def test_a_prompt_is_tokenized_beside_the_loop_one_at_a_time() -> None:
+    loop, running, most = asyncio.get_running_loop(), 0, 0
+    turned = threading.Event()
+
+    def slow(text: str, **_: Any) -> dict[str, list[int]]:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        loop.call_soon_threadsafe(turned.set)
+        assert turned.wait(60), "the loop turns meanwhile"
+        running -= 1
+        return {"input_ids": [1, 2]}
+
+    groups = Groups(None, KeptSamples())  # type: ignore[arg-type]
+    groups.job.config.rollout.max_prompt_tokens = 8  # type: ignore[misc]
+    groups.tokenizer = slow
+    row = Row("row", "a", None, {})
+    async with asyncio.timeout(60):
+        made = await asyncio.gather(*(PromptGroups.prepare(groups, row, DataConfig(path="x")) for _ in range(4)))
+    assert [prompt.tolist() for prompt, _ in made] == [[1, 2]] * 4 and most == 1
+
+
+KEEP = """
+def keep(samples):
+    if samples[0]["num_tokens"] > 9:
+        raise LookupError("planted")
+    return None if samples[0]["num_tokens"] == 9 else any(each["finish_reason"] == "length" for each in samples)
+"""
+
+
+async def test_a_filter_of_the_users_sees_how_samples_ended_and_its_own_failure_fails_the_group(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(KEEP)
+    samples = [Ended(1.0, "stop", 3), Ended(None, "length", 4)]
+    async with keep_pool(f"{tmp_path}/mine.py:keep", deadline_s=30.0, load_deadline_s=60.0) as pool:
+        groups = Groups(None, KeptSamples())  # type: ignore[arg-type]
+        groups.job.config.algorithm = SimpleNamespace(resolved=lambda: SimpleNamespace(min_group_size=1))  # type: ignore[misc, assignment]
+        groups.keep = pool
+        assert await groups._outcome(samples, []) is None
+        assert await groups._outcome(samples[:1], []) == ("filtered", "rollout.keep said no")
+        for num_tokens, error in ((9, "rollout.keep must return True or False, got None"), (10, "planted")):
+            outcome = await groups._outcome([samples[0]._replace(num_tokens=num_tokens)], [])
+            assert outcome is not None and outcome[0] == "failed" and error in outcome[1]
+    assert not equal_rewards([*samples, Ended(0.5, "stop", 1)]) and equal_rewards(samples)

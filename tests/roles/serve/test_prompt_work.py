@@ -1,0 +1,90 @@
+"""Prompts are made in processes of their own: what takes for ever costs its caller alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rondo.roles.serve import prompt_work as limits
+from rondo.roles.serve.errors import TurnedDown
+from rondo.roles.serve.prompt_work import PromptWork, prompt_work
+from rondo.roles.serve.prompt_worker import do
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.processes.pool import Outcome
+from tests.roles.serve.serving import ids, in_thread, tokenizer
+from tests.roles.serve.tokenizers_of import of_kind
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def test_a_template_that_takes_for_ever_costs_its_caller_alone_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tokenizer()
+    plain = own.chat_template
+    own.chat_template = "{% for i in range(times or 0) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + plain
+    try:
+        own.save_pretrained(tmp_path)
+    finally:
+        own.chat_template = plain
+    monkeypatch.setattr(limits, "LONG_CPU_S", 0.3)
+    async with prompt_work(str(tmp_path)) as work:
+        asked = {"messages": HI, "times": 99999}
+        hostile = [asyncio.ensure_future(work.render(asked, most=999)) for _ in range(3)]
+        assert await work.render({"messages": HI}, most=999) == own.apply_chat_template(
+            HI, tokenize=False, add_generation_prompt=True
+        )
+        tokens = await work.encode("hi", special=False)
+        assert tokens is not None and (tokens.dtype, tokens.tolist()) == (np.int32, ids("hi"))
+        for told in await asyncio.gather(*hostile, return_exceptions=True):
+            assert isinstance(told, ConfigError) and str(told) == (
+                "a prompt must be made within 0.3 s, got one that is not. Shorten or simplify it"
+            )
+        with pytest.raises(ConfigError, match="a prompt must have at most 3 characters, got 52"):
+            await work.render({"messages": HI}, most=3)
+
+
+async def test_who_finds_too_many_waiting_or_brings_what_no_json_holds_is_told() -> None:
+    work = in_thread(tokenizer())
+    deep: object = 1
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(ConfigError, match="what a prompt is made of must be JSON of few levels"):
+        await work.render({"messages": HI, "deep": deep}, most=999)
+
+    async def lost(lane: str, asked: bytes) -> Outcome:
+        return Outcome(error="prompt must return, got its process killed")
+
+    with pytest.raises(ConfigError, match="a prompt must be made within"):
+        await PromptWork(lost).encode("x", special=False)
+
+    async def failing(lane: str, asked: bytes) -> Outcome:
+        return Outcome(error="a traceback", kind="KeyError")
+
+    with pytest.raises(TurnedDown, match="got a traceback") as told:
+        await PromptWork(failing).encode("x", special=False)
+    assert told.value.status == 500
+
+
+def test_what_a_template_makes_of_messages_is_about_these() -> None:
+    deep: object = 1
+    for _ in range(2000):
+        deep = [deep]
+    for messages in ([{"role": "user", "content": deep}], [{"content": "x"}, 3], []):
+        with pytest.raises(ConfigError, match="messages must suit the model's chat template, got"):
+            do(tokenizer(), {"render": {"messages": messages}, "most": 999})
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "byte fallback, spaces kept", "unigram"])
+def test_what_follows_recorded_tokens_says_its_text_or_nothing(kind: str) -> None:
+    own = of_kind(kind)
+    before = ids("hi", own)
+    for text in ("ok", " ok", "😀"):
+        tokens = do(own, {"encode": text, "special": False, "after": before[-1]})
+        if tokens is None:
+            assert kind == "unigram"  # which knows no line to begin, and cannot say this without a space before
+        else:
+            assert own.decode([*before, *tokens.tolist()]) == own.decode(before) + text

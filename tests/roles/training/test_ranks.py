@@ -1,0 +1,285 @@
+"""The trainer, the warm-up and the actor's settling on two real processes, which see unequal rows, against one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rondo.launch.config import load
+from rondo.roles.actor import ActorRole
+from rondo.roles.algorithms.whitening import contribution
+from rondo.roles.config import JobConfig
+from rondo.roles.training.backend import Trainer, TrainRow
+from rondo.roles.training.compute_turns import Turns
+from rondo.runtime.records.timeline import span
+from tests.roles.training.test_backend import job, model, rows
+from tests.roles.training.test_sft import config_of, folder, train, weights
+
+__all__ = ["folder", "model"]
+PATIENCE_S = 120
+QUICKSTART = load(Path(__file__).parents[3] / "examples" / "quickstart.py")
+
+CASES: dict[str, dict[str, Any]] = {
+    "token": {"normalizer": "token"},
+    "sample": {"normalizer": "sample"},
+    "constant": {"normalizer": "constant"},
+    "everything": {"normalizer": "token", "normalize_batch": "tokens", "tis_high": 1.5, "tis_mode": "truncate"},
+}
+ROUNDS = {
+    2: (((0, 3), (3, 4)), ((4, 5), (5, 5)), ((5, 5), (5, 8))),
+    1: (((0, 2),), ((2, 5),), ((5, 8),)),
+}
+"""By the number of ranks: for every round of a step the rows of each rank, from and to. The second of two has no row in the
+second round, the first none in the third."""
+
+
+def batch(step: int, **columns: Any) -> list[TrainRow]:
+    """Eight rows of one to six tokens, some of which no policy sampled."""
+    made = [replace(row, **columns) for row in rows(step, num_rows=8)]
+    return [replace(row, mask=(np.arange(len(row.mask)) % 3 != 1).astype(np.uint8)) for row in made]
+
+
+def config_of_case(name: str, path: str) -> JobConfig:
+    config = job(path, **CASES[name])
+    if name != "everything":
+        return config
+    train = config.train.model_copy(update={"optimizer_steps_per_batch": 2, "epochs": 2})
+    return config.model_copy(update={"train": train})
+
+
+def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
+    """Two steps of a case: weights, what each step told, and which rows it says that it trained."""
+    config = config_of_case(name, path)
+    torch.manual_seed(0)
+    made = Trainer(config, path, rank=rank, world_size=num_ranks, device="cpu")
+    told, whitens = [], config.algorithm.normalize_batch is not None
+    for step in range(2):
+        # The last rounds of a step are a mini-batch of their own where it has two.
+        cuts: list[Sequence[Any]] = [ROUNDS[num_ranks][:2], ROUNDS[num_ranks][2:]] if whitens else [ROUNDS[num_ranks]]
+        every = batch(step, old_log_probs=None) if whitens else batch(step)
+        mine = [at for cut in cuts for ranks in cut for at in range(*ranks[rank])]
+        if whitens:
+            made.whiten([contribution(every[at].advantages, every[at].mask, "tokens") for at in mine])
+            for ranks in cuts[1]:
+                made.score(every[slice(*ranks[rank])], [[at, 0, 0, 1] for at in range(*ranks[rank])])
+        for use in range(config.train.epochs):
+            for number, cut in enumerate(cuts):
+                update = use * len(cuts) + number
+                for ranks in cut:
+                    chosen = range(*ranks[rank])
+                    made.accumulate(
+                        step, every[chosen.start : chosen.stop], [[at, 0, 0, 1] for at in chosen],
+                        last=ranks is cut[-1], update=update,
+                    )  # fmt: skip
+                if update < config.train.epochs * len(cuts) - 1:
+                    made.update(step)
+        metrics, spans = made.finish(step)
+        told.append((metrics, sorted(spans)))
+    return {"weights": dict(whole(made)), "told": told, "checksum": made.join_checksums(made.checksum())}
+
+
+def whole(made: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in made.weights()}
+
+
+class Bus:
+    """The stand-in for a rank's bus: one round a step, with rows of its own. A commit waits until both ranks have trained a round
+    of the next step."""
+
+    def __init__(self, rank: int, store: dist.Store, log: Callable[[str], None]) -> None:
+        self._rank, self._store, self._log = rank, store, log
+
+    async def stream(self, *_: Any, step: int, **__: Any) -> AsyncIterator[Any]:
+        chosen = (range(0, 5), range(5, 8))[self._rank]
+        named = [
+            SimpleNamespace(group=at, sample=0, length=len(batch(step)[at].mask), reward=1.0, finish="stop")
+            for at in chosen
+        ]
+        yield SimpleNamespace(
+            rows=named,
+            spans=[[at, 0, 0, 1] for at in chosen],
+            last=True,
+            closes=True,
+            update=0,
+            step=step,
+            key=f"{step}",
+        )
+
+    async def call(self, method: str, *arguments: Any, **_: Any) -> dict[str, Any]:
+        if method in ("commit", "await_version"):
+            version = arguments[1] if method == "commit" else arguments[0]
+            awaited = [f"round {version} of {rank}" for rank in range(2)] if method == "commit" else [f"{version}"]
+            if version < 2 or method == "await_version":
+                await asyncio.to_thread(self._store.wait, awaited, timedelta(seconds=PATIENCE_S))
+        if method == "commit":
+            self._log("commit")
+            self._store.set(f"{version}", "committed")
+        return {"slot": 0}
+
+    def check(self, made: Any) -> None: ...
+
+
+class Actor(ActorRole):
+    """With a real trainer, a compute thread and a copying thread, and neither snapshots nor memory to publish into."""
+
+    def __init__(self, path: str, rank: int, store: dist.Store, log: Callable[[str], None]) -> None:
+        computing = ThreadPoolExecutor(1)
+
+        async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            name = getattr(function, "__name__", "")
+            log(name)
+            found = await asyncio.get_running_loop().run_in_executor(computing, lambda: function(*args, **kwargs))
+            if name == "accumulate":
+                store.set(f"round {args[0]} of {rank}", "trained")
+            return found
+
+        async def report(*_: Any) -> None: ...
+
+        async def working(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return await compute(function, *args, **kwargs)
+
+        context: Any = SimpleNamespace(
+            world_size=2, rank=rank, attempt=0, compute=compute, working=working, report=report,
+            progress=lambda: None, span=lambda name, **_: span(name, "actor"),
+        )  # fmt: skip
+        super().__init__(context)
+        torch.manual_seed(0)
+        self._rank, self._store, self._log = rank, store, log
+        self._trainer = Trainer(job(path), path, rank=rank, world_size=2, device="cpu")
+        self._snapshot, self._publisher, self._publishing = None, None, None
+        self._parity: Any = SimpleNamespace(write=self._told, taken=tuple, add=lambda _: None)
+        config = QUICKSTART.model_copy(update={"num_steps": 2})
+        self._job: Any = SimpleNamespace(
+            config=config,
+            bus=Bus(rank, store, log),
+            turns=Turns(),
+            lent=None,
+            publishes=True,
+            takes_turns=False,
+            has_actor_fwd=True,
+        )
+        self._step_began = 0.0
+
+    def _read(self, made: Any) -> tuple[list[TrainRow], list[np.ndarray]]:
+        chosen = [batch(made.step)[at] for at, *_ in made.spans]
+        return chosen, [np.zeros(len(row.mask), np.int64) for row in chosen]
+
+    def _told(self, *_: Any) -> None:
+        self._log("parity")
+
+    async def _copying(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = await super()._copying(function, *args, **kwargs)
+        if function == self._trainer.join_checksums and self._rank == 1:
+            # The other rank goes on: what is not done before it is behind its commit.
+            await asyncio.to_thread(self._store.wait, ["1"], timedelta(seconds=PATIENCE_S))
+        return found
+
+    async def two_steps(self) -> None:
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as self._tasks:
+            for step in range(2):
+                await self._train(step)
+            await self._settled()
+
+
+def settled(path: str, rank: int, store: dist.Store, out: Path) -> dict[str, torch.Tensor]:
+    """Two steps of an actor; both ranks write what they do into one file, in the order in which they do it."""
+    with (out / "log").open("ab", buffering=0) as file:
+        actor = Actor(path, rank, store, lambda name: file.write(f"{rank} {name}\n".encode()) and None)
+        asyncio.run(actor.two_steps())
+    return whole(actor._trainer)
+
+
+def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(out / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    facts: dict[str, Any] = {name: trained(name, path, rank, 2) for name in CASES}
+    facts["settled"] = settled(path, rank, store, out)
+    seen: list[dict[str, float]] = []
+    # 3 demonstrations of 3 rounds over 2 ranks: one rank runs dummies. Only rank 1 asks to stop.
+    config = config_of(folder, steps=9, batch_size=3, micro_batch_tokens=20)
+    warm, _ = train(
+        folder, config, rank=rank, world_size=2, on_step=seen.append, should_stop=lambda: rank == 1 and len(seen) == 3
+    )
+    facts["warm_up"] = (seen, weights(warm))
+    torch.save(facts, out / f"{rank}.pt")
+    # gloo's thread frees the last collective's tensors when it comes to it; in a finalizing interpreter that aborts.
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def two(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """What each of two ranks found, and the lines that both wrote."""
+    out = tmp_path_factory.mktemp("ranks")
+    mp.spawn(_rank, (model, folder, out), nprocs=2)
+    ranks = [torch.load(out / f"{rank}.pt") for rank in range(2)]
+    return SimpleNamespace(ranks=ranks, log=(out / "log").read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, model: str, name: str) -> None:
+    alone = trained(name, model, 0, 1)
+    first, second = (found[name] for found in two.ranks)
+    before = whole(Trainer(config_of_case(name, model), model, rank=0, world_size=1, device="cpu"))
+    assert second["weights"] == {} and first["checksum"] == second["checksum"]
+    for key, tensor in alone["weights"].items():
+        torch.testing.assert_close(first["weights"][key], tensor, atol=2e-6, rtol=0)
+    assert max((alone["weights"][key] - before[key]).abs().max() for key in before) > 1e-3
+    assert first["told"] == second["told"]
+    for (metrics, spans), (wanted, every) in zip(first["told"], alone["told"], strict=True):
+        assert spans == every == [[at, 0, 0, 1] for at in range(8)]
+        assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_a_step_is_committed_beside_the_next_and_its_optimizer_waits_for_it_on_every_rank(two: Any, model: str) -> None:
+    of_rank = [[line[2:] for line in two.log if line[0] == str(rank)] for rank in range(2)]
+    steps = ["accumulate", "finish", "sum_over_ranks"]
+    assert [name for name in of_rank[0] if name in (*steps, "commit")] == [
+        *steps,
+        "accumulate",
+        "commit",
+        *steps[1:],
+        "commit",
+    ]
+    assert [name for name in of_rank[1] if name in steps] == [*steps, *steps]
+
+
+def test_every_rank_has_told_what_it_trained_before_any_rank_can_commit(two: Any) -> None:
+    assert two.log.index("1 parity") < two.log.index("0 commit")
+
+
+def test_collectives_of_a_commit_and_of_the_rounds_beside_it_do_not_cross(two: Any, model: str) -> None:
+    config = job(model)
+    torch.manual_seed(0)
+    alone = Trainer(config, model, rank=0, world_size=1, device="cpu")
+    for step in range(2):
+        alone.accumulate(step, batch(step), [[at, 0, 0, 1] for at in range(8)], last=True)
+        alone.finish(step)
+    for key, tensor in whole(alone).items():
+        torch.testing.assert_close(two.ranks[0]["settled"][key], tensor, atol=2e-6, rtol=0)
+
+
+def test_two_ranks_warm_up_as_one_and_stop_together(two: Any, folder: Path) -> None:
+    theirs_seen, theirs = two.ranks[0]["warm_up"]
+    seen: list[dict[str, float]] = []
+    config = config_of(folder, steps=9, batch_size=3)
+    alone, _ = train(folder, config, on_step=seen.append, should_stop=lambda: len(seen) == 3)
+    assert len(theirs_seen) == len(two.ranks[1]["warm_up"][0]) == 3
+    for ours, other in zip(seen, theirs_seen, strict=True):
+        assert other == pytest.approx(ours, rel=1e-4)
+    for name, tensor in weights(alone).items():
+        np.testing.assert_allclose(theirs[name].numpy(), tensor.detach().numpy(), rtol=1e-3, atol=2e-5)

@@ -1,0 +1,182 @@
+"""When the actor waits for a checkpoint, and what becomes of an error in one. The bytes: tests/models/test_checkpoint.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from rondo.roles import sft as sft_role
+from rondo.roles.actor import ActorRole
+from rondo.roles.training import room
+from rondo.runtime.checkpoints import MARKER, NoRoom, complete
+from rondo.runtime.records.timeline import span
+from rondo.runtime.waits import wait_for
+
+
+class Disk:
+    """The trainer as the actor's saving sees it; every writing waits for `go`."""
+
+    def __init__(self) -> None:
+        self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.error: OSError | None = None
+        self.done: list[str] = []
+
+    def stage(self) -> str:
+        self.done.append("stage")
+        return "staged"
+
+    def write(
+        self, folder: Path, staged: str, extra: dict[str, Any], beside: Callable[[Path], None], *, gives_way: bool
+    ) -> bool:
+        self.begun.release()
+        assert self.go.acquire(timeout=120)
+        if self.error is not None:
+            raise self.error
+        self._mark(folder, extra, beside)
+        return True
+
+    def save(
+        self, folder: Path, extra: dict[str, Any], beside: Callable[[Path], None], *, tokenizer_path: str | None
+    ) -> None:
+        self._mark(folder, extra, beside)
+
+    def _mark(self, folder: Path, extra: dict[str, Any], beside: Callable[[Path], None]) -> None:
+        folder.mkdir(parents=True)
+        beside(folder)
+        (folder / MARKER).touch()
+        self.done.append(f"{folder.name} with index {orjson.loads(orjson.dumps(extra))['index']['at']}")
+
+
+class Bus:
+    async def call(self, method: str, version: int) -> dict[str, Any]:
+        return {"state": orjson.dumps({"at": version, "groups": []})}
+
+    def views(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def actor(run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.TaskGroup) -> ActorRole:
+    async def report(kind: str, data: dict[str, Any]) -> None:
+        told.append(data)
+
+    async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(function, *args, **kwargs)
+
+    section: Callable[..., Any] = lambda name, limit_s: contextlib.nullcontext()  # noqa: E731
+    context: Any = SimpleNamespace(
+        rank=0, run_dir=run_dir, report=report, compute=compute, section=section,
+        span=lambda name, **_: span(name, "actor"),
+    )  # fmt: skip
+    role: Any = ActorRole(context)
+    config = SimpleNamespace(
+        train=SimpleNamespace(keep_checkpoints=2, wait_for_room_s=60.0), supervision=SimpleNamespace(save_s=1800.0)
+    )
+    role._job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
+    role._trainer, role._tasks, role._saving = disk, tasks, None
+    return role
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_saving_waits_for_it(tmp_path: Path) -> None:
+    disk, told = Disk(), list[dict[str, Any]]()
+    async with asyncio.TaskGroup() as tasks:
+        role = actor(tmp_path, disk, told, tasks)
+        await wait_for(role._save(2, final=False), name="first", peer="disk", deadline_s=120)
+        assert await asyncio.to_thread(disk.begun.acquire, timeout=120)
+        assert (disk.done, told) == (["stage"], [])
+        second = tasks.create_task(role._save(4, final=False))
+        await asyncio.sleep(0)
+        disk.go.release()
+        await wait_for(second, name="second", peer="disk", deadline_s=120)
+        assert disk.done == ["stage", "step_000002 with index 2", "stage"]
+        disk.go.release()
+        await wait_for(role._save(5, final=True), name="final", peer="disk", deadline_s=120)
+    assert disk.done[3:] == ["step_000004 with index 4", "step_000005 with index 5"]
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_000004", "step_000005"]
+    assert [(record["version"], record["pause_s"] <= record["save_s"]) for record in told] == [
+        (2, True),
+        (4, True),
+        (5, True),
+    ]
+
+
+async def test_an_error_of_a_writer_ends_the_role(tmp_path: Path) -> None:
+    disk = Disk()
+    disk.error = OSError(5, "Input/output error")
+    disk.go.release()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as tasks:
+            role = actor(tmp_path, disk, [], tasks)
+            await role._save(2, final=False)
+            await wait_for(asyncio.Event().wait(), name="training", peer="rollout", deadline_s=120)
+    assert caught.value.exceptions == (disk.error,)
+    assert complete(tmp_path / "checkpoints") == []
+
+
+async def test_a_version_that_has_its_checkpoint_is_not_saved_again(tmp_path: Path) -> None:
+    disk, told = Disk(), list[dict[str, Any]]()
+    folder = tmp_path / "checkpoints" / "step_000002"
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
+    async with asyncio.TaskGroup() as tasks:
+        await actor(tmp_path, disk, told, tasks)._save(2, final=False)
+    assert (disk.done, told) == ([], [])
+
+
+def test_a_saving_on_a_full_disk_waits_under_a_name_until_there_is_room(tmp_path: Path) -> None:
+    script = [sys.executable, str(Path(__file__).with_name("full_disk.py")), str(tmp_path)]
+    own = ["unshare", "--map-root-user", "--mount"]  # whoever may not mount has files of limited size
+    mounts = subprocess.run([*own, "true"], check=False).returncode == 0
+    line = [*own, *script, "tmpfs"] if mounts else [*script, "limit"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["trains on"] and facts["last waits"]
+    assert facts["left"] == ["step_000002"]  # nothing of what could not be written
+    assert facts["checkpoints"] == ["step_000002", "step_000008"]
+    assert facts["told"] == [["checkpoint", 2], ["no_room", 4], ["no_room", 6], ["no_room", 8], ["checkpoint", 8]]
+    assert facts["waits"] == ["room on the disk"] * 3
+    assert facts["loads"] == 8
+
+
+async def test_fine_tuning_that_finds_no_room_for_its_result_waits_as_training_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, told = [NoRoom(tmp_path, 2, 1)], list[str]()
+
+    def save(folder: Path, extra: object, *, tokenizer_path: str) -> None:
+        if full:
+            raise full.pop()
+        folder.mkdir(parents=True)
+
+    async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    async def report(kind: str, data: dict[str, Any]) -> None:
+        told.append(kind)
+
+    async def nothing(*_: object) -> bool:
+        return True
+
+    limits = {"train": SimpleNamespace(wait_for_room_s=60.0), "supervision": SimpleNamespace(save_s=60.0)}
+    config = SimpleNamespace(sft=SimpleNamespace(steps=3), **limits)
+    monkeypatch.setattr(room, "LOOK_S", 0.0)
+    monkeypatch.setattr(sft_role, "open_settings", lambda ctx: (config, "model", "cpu"))
+    monkeypatch.setattr(sft_role, "Trainer", lambda *_, **__: SimpleNamespace(save=save))
+    monkeypatch.setattr(sft_role, "run_warm_up", nothing)
+    context: Any = SimpleNamespace(
+        rank=0, world_size=1, run_dir=tmp_path, load_s=60.0, report=report, compute=compute, ready=nothing,
+        init_process_group=str, section=lambda *_: contextlib.nullcontext(), span=lambda *_: contextlib.nullcontext(),
+    )  # fmt: skip
+    await sft_role.SftRole(context).run()
+    assert told == ["no_room", "checkpoint"] and (tmp_path / "checkpoints" / "step_000003").is_dir()

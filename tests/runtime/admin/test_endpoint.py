@@ -1,0 +1,261 @@
+"""The admin endpoint: what it shows, to whom, and in which form."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rondo.runtime.actors.broadcast import Broadcast
+from rondo.runtime.admin.endpoint import AdminServer, prometheus_lines
+from rondo.runtime.admin.tokens import read_token_file
+from rondo.runtime.config import AdminConfig
+from rondo.runtime.errors import ConfigError, Refused
+
+RUN_TOKEN = "r" * 64
+READ_TOKEN = "f" * 32
+
+
+class Numbers:
+    """A provider with fixed answers."""
+
+    def __init__(self) -> None:
+        self.broadcast = Broadcast()
+        self.healthy = True
+        self.stopped_for: list[str] = []
+
+    def health(self) -> dict[str, Any]:
+        return {"ready": self.healthy, "healthy": self.healthy, "step": 3}
+
+    def roles(self) -> list[dict[str, Any]]:
+        return [{"name": "actor-0", "state": "running"}]
+
+    def waits(self) -> list[dict[str, Any]]:
+        return [{"waiter": "actor-0", "peer": "rollout", "name": "round", "seconds": 1.5}]
+
+    def bus(self) -> dict[str, Any]:
+        return {"groups": {1: "trained"}}
+
+    def weights(self) -> dict[str, Any]:
+        return {"version": 3}
+
+    def samples(self) -> list[dict[str, Any]]:
+        return [{"prompt": "2+2=", "reward": 1.0}]
+
+    def metrics(self) -> dict[str, Any]:
+        return {"step": 3, "reward_mean": 0.25, "restarts": {"role": {"actor": 1}}}
+
+    def subscribe(self) -> AsyncIterator[dict[str, Any]]:
+        return self.broadcast.subscribe()
+
+    def stop(self, reason: str, *, quick: bool) -> None:
+        self.stopped_for.append((reason, quick))
+
+
+@contextlib.asynccontextmanager
+async def endpoint(config: AdminConfig | None = None) -> AsyncIterator[tuple[AdminServer, Numbers]]:
+    provider = Numbers()
+    server = AdminServer(config or AdminConfig(), provider, token=RUN_TOKEN)
+    await server.start()
+    try:
+        yield server, provider
+    finally:
+        await server.close()
+
+
+async def ask(server: AdminServer, method: str, path: str, token: str | None = None, **options: Any) -> tuple[int, Any]:
+    headers = options.pop("headers", {}) | ({"Authorization": f"Bearer {token}"} if token is not None else {})
+    async with aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{server.port}{path}"
+        async with session.request(method, url, headers=headers, **options) as response:
+            is_json = response.content_type == "application/json"
+            return response.status, await response.json() if is_json else await response.text()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text(READ_TOKEN + "\n")
+    file.chmod(0o600)
+    return file
+
+
+async def test_reading_is_open_on_loopback() -> None:
+    async with endpoint() as (server, provider):
+        for path, expected in [
+            ("/healthz", provider.health()),
+            ("/roles", provider.roles()),
+            ("/waits", provider.waits()),
+            ("/bus", {"groups": {"1": "trained"}}),
+            ("/weights", provider.weights()),
+        ]:
+            assert await ask(server, "GET", path) == (200, expected)
+
+
+async def test_prompts_and_answers_need_a_token_on_loopback_too(token_file: Path) -> None:
+    async with endpoint(AdminConfig(token_file=token_file)) as (server, provider):
+        assert (await ask(server, "GET", "/samples"))[0] == 401
+        assert (await ask(server, "GET", "/samples", token="x"))[0] == 403
+        for token in (RUN_TOKEN, READ_TOKEN):
+            assert await ask(server, "GET", "/samples", token=token) == (200, provider.samples())
+
+
+async def test_probes_tell_alive_from_ready() -> None:
+    async with endpoint() as (server, provider):
+        provider.healthy = False
+        assert await ask(server, "GET", "/livez") == (200, "ok\n")
+        assert await ask(server, "GET", "/readyz") == (503, "not ready\n")
+        assert (await ask(server, "GET", "/healthz"))[0] == 503
+
+
+async def test_metrics_are_prometheus_text() -> None:
+    async with endpoint() as (server, _):
+        status, text = await ask(server, "GET", "/metrics")
+    assert status == 200
+    assert text == 'rondo_step 3\nrondo_reward_mean 0.25\nrondo_restarts{role="actor"} 1\n'
+
+
+def test_prometheus_text_escapes_labels_and_leaves_text_out() -> None:
+    lines = list(prometheus_lines({"note": "text", "x.y": float("nan"), "n": {"na-me": {'a"b\n': 1.5}}, "on": True}))
+    assert lines == ["rondo_x_y NaN", 'rondo_n{na_me="a\\"b\\n"} 1.5', "rondo_on 1"]
+
+
+async def test_control_needs_the_runs_token_on_loopback_too() -> None:
+    async with endpoint() as (server, provider):
+        assert (await ask(server, "POST", "/stop"))[0] == 401
+        assert (await ask(server, "POST", "/stop", token="wrong"))[0] == 403
+        assert provider.stopped_for == []
+        assert (await ask(server, "POST", "/stop", token=RUN_TOKEN, json={"reason": "enough"}))[0] == 202
+        assert provider.stopped_for == [("enough", False)]
+        assert (await ask(server, "POST", "/stop", token=RUN_TOKEN, json={"now": True}))[0] == 202
+        assert provider.stopped_for[1:] == [("asked over HTTP", True)]
+
+
+async def test_another_address_needs_a_token_for_everything_but_probes(token_file: Path) -> None:
+    async with endpoint(AdminConfig(host="0.0.0.0", token_file=token_file)) as (server, provider):
+        assert (await ask(server, "GET", "/livez"))[0] == 200
+        assert (await ask(server, "GET", "/samples"))[0] == 401
+        assert (await ask(server, "GET", "/samples", token="x"))[0] == 403
+        assert (await ask(server, "GET", "/samples", token=READ_TOKEN))[0] == 200
+        assert (await ask(server, "GET", "/samples", token=RUN_TOKEN))[0] == 200
+        assert (await ask(server, "POST", "/stop", token=READ_TOKEN))[0] == 403
+        assert provider.stopped_for == []
+
+
+async def test_a_name_that_only_resolves_to_this_machine_is_refused() -> None:
+    async with endpoint() as (server, _):
+        status, body = await ask(server, "GET", "/roles", headers={"Host": "evil.example:80"})
+        assert (status, body["error"]["message"]) == (
+            403,
+            f"Host must name this machine, got 'evil.example:80'. Use {server.url}",
+        )
+        assert (await ask(server, "GET", "/roles", headers={"Host": "localhost:8000"}))[0] == 200
+
+
+async def test_errors_are_json() -> None:
+    async with endpoint() as (server, _):
+        status, body = await ask(server, "GET", "/nothing")
+        assert (status, body["error"]["message"]) == (404, "GET /nothing: Not Found")
+        status, body = await ask(server, "POST", "/stop", token=RUN_TOKEN, data=b"{")
+        assert (status, body["error"]["type"]) == (400, "ConfigError")
+        status, body = await ask(server, "POST", "/stop", token=RUN_TOKEN, json={"why": "?"})
+        assert status == 400
+
+
+async def test_a_mounted_route_keeps_to_its_scope_and_its_errors_are_json() -> None:
+    async def scale(request: web.Request) -> web.StreamResponse:
+        raise Refused("replicas must be in range, got 9. Ask for fewer")
+
+    server = AdminServer(AdminConfig(), Numbers(), token=RUN_TOKEN)
+    server.route("POST", "/rollout/scale_out", scale, scope="control")
+    await server.start()
+    try:
+        assert (await ask(server, "POST", "/rollout/scale_out"))[0] == 401
+        status, body = await ask(server, "POST", "/rollout/scale_out", token=RUN_TOKEN)
+    finally:
+        await server.close()
+    assert (status, body["error"]["message"]) == (503, "replicas must be in range, got 9. Ask for fewer")
+
+
+async def test_a_route_for_every_method_keeps_to_its_scope_too() -> None:
+    async def proxied(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=request.method)
+
+    server = AdminServer(AdminConfig(), Numbers(), token=RUN_TOKEN)
+    server.route("*", "/proxy/{rest:.*}", proxied, scope="control")
+    await server.start()
+    try:
+        for method in ("GET", "POST", "DELETE"):
+            assert (await ask(server, method, "/proxy/a"))[0] == 401
+            assert (await ask(server, method, "/proxy/a", token="wrong"))[0] == 403
+            assert await ask(server, method, "/proxy/a", token=RUN_TOKEN) == (200, method)
+    finally:
+        await server.close()
+
+
+async def test_events_reach_every_subscriber_and_closing_ends_their_streams() -> None:
+    async with endpoint() as (server, provider), aiohttp.ClientSession() as session:
+        url = f"{server.url}/events"
+        async with session.get(url) as first, session.get(url) as second:
+            await subscribed(provider.broadcast, 2)
+            provider.broadcast.publish({"kind": "step", "step": 1})
+            for response in (first, second):
+                assert await response.content.readline() == b'data: {"kind":"step","step":1}\n'
+            await server.close()
+            assert (await first.content.read()).strip() == b""
+    assert provider.broadcast.stats().num_readers == 0
+
+
+async def test_a_subscriber_that_leaves_is_forgotten() -> None:
+    async with endpoint() as (server, provider), aiohttp.ClientSession() as session:
+        async with session.get(f"{server.url}/events"):
+            await subscribed(provider.broadcast, 1)
+        while provider.broadcast.stats().num_readers:
+            provider.broadcast.publish({"kind": "step"})
+            await asyncio.sleep(0)
+
+
+async def test_a_slow_reader_loses_the_oldest_records_and_is_told_how_many() -> None:
+    broadcast = Broadcast(capacity=2)
+    records = broadcast.subscribe()
+    first = asyncio.ensure_future(anext(records))
+    await asyncio.sleep(0)
+    for step in range(5):
+        broadcast.publish({"step": step})
+    assert await first == {"step": 3, "missed": 3}
+    assert await anext(records) == {"step": 4}
+    broadcast.close()
+    assert [record async for record in records] == []
+
+
+async def test_a_port_in_use_is_told() -> None:
+    async with endpoint() as (server, _):
+        with pytest.raises(ConfigError, match=f"admin.port must be free on 127.0.0.1, got {server.port} "):
+            await AdminServer(AdminConfig(port=server.port), Numbers(), token=RUN_TOKEN).start()
+
+
+def test_a_token_file_that_others_can_read_is_refused(token_file: Path) -> None:
+    assert read_token_file(token_file) == READ_TOKEN
+    token_file.chmod(0o640)
+    with pytest.raises(ConfigError) as caught:
+        read_token_file(token_file)
+    assert str(caught.value) == f"admin.token_file must have mode 0600, got 0640. Run: chmod 600 {token_file}"
+
+
+def test_a_token_file_that_is_missing_or_short_is_refused(token_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"admin.token_file must be readable, got .*No such file"):
+        read_token_file(token_file.with_name("none"))
+    token_file.write_text("short")
+    with pytest.raises(ConfigError, match="at least 16 characters, got 5"):
+        read_token_file(token_file)
+
+
+async def subscribed(broadcast: Broadcast, count: int) -> None:
+    while broadcast.stats().num_readers < count:  # noqa: ASYNC110 - the server is real: only its readers tell
+        await asyncio.sleep(0)

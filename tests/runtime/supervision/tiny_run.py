@@ -1,0 +1,47 @@
+"""A program that runs a Supervisor, as `rondo train` does, and prints every event and the outcome as lines of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+from rondo.runtime.supervision.orders import Limits
+from rondo.runtime.supervision.spec import GroupSpec, ServiceSpec, SupervisorConfig
+from rondo.runtime.supervision.supervisor import Supervisor
+
+ROLES = Path(__file__).with_name("tiny_roles.py")
+
+
+def tell(record: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(orjson.dumps(record) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main(text: str) -> int:
+    given = orjson.loads(text)
+    groups = tuple(
+        GroupSpec(name, name.partition("-")[0], count, tuple(f"{ROLES}:{role}" for role in roles), env=dict(env))
+        for name, count, roles, *env in given["groups"]
+    )
+    config = SupervisorConfig(
+        run_dir=Path(given["run_dir"]),
+        groups=groups,
+        coordinator=ServiceSpec("coordinator", "tiny_coordinator"),
+        limits=Limits(**given["limits"]),
+        modules=tuple(given["modules"]),
+        kill=tuple((role, step) for role, step in given["kill"]),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        outcome = runner.run(Supervisor(config, tell).run())
+    tell({"kind": "outcome", **asdict(outcome), "light": not {"torch", "transformers"} & set(sys.modules)})
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
