@@ -34,10 +34,10 @@ settings.load_profile(os.environ.get("RONDO_HYPOTHESIS", "steady"))
 LONGEST = (
     "test_docs.py", "parity/test_parity.py", "e2e/test_runs.py", "chaos/test_bus.py", "e2e/test_updates.py",
     "e2e/test_omni.py", "e2e/test_evaluated.py", "e2e/test_explained.py", "e2e/test_routed.py",
-    "runtime/test_supervisor.py",
-    "comm/test_groups.py", "comm/partitions/test_crash_points.py",
-    "launch/test_check_target.py", "models/test_fsdp_media.py", "models/test_fsdp.py", "roles/test_media.py",
-    "comm/links/test_collective.py", "comm/test_crash_points.py", "comm/test_model.py",
+    "runtime/supervision/test_supervisor.py",
+    "comm/groups/test_groups.py", "comm/partitions/test_crash_points.py",
+    "launch/check/test_target.py", "models/test_fsdp_media.py", "models/test_fsdp.py", "roles/data/test_media.py",
+    "comm/links/test_collective.py", "comm/bus/test_crash_points.py", "comm/bus/test_model.py",
 )  # fmt: skip
 """Files that take longest, longest first: begun last, one of them would keep a single core busy at the end."""
 

@@ -78,7 +78,7 @@ def test_light_modules_import_neither_torch_nor_transformers(module: str) -> Non
 
 
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal"}
-WRITES_OPCODES = ROOT / "roles" / "rollout" / "sglang" / "weights_payload.py"
+WRITES_OPCODES = ROOT / "roles" / "engines" / "sglang" / "weights_payload.py"
 """SGLang's own wire asks for a pickle. It is written by hand, with the names of its opcodes, of things that are known."""
 
 

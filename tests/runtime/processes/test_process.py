@@ -112,7 +112,7 @@ def test_scan_finds_what_left_its_session_and_its_parent() -> None:
 
 SUBREAPER = """
 import os, subprocess, sys
-from rondo.runtime import process
+from rondo.runtime.processes import process
 
 process.set_child_subreaper()
 hidden = '''

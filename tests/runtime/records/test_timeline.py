@@ -175,7 +175,7 @@ def test_without_a_timeline_spans_cost_nothing_and_do_no_harm() -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from rondo.runtime import timeline
+from rondo.runtime.records import timeline
 timeline.FLUSH_S = 0.005
 made = timeline.begin(Path(sys.argv[1]), "actor-0")
 number = 0
