@@ -1,13 +1,12 @@
 """Links: one ring of this node, mirrored on another node, record by record.
 
-frames         what crosses: the hello, frame headers, checksums
+frames         what crosses: frame headers, checksums
 origin         the sender's side of memory: what of the ring comes next (reads only)
 mirror         the receiver's side of memory: what arrived, what is visible, how much room there is (writes only)
 record_stream  one socket that carries chunks of records, either way, without copies
 sender         LinkSender: several such sockets to one receiver, made again when they are lost
 receiver       LinkReceiver: one listener a node, for all its mirrors
-pieces         a ring cut where descriptors and payloads cross apart
-collective     the same mirror over a process group: payloads by gloo or nccl (`_sender`, `_receiver`)
+collective     the same two ends with payloads over a process group, by gloo or nccl
 device_ring    a mirror whose payloads lie in a torch tensor
 config         what a link can be told, and what it tells
 """
@@ -17,8 +16,8 @@ from __future__ import annotations
 from rondo.runtime.face import lazy
 
 _FACE = {
-    "CollectiveReceiver": "rondo.comm.links.collective_receiver",
-    "CollectiveSender": "rondo.comm.links.collective_sender",
+    "CollectiveReceiver": "rondo.comm.links.collective",
+    "CollectiveSender": "rondo.comm.links.collective",
     "DeviceMirror": "rondo.comm.links.device_ring",
     "DeviceView": "rondo.comm.links.device_ring",
     "LinkConfig": "rondo.comm.links.config",

@@ -1,9 +1,9 @@
 """A link whose payloads cross a process group (gloo, nccl); headers, descriptors and control cross one TCP stream beside it.
 
-Owns how one epoch of such a link begins and ends. Does not own its two ends (`collective_sender.py`, `collective_receiver.py`),
-the group (`comm/groups/groups.py`), the rings, or what follows an epoch.
+Owns how one epoch of such a link begins and ends, and how payloads cross. Does not own the streams and what is told on them
+(`sender.py`, `receiver.py`), the group (`comm/groups/groups.py`), the rings, or what follows an epoch.
 
-    sender                          control, TCP                                   receiver
+    sender                          one stream, TCP                                receiver
                 OPEN {ring, epoch, ...}  ->           <-  OPENED {head, tail, have}
     record      DATA header + descriptor ->                                        into the mirror
                 PAYLOAD pos, num_bytes   ->
@@ -17,9 +17,9 @@ the group (`comm/groups/groups.py`), the rings, or what follows an epoch.
         except GroupBroken:
             continue                                        # the next epoch goes on behind the last piece that arrived
 
-Invariants: an epoch has one control stream, and with either the other is over; the mirror alone says where to go on. A
-broken call may still read or write its tensor, so payloads pass through tensors of the epoch's own, never straight from the ring
-or into the mirror. Over nccl a checksum other than "none" costs a copy to the host. Not yet run on a GPU.
+Invariants: an epoch has one stream, and with either the other is over; the mirror alone says where to go on. A broken call may
+still read or write its tensor, so payloads pass through tensors of the epoch's own, never straight from the ring or into the
+mirror. Over nccl a checksum other than "none" costs a copy to the host. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -28,36 +28,45 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from rondo.comm.groups.communicators import Communicator
-from rondo.comm.links.frames import (
-    FRAME_BYTES,
-    Frame,
-    unpack_frame,
-)
-from rondo.comm.links.sender import receive
-from rondo.runtime.errors import (
-    DeadlineExceeded,
-    GroupBroken,
-    PeerGone,
-    ProtocolError,
-)
+from rondo.comm.links.config import LinkConfig
+from rondo.comm.links.device_ring import DeviceMirror
+from rondo.comm.links.frames import PAYLOAD, Frame, pack_frame, tcp_target
+from rondo.comm.links.mirror import Mirror
+from rondo.comm.links.origin import Origin, Piece
+from rondo.comm.links.receiver import LinkReceiver, ReceiverSession
+from rondo.comm.links.record_stream import RecordStream
+from rondo.comm.links.sender import SenderSession, Sending
+from rondo.comm.ring.ring import Memory
+from rondo.runtime.errors import DeadlineExceeded, GroupBroken, PeerGone, ProtocolError, Refused
 from rondo.runtime.waits import waiting
 
 
-def group_name(communicator: Communicator) -> str:
-    """The group and its epoch, as both ends must name it."""
-    return f"{communicator.spec.name}/{communicator.epoch.number}"
+class _Way(NamedTuple):
+    """Which way payloads cross in one epoch: to or from rank `peer`, on the group's `device`."""
+
+    communicator: Communicator
+    peer: int
+    device: str
+
+    @property
+    def epoch(self) -> str:
+        """The group and its epoch, as both ends must name it."""
+        return f"{self.communicator.spec.name}/{self.communicator.epoch.number}"
 
 
 @contextlib.asynccontextmanager
-async def one_epoch(communicator: Communicator) -> AsyncIterator[contextlib.ExitStack]:
-    """However it ends: the sockets are closed and the communicator's epoch is over."""
+async def _one_epoch(communicator: Communicator) -> AsyncIterator[None]:
+    """However it ends, the communicator's epoch is over."""
     why = "the link ended here"
     try:
-        with contextlib.ExitStack() as sockets:
-            yield sockets
+        yield
     except GroupBroken:
         raise
     except (PeerGone, ProtocolError, DeadlineExceeded, OSError) as error:
@@ -67,29 +76,173 @@ async def one_epoch(communicator: Communicator) -> AsyncIterator[contextlib.Exit
         communicator.abort(why)
 
 
-async def together(*parts: Any) -> None:
-    """Run coroutines until one ends with an error, which is raised as it is; the others are cancelled."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for part in parts:
-                group.create_task(part)
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+# ---- the sending end ------------------------------------------------------------------------------------------------
 
 
-async def read_frame(sock: socket.socket, most_bytes: int, deadline_s: float) -> tuple[Frame, bytearray]:
-    """The next frame and its body. Raises ProtocolError for a body of more than `most_bytes`, DeadlineExceeded, PeerGone."""
-    async with waiting("link frame", peer="the other end", deadline_s=deadline_s):
-        frame = unpack_frame(await receive(sock, FRAME_BYTES))
-        if frame.body_bytes > most_bytes:
-            raise ProtocolError(f"a frame must have at most {most_bytes} bytes here, got {frame.body_bytes}.")
-        return frame, await receive(sock, frame.body_bytes)
+class CollectiveSender(Sending):
+    """One ring to one mirror. The coordinator holds the ring's tail at `released`, or at `mirrored` where the mirror lies in host
+    memory."""
+
+    def __init__(
+        self, segment: Memory, ring: str, *, token: str, attempt: int, incarnation: int = 0,
+        config: LinkConfig | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            segment, ring, token=token, node="the other end", attempt=attempt, incarnation=incarnation,
+            config=replace(config or LinkConfig(), num_streams=1), apart=True,
+        )  # fmt: skip
+
+    async def run(self, address: str, communicator: Communicator, peer: int, *, device: str = "cpu") -> None:
+        """Mirror to rank `peer` until the epoch is over: GroupBroken. `device` is the group's. Refused, CorruptData: no use."""
+        way = _Way(communicator, peer, device)
+        async with _one_epoch(communicator):
+            sockets = await self._connect(tcp_target(address), epoch=way.epoch)
+            await self._serve(_PayloadSender(self, self._origin, sockets, way))
 
 
-async def rung(event: asyncio.Event, deadline_s: float) -> bool:
-    """Whether the event came before the deadline."""
-    try:
-        async with waiting("link work", peer="the ring", deadline_s=deadline_s):
-            return await event.wait()
-    except DeadlineExceeded:
-        return False
+class _PayloadSender(SenderSession):
+    """Sends one payload at a time, through a tensor of its own."""
+
+    def __init__(self, link: Sending, origin: Origin, sockets: list[socket.socket], way: _Way) -> None:
+        self._way = way
+        self._host = torch.empty(link.config.chunk_bytes, dtype=torch.uint8)
+        self._there = self._host if way.device == "cpu" else torch.empty_like(self._host, device=way.device)
+        self._crossing: asyncio.Task[None] | None = None
+        super().__init__(link, origin, sockets)
+
+    def close(self) -> None:
+        super().close()
+        if self._crossing is not None:
+            self._crossing.cancel()
+
+    def next_chunk(self, stream: RecordStream) -> list[bytes | memoryview] | None:
+        return super().next_chunk(stream) if self._crossing is None else None
+
+    def frames_of(self, piece: Piece, data: memoryview) -> list[bytes | memoryview]:
+        if not piece.is_payload:
+            return super().frames_of(piece, data)
+        host = self._host.numpy()[: piece.num_bytes]
+        host[:] = np.frombuffer(data, np.uint8)
+        self._crossing = self._loop.create_task(self._cross(piece.num_bytes))
+        return [pack_frame(PAYLOAD, piece.pos, piece.num_bytes, self._checksum(host.data))]
+
+    async def _cross(self, num_bytes: int) -> None:
+        stream, moved = self._streams[0], self._there[:num_bytes]
+        if moved.device.type != "cpu":
+            moved.copy_(self._host[:num_bytes])
+        try:
+            await asyncio.to_thread(self._way.communicator.send, moved, self._way.peer)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it ends the epoch, and is raised by `run`
+            self.lost(stream, error)
+        else:
+            self._crossing = None
+            stream.pump()
+
+
+# ---- the receiving end ----------------------------------------------------------------------------------------------
+
+
+class CollectiveReceiver(LinkReceiver):
+    """One mirror, fed by one sender an epoch. The caller keeps and closes the mirror. Listens from `start` to `close`.
+
+    receiver = CollectiveReceiver(mirror, token)
+    await receiver.start("tcp:10.0.0.2:0")
+    await receiver.run(communicator, peer=0)             # one epoch, again with the next one
+    """
+
+    def __init__(self, mirror: Mirror, token: str, config: LinkConfig | None = None) -> None:
+        super().__init__("the mirror's node", token, lambda ring, capacity: mirror, config)
+        self.mirror = mirror
+        self._way: _Way | None = None
+        self._opened: asyncio.Future[_PayloadReceiver]
+
+    async def start(self, address: str = "tcp:127.0.0.1:0") -> None:
+        await super().start(address)
+        self._accepting(False)  # a sender of the next epoch waits until this end has come to it
+
+    async def close(self) -> None:
+        self._mirrors.clear()
+        await super().close()
+
+    async def run(self, communicator: Communicator, peer: int, *, device: str = "cpu") -> None:
+        """Receive from rank `peer` until the epoch is over: GroupBroken, also when the sender does not connect in time."""
+        self._way, self._opened = _Way(communicator, peer, device), asyncio.get_running_loop().create_future()
+        session: _PayloadReceiver | None = None
+        try:
+            async with _one_epoch(communicator):
+                self._accepting(True)
+                async with waiting("link accept", peer=self.mirror.name, deadline_s=communicator.spec.timeout_s):
+                    session = await self._opened
+                self._accepting(False)
+                await session.ended
+        finally:
+            self._way = None
+            self._accepting(False)
+            if session is not None:
+                session.close()
+
+    def _open(self, sock: socket.socket, request: dict[str, Any]) -> bool:
+        wanted = {"ring": self.mirror.name, "epoch": self._way.epoch if self._way is not None else None, "stream": 0}
+        told = {key: request.get(key) for key in wanted}
+        if told != wanted or self._opened.done():
+            raise Refused(f"a link to {self.mirror.name} must open {wanted} once, got {told}.")
+        return super()._open(sock, request)
+
+    def _session(self, mirror: Mirror, terms: LinkConfig, sock: socket.socket) -> ReceiverSession:
+        assert self._way is not None
+        made = _PayloadReceiver(self, mirror, terms, sock, self._way)
+        self._opened.set_result(made)
+        return made
+
+
+class _PayloadReceiver(ReceiverSession):
+    """Takes payloads in the order in which they are announced. `ended` has the error that ended the epoch."""
+
+    def __init__(
+        self, receiver: LinkReceiver, mirror: Mirror, terms: LinkConfig, sock: socket.socket, way: _Way
+    ) -> None:
+        super().__init__(receiver, mirror, terms, sock)
+        self._way, self._staging = way, torch.empty(terms.chunk_bytes, dtype=torch.uint8, device=way.device)
+        self._announced: asyncio.Queue[Frame] = asyncio.Queue()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._crossing = self._loop.create_task(self._cross())
+
+    def close(self) -> None:
+        super().close()
+        self._crossing.cancel()
+
+    def frame(self, stream: RecordStream, frame: Frame) -> None:
+        if frame.kind != PAYLOAD:
+            super().frame(stream, frame)
+        elif frame.extra > self.terms.chunk_bytes:
+            raise ProtocolError(
+                f"a payload must have at most {self.terms.chunk_bytes} bytes at once, got {frame.extra}."
+            )
+        else:
+            self.mirror.target(frame.pos, frame.extra)
+            self._announced.put_nowait(frame)
+
+    def refuse(self, pos: int, num_bytes: int) -> None:
+        raise ProtocolError(f"the descriptor at {pos} must match its checksum, got another. Join the next epoch.")
+
+    def lost(self, stream: RecordStream, error: Exception) -> None:
+        super().lost(stream, error)
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    async def _cross(self) -> None:
+        try:
+            while True:
+                frame = await self._announced.get()
+                data = self._staging[: frame.extra]
+                await asyncio.to_thread(self._way.communicator.recv, data, self._way.peer)
+                if self.terms.checksum != "none" and self._checksum(data.cpu().numpy().data) != frame.checksum:
+                    super().refuse(frame.pos, frame.extra)
+                    continue
+                if isinstance(self.mirror, DeviceMirror):
+                    self.mirror.store_payload(frame.pos, data)
+                else:
+                    self.mirror.target(frame.pos, frame.extra)[:] = data.cpu().numpy().data
+                self.arrived(frame.pos, frame.extra)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it ends the epoch, and is raised by `run`
+            self.lost(self._streams[0], error)

@@ -1,4 +1,4 @@
-"""Frames of a link: the hello, one fixed header, and the checksums over what follows it.
+"""Frames of a link: one fixed header, and the checksums over what follows it.
 
 Owns the bytes between two nodes. Does not own when a frame is sent (`sender.py`, `receiver.py`) nor where a chunk lies
 (`origin.py`, `mirror.py`).
@@ -20,7 +20,8 @@ CRC as it would unfolded; two flipped bits cancel in one folding only at a multi
 
 from __future__ import annotations
 
-import hmac
+import asyncio
+import socket
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -30,14 +31,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rondo.runtime.actors.transport import HELLO, HELLO_MAGIC, token_digest
-from rondo.runtime.errors import TRAVELLERS, ProtocolError, Refused, RemoteError
+from rondo.runtime.actors.transport import parse_address
+from rondo.runtime.errors import TRAVELLERS, ConfigError, PeerGone, ProtocolError, RemoteError
 
 LINK_VERSION = 1
 OPEN, OPENED, DATA, CREDIT, RESEND, BEAT, REFUSAL, PAYLOAD = range(1, 9)
 MAX_BODY_BYTES = 64 << 10
 """Limit on the JSON of OPEN, OPENED and REFUSAL."""
-HELLO_BYTES = HELLO.size
 
 _MAGIC = b"RLNK"
 _FIELDS = struct.Struct("<4sIIIQQ")
@@ -105,28 +105,35 @@ def refusal(told: Mapping[str, Any]) -> Exception:
     return known(text)
 
 
-# ---- hello ----------------------------------------------------------------------------------------------------------
+# ---- before a stream is open ----------------------------------------------------------------------------------------
 
 
-def pack_hello(token: str, name: str) -> bytes:
-    label = name.encode()[:64]
-    return HELLO.pack(HELLO_MAGIC, LINK_VERSION, len(label), 0, token_digest(token), label)
+def tcp_target(address: str) -> tuple[str, int]:
+    """Host and port of 'tcp:host:port'. Raises ConfigError."""
+    target = parse_address(address)
+    if not isinstance(target, tuple):
+        raise ConfigError(f"the address of a link must look like 'tcp:host:port', got {address!r}. Name another node.")
+    return target
 
 
-def check_hello(hello: bytes | bytearray, token: str) -> str:
-    """The caller's name. Raises ProtocolError for what is no hello of this version, Refused for a wrong token."""
-    magic, version, name_bytes, _, digest, label = HELLO.unpack(hello)
-    if magic != HELLO_MAGIC:
-        raise ProtocolError(f"a connection to rondo must begin with its hello, got {magic!r}")
-    if version != LINK_VERSION:
-        raise ProtocolError(
-            f"both ends of a link must speak the same protocol, got version {version} from the caller and {LINK_VERSION} "
-            "here. Run one version of rondo on all nodes"
-        )
-    if not hmac.compare_digest(digest, token_digest(token)):
-        raise Refused("the token must be the run's own, got another. Read it from the run-time directory")
-    name: str = label[:name_bytes].decode(errors="replace")
-    return name
+async def receive(sock: socket.socket, num_bytes: int) -> bytearray:
+    """Exactly `num_bytes`, and not one behind them. Raises PeerGone at the end of the stream."""
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        got = await asyncio.get_running_loop().sock_recv_into(sock, rest)
+        if got == 0:
+            raise PeerGone("a link's peer must stay until it is open, got the end of its stream. Connect again")
+        rest = rest[got:]
+    return data
+
+
+async def receive_json(sock: socket.socket) -> tuple[int, dict[str, Any]]:
+    """Kind and JSON object of the next frame, which must be OPEN, OPENED or REFUSAL. Raises ProtocolError or PeerGone."""
+    frame = unpack_frame(await receive(sock, FRAME_BYTES))
+    if frame.kind not in (OPEN, OPENED, REFUSAL) or frame.body_bytes > MAX_BODY_BYTES:
+        raise ProtocolError(f"a link must begin with OPEN, got kind {frame.kind}. Connect again.")
+    return frame.kind, unpack_json(frame, await receive(sock, frame.body_bytes))
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------

@@ -1,32 +1,49 @@
-"""The origin: a ring as its link reads it, cut into chunks that may leave.
+"""The origin: a ring as its link reads it, cut into pieces that may leave.
 
 Owns the order in which bytes of the ring are offered. Does not own the ring (its producer writes it, the coordinator alone
 releases it), nor how many bytes the other side has room for (`credit`).
 
     log      [ record | record |   long record   | pad ......] [ record | ...        chunk_bytes = 4
-    chunks     1111     1122     2223333444        5 (header)    6666
+    pieces     1111     1122     2223333444        5 (header)    6666
 
-Invariants: a chunk never crosses the end of a lap and is never sent beyond the credit; of a pad only the header is sent;
-what the mirror has already is not offered again; a chunk that was refused comes first. Chunks are views of the ring.
+    log      | header, descriptor | payload ................ | pad ....              `apart`: payloads cross another way
+    pieces   |        host        | payload | payload | pay. | host (64 bytes)
+
+Invariants: a piece never crosses the end of a lap and is never sent beyond the credit; of a pad only the header is sent;
+what the mirror has already is not offered again; a piece that was refused comes first. Where payloads cross apart, no piece has
+bytes of both ways, or of two records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from rondo.comm.ring.records import HEADER_BYTES, PAD, RECORD
-from rondo.comm.ring.ring import RingView
+from rondo.comm.ring.records import HEADER_BYTES, PAD, RECORD, align
+from rondo.comm.ring.ring import Memory, RingView
 from rondo.comm.ring.words import PEEK_IS_SAFE, settle
 from rondo.runtime.errors import CorruptData, Refused
+
+
+class Piece(NamedTuple):
+    """`num_bytes` of the log at `pos`; where payloads cross apart, whether they are a payload's."""
+
+    pos: int
+    num_bytes: int
+    is_payload: bool
 
 
 class Origin(RingView):
     """One ring, read from a cursor on. `num_records` counts those whose first byte was offered since `start`."""
 
     num_records = 0
-    _next = _walked = _seen = 0
+    _next = _walked = _seen = _payload_pos = 0
     _have: list[tuple[int, int]]
     _again: list[tuple[int, int]]
+
+    def __init__(self, segment: Memory, name: str, *, apart: bool = False) -> None:
+        super().__init__(segment, name)
+        self._apart = apart
 
     def start(self, cursor: int, seq: int, have: Sequence[tuple[int, int]]) -> None:
         """Begin behind what a mirror has: records up to `cursor`, the last of generation `seq`, and the intervals `have`.
@@ -54,36 +71,35 @@ class Origin(RingView):
         settle()
 
     def again(self, pos: int, num_bytes: int) -> None:
-        """A chunk did not arrive as it was: it goes first now."""
+        """A piece did not arrive as it was: it goes first now. Where payloads cross apart, one of a payload."""
         self._again.append((pos, num_bytes))
 
     def waits_for_room(self, credit: int) -> bool:
         """Whether there is something to send that the other side has no room for."""
         return not self._again and credit <= self._next < self._seen
 
-    def take(self, chunk_bytes: int, credit: int) -> tuple[int, int] | None:
-        """The next chunk, as (pos, bytes); None when there is none below `credit`. Raises CorruptData at a broken record."""
+    def take(self, chunk_bytes: int, credit: int) -> Piece | None:
+        """The next piece; None when there is none below `credit`. Raises CorruptData at a broken record."""
         if self._again:
-            return self._again.pop(0)
+            return Piece(*self._again.pop(0), self._apart)
         if PEEK_IS_SAFE and self._next == self._seen:
             self.look()
         end = min(self._seen, credit)
         while self._next < end:
             if self._have and self._have[0][0] <= self._next:
                 self._next = max(self._next, self._have.pop(0)[1])
-                continue
-            if self._walked <= self._next:
+            elif self._walked <= self._next:
                 pos = self._walked
                 if self._walk() == PAD:
                     first, self._next = self._next, max(self._next, self._walked)
                     if first == pos:
-                        return pos, HEADER_BYTES
-                continue
-            return self._cut(chunk_bytes, end)
+                        return Piece(pos, HEADER_BYTES, False)
+            else:
+                return self._cut(chunk_bytes, end)
         return None
 
     def view(self, pos: int, num_bytes: int) -> memoryview:
-        """The bytes of a chunk, in place. Raises CorruptData when they were released, and so may be others by now."""
+        """The bytes of a piece, in place. Raises CorruptData when they were released, and so may be others by now."""
         if pos < self.tail:
             raise CorruptData(
                 f"ring {self.name} must be held until it is mirrored, got a tail of {self.tail} above {pos}. Release an "
@@ -94,23 +110,24 @@ class Origin(RingView):
 
     def _walk(self) -> int:
         """Step over one record; its kind."""
-        header, _ = self._header(self._walked)
+        pos = self._walked
+        header, _ = self._header(pos)
         if header.kind == RECORD:
             self.num_records += 1
+            self._payload_pos = pos + align(HEADER_BYTES + header.descriptor_bytes)
         self._walked += header.num_bytes
         return header.kind
 
-    def _cut(self, chunk_bytes: int, end: int) -> tuple[int, int]:
+    def _cut(self, chunk_bytes: int, end: int) -> Piece:
         pos = self._next
-        stop = pos + chunk_bytes
-        while self._walked < min(stop, self._seen) and self._walked % self.capacity:
-            header, _ = self._header(self._walked)
-            if header.kind == PAD:
+        stop = min(pos + chunk_bytes, end)
+        is_payload = self._apart and pos >= self._payload_pos
+        while not self._apart and self._walked < min(stop, self._seen) and self._walked % self.capacity:
+            if self._header(self._walked)[0].kind == PAD:
                 break
-            self.num_records += 1
-            self._walked += header.num_bytes
-        stop = min(stop, self._walked, end)
+            self._walk()
+        stop = min(stop, self._walked if is_payload or not self._apart else self._payload_pos)
         if self._have:
             stop = min(stop, self._have[0][0])
         self._next = stop
-        return pos, stop - pos
+        return Piece(pos, stop - pos, is_payload)

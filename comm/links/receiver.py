@@ -17,33 +17,29 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from rondo.comm.links.config import MAX_STREAMS, LinkConfig
+from rondo.comm.links.config import LinkConfig
 from rondo.comm.links.frames import (
     BEAT,
     CHECKSUMS,
     CREDIT,
     DATA,
-    FRAME_BYTES,
-    HELLO_BYTES,
-    MAX_BODY_BYTES,
+    LINK_VERSION,
     OPEN,
     OPENED,
     RESEND,
     Frame,
-    check_hello,
     pack_frame,
     pack_json,
     pack_refusal,
-    unpack_frame,
-    unpack_json,
+    receive,
+    receive_json,
+    tcp_target,
 )
 from rondo.comm.links.mirror import Mirror, MirrorStats
 from rondo.comm.links.record_stream import RecordStream
-from rondo.comm.links.sender import receive
-from rondo.runtime.actors.transport import HELLO_S, parse_address
+from rondo.runtime.actors.transport import HELLO, HELLO_S, check_hello
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, Refused, RondoError
 from rondo.runtime.waits import waiting
 
@@ -65,16 +61,13 @@ class LinkReceiver:
         self._token = token
         self._open_mirror = open_mirror
         self._mirrors: dict[str, Mirror] = {}
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, ReceiverSession] = {}
         self._admissions: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 
     async def start(self, address: str = "tcp:127.0.0.1:0") -> None:
         """Listen; `address` then has the port. Raises Refused when it is taken."""
-        target = parse_address(address)
-        if not isinstance(target, tuple):
-            raise ConfigError(f"links must listen at 'tcp:host:port', got {address!r}. Name a host and a port.")
-        loop = asyncio.get_running_loop()
+        target, loop = tcp_target(address), asyncio.get_running_loop()
         family, kind, protocol, _, where = (await loop.getaddrinfo(*target, type=socket.SOCK_STREAM))[0]
         listener = socket.socket(family, kind, protocol)
         try:
@@ -90,12 +83,12 @@ class LinkReceiver:
         self._listener = listener
         host, port = listener.getsockname()[:2]
         self.address = f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
-        loop.add_reader(listener, self._accept, listener)
+        self._accepting(True)
 
     async def close(self) -> None:
         """Hang up on all senders and let go of the mirrors; their memory keeps what arrived. Safe to call twice."""
+        self._accepting(False)
         if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
         for task in self._admissions:
@@ -122,6 +115,13 @@ class LinkReceiver:
 
     # ---- admission --------------------------------------------------------------------------------------------------
 
+    def _accepting(self, whether: bool) -> None:
+        """Whether callers are let in, or wait until they are."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            if whether:
+                asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
+
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
@@ -139,11 +139,11 @@ class LinkReceiver:
         try:
             async with waiting("link hello", peer="a caller", deadline_s=HELLO_S):
                 try:
-                    check_hello(await receive(sock, HELLO_BYTES), self._token)
-                    frame = unpack_frame(await receive(sock, FRAME_BYTES))
-                    if frame.kind != OPEN or frame.body_bytes > MAX_BODY_BYTES:
-                        raise ProtocolError(f"a link must begin with OPEN, got kind {frame.kind}. Connect again.")
-                    admitted = self._open(sock, unpack_json(frame, await receive(sock, frame.body_bytes)))
+                    check_hello(await receive(sock, HELLO.size), self._token, LINK_VERSION)
+                    kind, request = await receive_json(sock)
+                    if kind != OPEN:
+                        raise ProtocolError(f"a link must begin with OPEN, got kind {kind}. Connect again.")
+                    admitted = self._open(sock, request)
                 except PeerGone:
                     return
                 except RondoError as error:
@@ -160,15 +160,13 @@ class LinkReceiver:
             if index:
                 self._join(sock, ring, index, str(request["session"]))
                 return True
-            terms = _Terms(str(request["checksum"]), int(request["chunk_bytes"]), int(request["num_streams"]))
+            terms = LinkConfig(int(request["num_streams"]), int(request["chunk_bytes"]), str(request["checksum"]))
             capacity, tail = int(request["capacity"]), int(request["tail"])
             attempt, incarnation = int(request["attempt"]), int(request["incarnation"])
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, RondoError):
                 raise
             raise ProtocolError(f"an OPEN must name ring, stream and terms, got {request}.") from error
-        if terms.checksum not in CHECKSUMS or not 1 <= terms.num_streams <= MAX_STREAMS:
-            raise ProtocolError(f"an OPEN must have terms that are known here, got {terms}. Run one version of rondo.")
         if ring not in self._mirrors:
             self._mirrors[ring] = self._open_mirror(ring, capacity)
         mirror = self._mirrors[ring]
@@ -177,8 +175,11 @@ class LinkReceiver:
         mirror.admit(attempt, incarnation, tail)
         if ring in self._sessions:
             self._sessions[ring].close()
-        self._sessions[ring] = _Session(self, mirror, terms, sock)
+        self._sessions[ring] = self._session(mirror, terms, sock)
         return True
+
+    def _session(self, mirror: Mirror, terms: LinkConfig, sock: socket.socket) -> ReceiverSession:
+        return ReceiverSession(self, mirror, terms, sock)
 
     def _join(self, sock: socket.socket, ring: str, index: int, name: str) -> None:
         session = self._sessions.get(ring)
@@ -186,24 +187,15 @@ class LinkReceiver:
             raise ProtocolError(f"stream {index} of ring {ring} must join an open session, got another. Connect again.")
         session.join(sock, index)
 
-    def forget(self, session: _Session) -> None:
+    def forget(self, session: ReceiverSession) -> None:
         if self._sessions.get(session.mirror.name) is session:
             del self._sessions[session.mirror.name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """What the sender of a session decides."""
+class ReceiverSession:
+    """The connections of one sender at one time. `terms` are the sender's, which decides streams, chunks and checksum."""
 
-    checksum: str
-    chunk_bytes: int
-    num_streams: int
-
-
-class _Session:
-    """The connections of one sender at one time."""
-
-    def __init__(self, receiver: LinkReceiver, mirror: Mirror, terms: _Terms, sock: socket.socket) -> None:
+    def __init__(self, receiver: LinkReceiver, mirror: Mirror, terms: LinkConfig, sock: socket.socket) -> None:
         self.name = secrets.token_hex(16)
         self.mirror, self.terms = mirror, terms
         self._receiver = receiver
@@ -276,11 +268,19 @@ class _Session:
         return self.mirror.target(frame.pos, frame.body_bytes)
 
     def body(self, stream: RecordStream, frame: Frame, memory: memoryview) -> None:
-        if self._checksum(memory) != frame.checksum:
-            self.mirror.num_refused_chunks += 1
-            self._streams[0].send(pack_frame(RESEND, frame.pos, frame.body_bytes))
-        elif self.mirror.arrived(frame.pos, frame.body_bytes):
+        if self._checksum(memory) == frame.checksum:
+            self.arrived(frame.pos, frame.body_bytes)
+        else:
+            self.refuse(frame.pos, frame.body_bytes)
+
+    def arrived(self, pos: int, num_bytes: int) -> None:
+        if self.mirror.arrived(pos, num_bytes):
             self.tell()
+
+    def refuse(self, pos: int, num_bytes: int) -> None:
+        """What arrived is not what was sent: it comes again."""
+        self.mirror.num_refused_chunks += 1
+        self._streams[0].send(pack_frame(RESEND, pos, num_bytes))
 
     def frame(self, stream: RecordStream, frame: Frame) -> None:
         if frame.kind != BEAT:

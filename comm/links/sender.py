@@ -1,7 +1,7 @@
-"""The sending end of a link over TCP: keeps one mirror on another node equal to one ring of this node.
+"""The sending end of a link: keeps one mirror on another node equal to one ring of this node.
 
-Owns the connections, their loss and return, and what of the ring was reported as arrived. Does not own the ring: it never
-releases it. The coordinator holds the ring's tail at `released` (or at `mirrored`, if the other node need not hold back).
+Owns the connections, and what of the ring was reported as arrived. Does not own the ring: it never releases it. The coordinator
+holds the ring's tail at `released` (or at `mirrored`, if the other node need not hold back).
 
     sender = LinkSender(segment, "ring/rollout-0/0", "tcp:10.0.0.2:7000", token=token, node="node-1", attempt=0)
     task = group.create_task(sender.run())       # reconnects; ends with an error when it cannot go on
@@ -27,7 +27,7 @@ from rondo.comm.links.frames import (
     CHECKSUMS,
     CREDIT,
     DATA,
-    FRAME_BYTES,
+    LINK_VERSION,
     MAX_BODY_BYTES,
     OPEN,
     OPENED,
@@ -35,57 +35,39 @@ from rondo.comm.links.frames import (
     RESEND,
     Frame,
     pack_frame,
-    pack_hello,
     pack_json,
+    receive_json,
     refusal,
-    unpack_frame,
+    tcp_target,
     unpack_json,
 )
-from rondo.comm.links.origin import Origin
+from rondo.comm.links.origin import Origin, Piece
 from rondo.comm.links.record_stream import RecordStream
 from rondo.comm.ring.ring import Memory
 from rondo.comm.ring.words import drain
-from rondo.runtime.actors.transport import parse_address
+from rondo.runtime.actors.transport import pack_hello
 from rondo.runtime.errors import ConfigError, CorruptData, DeadlineExceeded, PeerGone, ProtocolError
 from rondo.runtime.waits import PROCESS, Wait, waiting
 
 _MAX_RESENDS = 8
-"""A chunk refused more often than this is not damaged on the way."""
+"""A piece refused more often than this is not damaged on the way."""
 _RETRIED = (PeerGone, ProtocolError, DeadlineExceeded, OSError)
 
 
-class LinkSender:
-    """One ring to one node. `progress(mirrored, released)` is called on the loop whenever either moved.
-
-    `incarnation` fences: a receiver refuses a sender older than the newest it saw. `doorbell_fd` is this link's own (the
-    ring's belongs to the coordinator); without one, `wake` says that there are records.
-    """
+class Sending:
+    """One ring to one node, over the connections of one time after another. `mirrored` and `released` are log offsets."""
 
     def __init__(
-        self,
-        segment: Memory,
-        ring: str,
-        address: str,
-        *,
-        token: str,
-        node: str,
-        attempt: int,
-        incarnation: int = 0,
-        config: LinkConfig | None = None,
-        doorbell_fd: int | None = None,
+        self, segment: Memory, ring: str, *, token: str, node: str, attempt: int, incarnation: int,
+        config: LinkConfig, apart: bool = False, doorbell_fd: int | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        target = parse_address(address)
-        if not isinstance(target, tuple):
-            raise ConfigError(
-                f"the address of a link must look like 'tcp:host:port', got {address!r}. Name another node."
-            )
+    ) -> None:  # fmt: skip
         if not token:
             raise ConfigError("a link must show a token, got an empty one. Read it from the run-time directory.")
-        self.ring, self.node, self.config = ring, node, config or LinkConfig()
+        self.ring, self.node, self.config = ring, node, config
         self.mirrored = self.released = 0
-        self._origin = Origin(segment, ring)
-        self._target = target
+        self.counts: Counter[str] = Counter()
+        self._origin = Origin(segment, ring, apart=apart)
         self._token = token
         self._identity = {
             "ring": ring,
@@ -95,44 +77,11 @@ class LinkSender:
         }
         self._doorbell_fd = doorbell_fd
         self._progress = progress
-        self._session: _Session | None = None
+        self._session: SenderSession | None = None
         self._moved = asyncio.Event()
         self._state = "is not started"
         self._stalled: Wait | None = None
-        self.counts: Counter[str] = Counter()
         self._last_loss = ""
-
-    async def run(self) -> None:
-        """Mirror until cancelled. Raises Refused or CorruptData at what no retry mends, PeerGone when `reconnect_s` passed."""
-        loop = asyncio.get_running_loop()
-        if self._doorbell_fd is not None:
-            loop.add_reader(self._doorbell_fd, self.wake)
-        since, pause_s = loop.time(), self.config.first_pause_s
-        try:
-            while True:
-                self._state = f"connects to {self.node}"
-                before = self.counts["num_bytes"]
-                try:
-                    async with waiting("link connect", peer=self.node, deadline_s=self.config.connect_s):
-                        session = await self._connect()
-                    await self._serve(session)
-                except _RETRIED as error:
-                    self._last_loss = str(error)
-                    if self.counts["num_bytes"] > before:
-                        since, pause_s = loop.time(), self.config.first_pause_s
-                    if loop.time() + pause_s - since > self.config.reconnect_s:
-                        raise PeerGone(
-                            f"the link of ring {self.ring} to {self.node} must be made again within "
-                            f"{self.config.reconnect_s:g} s, got {error}. Look at the network, or raise reconnect_s"
-                        ) from error
-                self._state = f"pauses before it connects to {self.node}"
-                async with waiting("link pause", peer=self.node, deadline_s=None):
-                    await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, self.config.longest_pause_s)
-        finally:
-            self._state = "ended"
-            if self._doorbell_fd is not None:
-                loop.remove_reader(self._doorbell_fd)
 
     def wake(self) -> None:
         """Records became visible in the ring. To be called on the loop."""
@@ -144,15 +93,15 @@ class LinkSender:
 
     async def mirrored_upto(self, pos: int, *, deadline_s: float) -> None:
         """Wait until the mirror shows everything before log offset `pos`. Raises DeadlineExceeded."""
-        async with waiting("link mirrored", peer=self.node, deadline_s=deadline_s):
-            while self.mirrored < pos:
-                self._moved.clear()
-                await self._moved.wait()
+        await self._upto("link mirrored", lambda: self.mirrored >= pos, deadline_s)
 
     async def released_upto(self, pos: int, *, deadline_s: float) -> None:
         """Wait until the other node let go of everything before log offset `pos`. Raises DeadlineExceeded."""
-        async with waiting("link released", peer=self.node, deadline_s=deadline_s):
-            while self.released < pos:
+        await self._upto("link released", lambda: self.released >= pos, deadline_s)
+
+    async def _upto(self, name: str, reached: Callable[[], bool], deadline_s: float) -> None:
+        async with waiting(name, peer=self.node, deadline_s=deadline_s):
+            while not reached():
                 self._moved.clear()
                 await self._moved.wait()
 
@@ -189,42 +138,44 @@ class LinkSender:
 
     # ---- connecting -------------------------------------------------------------------------------------------------
 
-    async def _connect(self) -> _Session:
-        with contextlib.ExitStack() as undo:
-            first, opened = await self._open_stream(undo, {**self._identity, "stream": 0, "tail": self._origin.tail})
-            more = {"ring": self.ring, "session": opened["session"]}
-            others = [
-                (await self._open_stream(undo, {**more, "stream": i}))[0] for i in range(1, self.config.num_streams)
-            ]
-            have = [(int(start), int(end)) for start, end in opened["have"]]
-            self._origin.start(int(opened["head"]), int(opened["seq"]), have)
-            self.counts["num_sessions"] += 1
-            self.moved(int(opened["head"]), int(opened["tail"]))
-            undo.pop_all()
-            return _Session(self, self._origin, [first, *others])
+    async def _connect(self, target: tuple[str, int], **terms: Any) -> list[socket.socket]:
+        """The streams of one time. What is sent over them goes on at what the receiver has."""
+        config = self.config
+        async with waiting("link connect", peer=self.node, deadline_s=config.connect_s):
+            with contextlib.ExitStack() as undo:
+                first = {**self._identity, **terms, "stream": 0, "tail": self._origin.tail}
+                sock, opened = await self._open_stream(undo, target, first)
+                sockets, more = [sock], {"ring": self.ring, "session": opened["session"]}
+                for index in range(1, config.num_streams):
+                    sockets.append((await self._open_stream(undo, target, {**more, "stream": index}))[0])
+                have = [(int(start), int(end)) for start, end in opened["have"]]
+                self._origin.start(int(opened["head"]), int(opened["seq"]), have)
+                self.counts["num_sessions"] += 1
+                self.moved(int(opened["head"]), int(opened["tail"]))
+                undo.pop_all()
+                return sockets
 
     async def _open_stream(
-        self, undo: contextlib.ExitStack, request: dict[str, Any]
+        self, undo: contextlib.ExitStack, target: tuple[str, int], request: dict[str, Any]
     ) -> tuple[socket.socket, dict[str, Any]]:
-        loop = asyncio.get_running_loop()
-        config = self.config
+        loop, config = asyncio.get_running_loop(), self.config
         request |= {"checksum": config.checksum, "chunk_bytes": config.chunk_bytes, "num_streams": config.num_streams}
-        family, kind, protocol, _, where = (await loop.getaddrinfo(*self._target, type=socket.SOCK_STREAM))[0]
+        family, kind, protocol, _, where = (await loop.getaddrinfo(*target, type=socket.SOCK_STREAM))[0]
         sock = socket.socket(family, kind, protocol)
         undo.callback(sock.close)
         sock.setblocking(False)
         await loop.sock_connect(sock, where)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await loop.sock_sendall(sock, pack_hello(self._token, f"link {self.ring}") + pack_json(OPEN, request))
-        frame = unpack_frame(await receive(sock, FRAME_BYTES))
-        if frame.kind not in (OPENED, REFUSAL) or frame.body_bytes > MAX_BODY_BYTES:
-            raise ProtocolError(f"a link's receiver must answer with OPENED or REFUSAL, got kind {frame.kind}.")
-        answer = unpack_json(frame, await receive(sock, frame.body_bytes))
-        if frame.kind == REFUSAL:
+        hello = pack_hello(self._token, f"link {self.ring}", LINK_VERSION)
+        await loop.sock_sendall(sock, hello + pack_json(OPEN, request))
+        kind_told, answer = await receive_json(sock)
+        if kind_told == REFUSAL:
             raise refusal(answer)
+        if kind_told != OPENED:
+            raise ProtocolError(f"a link's receiver must answer with OPENED or REFUSAL, got kind {kind_told}.")
         return sock, answer
 
-    async def _serve(self, session: _Session) -> None:
+    async def _serve(self, session: SenderSession) -> None:
         self._session = session
         self._state = "sends"
         try:
@@ -236,22 +187,68 @@ class LinkSender:
             session.close()
 
 
-async def receive(sock: socket.socket, num_bytes: int) -> bytearray:
-    """Exactly `num_bytes`, and not one behind them. Raises PeerGone at the end of the stream."""
-    data = bytearray(num_bytes)
-    rest = memoryview(data)
-    while rest:
-        got = await asyncio.get_running_loop().sock_recv_into(sock, rest)
-        if got == 0:
-            raise PeerGone("a link's peer must stay until it is open, got the end of its stream. Connect again")
-        rest = rest[got:]
-    return data
+class LinkSender(Sending):
+    """One ring to one node, over TCP. `progress(mirrored, released)` is called on the loop whenever either moved.
+
+    `incarnation` fences: a receiver refuses a sender older than the newest it saw. `doorbell_fd` is this link's own (the
+    ring's belongs to the coordinator); without one, `wake` says that there are records.
+    """
+
+    def __init__(
+        self,
+        segment: Memory,
+        ring: str,
+        address: str,
+        *,
+        token: str,
+        node: str,
+        attempt: int,
+        incarnation: int = 0,
+        config: LinkConfig | None = None,
+        doorbell_fd: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._target = tcp_target(address)
+        super().__init__(
+            segment, ring, token=token, node=node, attempt=attempt, incarnation=incarnation, config=config or LinkConfig(),
+            doorbell_fd=doorbell_fd, progress=progress,
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        """Mirror until cancelled. Raises Refused or CorruptData at what no retry mends, PeerGone when `reconnect_s` passed."""
+        loop = asyncio.get_running_loop()
+        if self._doorbell_fd is not None:
+            loop.add_reader(self._doorbell_fd, self.wake)
+        since, pause_s = loop.time(), self.config.first_pause_s
+        try:
+            while True:
+                self._state = f"connects to {self.node}"
+                before = self.counts["num_bytes"]
+                try:
+                    await self._serve(SenderSession(self, self._origin, await self._connect(self._target)))
+                except _RETRIED as error:
+                    self._last_loss = str(error)
+                    if self.counts["num_bytes"] > before:
+                        since, pause_s = loop.time(), self.config.first_pause_s
+                    if loop.time() + pause_s - since > self.config.reconnect_s:
+                        raise PeerGone(
+                            f"the link of ring {self.ring} to {self.node} must be made again within "
+                            f"{self.config.reconnect_s:g} s, got {error}. Look at the network, or raise reconnect_s"
+                        ) from error
+                self._state = f"pauses before it connects to {self.node}"
+                async with waiting("link pause", peer=self.node, deadline_s=None):
+                    await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, self.config.longest_pause_s)
+        finally:
+            self._state = "ended"
+            if self._doorbell_fd is not None:
+                loop.remove_reader(self._doorbell_fd)
 
 
-class _Session:
+class SenderSession:
     """The connections of one time, all or none: when one is lost, so are the others."""
 
-    def __init__(self, link: LinkSender, origin: Origin, sockets: list[socket.socket]) -> None:
+    def __init__(self, link: Sending, origin: Origin, sockets: list[socket.socket]) -> None:
         self._link = link
         self._origin = origin
         self._loop = asyncio.get_running_loop()
@@ -284,6 +281,10 @@ class _Session:
             if not stream.busy:
                 stream.send(pack_frame(BEAT))
 
+    def frames_of(self, piece: Piece, data: memoryview) -> list[bytes | memoryview]:
+        """What crosses a stream for a piece of the ring."""
+        return [pack_frame(DATA, piece.pos, checksum=self._checksum(data), body_bytes=piece.num_bytes), data]
+
     # ---- as the streams' owner --------------------------------------------------------------------------------------
 
     def next_chunk(self, stream: RecordStream) -> list[bytes | memoryview] | None:
@@ -293,11 +294,10 @@ class _Session:
         if piece is None:
             link.stalled(origin.waits_for_room(credit))
             return None
-        pos, num_bytes = piece
-        chunk = origin.view(pos, num_bytes)
+        data = origin.view(piece.pos, piece.num_bytes)
         link.counts["num_chunks"] += 1
-        link.counts["num_bytes"] += num_bytes
-        return [pack_frame(DATA, pos, checksum=self._checksum(chunk), body_bytes=num_bytes), chunk]
+        link.counts["num_bytes"] += piece.num_bytes
+        return self.frames_of(piece, data)
 
     def target(self, stream: RecordStream, frame: Frame) -> memoryview:
         if frame.kind != REFUSAL or frame.body_bytes > MAX_BODY_BYTES:

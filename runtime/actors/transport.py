@@ -197,9 +197,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     def say_hello(self, token: str, name: str) -> None:
         """Writes the hello; the other side answers with a welcome or a refusal."""
-        label = name.encode()[:64]
-        hello = (HELLO_MAGIC, PROTOCOL_VERSION, len(label), self.max_frame_bytes, token_digest(token), label)
-        self.transport.write(HELLO.pack(*hello))
+        self.transport.write(pack_hello(token, name, PROTOCOL_VERSION, self.max_frame_bytes))
 
     def expect_hello(self, token: str, then: Callable[[], None]) -> None:
         """Reads exactly the hello and nothing behind it; calls `then` if it is right, else refuses."""
@@ -208,17 +206,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
         def check() -> None:
             self._forget_hello()
-            magic, version, name_bytes, self.peer_max_frame_bytes, digest, label = HELLO.unpack(hello)
-            if magic != HELLO_MAGIC:
-                raise ProtocolError(f"a connection to rondo must begin with its hello, got {magic!r}")
-            if version != PROTOCOL_VERSION:
-                raise ProtocolError(
-                    f"both sides must speak the same protocol, got version {version} from the caller and "
-                    f"{PROTOCOL_VERSION} here. Run one version of rondo on all nodes"
-                )
-            if not hmac.compare_digest(digest, token_digest(token)):
-                raise Refused("the token must be the run's own, got another. Read it from the run-time directory")
-            self.peer = label[:name_bytes].decode(errors="replace")
+            self.peer, self.peer_max_frame_bytes = check_hello(hello, token, PROTOCOL_VERSION)
             then()
 
         self._expect([hello], check)
@@ -356,6 +344,28 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
 def token_digest(token: str) -> bytes:
     return hashlib.blake2b(token.encode(), digest_size=32).digest()
+
+
+def pack_hello(token: str, name: str, version: int, max_frame_bytes: int = 0) -> bytes:
+    """What a caller says first, in a protocol of that version."""
+    label = name.encode()[:64]
+    return HELLO.pack(HELLO_MAGIC, version, len(label), max_frame_bytes, token_digest(token), label)
+
+
+def check_hello(hello: bytes | bytearray | memoryview, token: str, version: int) -> tuple[str, int]:
+    """The caller's name, and the most bytes that a frame to it may have. Raises ProtocolError for what is no hello of this
+    version, Refused for a wrong token."""
+    magic, told, name_bytes, max_frame_bytes, digest, label = HELLO.unpack(hello)
+    if magic != HELLO_MAGIC:
+        raise ProtocolError(f"a connection to rondo must begin with its hello, got {magic!r}")
+    if told != version:
+        raise ProtocolError(
+            f"both sides must speak the same protocol, got version {told} from the caller and {version} here. "
+            "Run one version of rondo on all nodes"
+        )
+    if not hmac.compare_digest(digest, token_digest(token)):
+        raise Refused("the token must be the run's own, got another. Read it from the run-time directory")
+    return label[:name_bytes].decode(errors="replace"), max_frame_bytes
 
 
 # ------------------------------------------------------------------------------------------- addresses

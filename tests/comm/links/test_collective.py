@@ -15,8 +15,7 @@ from torch.distributed import TCPStore
 
 from rondo.comm.groups.communicators import Communicator, open_group
 from rondo.comm.groups.epochs import Epoch, GroupSpec, Life
-from rondo.comm.links.collective_receiver import CollectiveReceiver
-from rondo.comm.links.collective_sender import CollectiveSender
+from rondo.comm.links.collective import CollectiveReceiver, CollectiveSender
 from rondo.comm.links.device_ring import DeviceMirror, DeviceView
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.ring.ring import RingTail
@@ -115,7 +114,7 @@ async def test_records_cross_between_processes_over_many_laps(kind: str, store: 
     ends = Ends()
     mirror = mirror_of(ends, kind, doorbell)
     receiver = CollectiveReceiver(mirror, TOKEN, QUICK)
-    receiver.start()
+    await receiver.start()
     child = start_child(f"{HERE}:send", ends.origin.fd, receiver.address, 1, store.port, fds=[ends.origin.fd])
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -128,7 +127,7 @@ async def test_records_cross_between_processes_over_many_laps(kind: str, store: 
                 assert not run.done()
                 reader = reader or reader_of(ends, mirror)
                 reader.check()
-                receiver.release(reader.tail.cursor)
+                receiver.release(RING, reader.tail.cursor)
                 ends.tail.poll()
                 ends.tail.release(mirror.head)
             assert mirror.head > 3 * mirror.capacity and mirror.num_refused_chunks == 0
@@ -138,7 +137,7 @@ async def test_records_cross_between_processes_over_many_laps(kind: str, store: 
             assert await asyncio.to_thread(communicator.close, PATIENCE_S)
     finally:
         end(child)
-        receiver.close()
+        await receiver.close()
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
@@ -149,7 +148,7 @@ async def test_a_sender_killed_in_mid_record_is_followed_in_the_next_epoch_by_on
     ends.put(6)
     mirror = mirror_of(ends, kind, doorbell)
     receiver = CollectiveReceiver(mirror, TOKEN, QUICK)
-    receiver.start()
+    await receiver.start()
     child = None
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -177,7 +176,7 @@ async def test_a_sender_killed_in_mid_record_is_followed_in_the_next_epoch_by_on
     finally:
         if child is not None:
             end(child)
-        receiver.close()
+        await receiver.close()
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
@@ -215,7 +214,7 @@ async def test_a_flipped_bit_in_a_payload_is_refused_and_sent_again_in_the_same_
     ends.put(3)
     mirror = mirror_of(ends, "device", None)
     receiver, (first, second) = CollectiveReceiver(mirror, TOKEN, QUICK), await asyncio.to_thread(pair, store)
-    receiver.start()
+    await receiver.start()
     sender, flipping = CollectiveSender(ends.origin, RING, token=TOKEN, attempt=0, config=QUICK), Flipping(first)
     there = asyncio.create_task(receiver.run(second, 0))
     here = asyncio.create_task(sender.run(receiver.address, flipping, 1))  # type: ignore[arg-type]
@@ -223,14 +222,14 @@ async def test_a_flipped_bit_in_a_payload_is_refused_and_sent_again_in_the_same_
     reader = reader_of(ends, mirror)
     reader.check()
     assert (reader.seen, mirror.num_refused_chunks, sender.counts["num_resent"]) == (3, 1, 1)
-    receiver.release(mirror.head)
+    receiver.release(RING, mirror.head)
     await sender.released_upto(ends.end, deadline_s=PATIENCE_S)
     here.cancel()
     await asyncio.gather(here, return_exceptions=True)
     with pytest.raises(GroupBroken):
         await there
     assert first.close(PATIENCE_S) and second.close(PATIENCE_S)
-    receiver.close()
+    await receiver.close()
     sender.close()
 
 
@@ -241,7 +240,7 @@ async def test_a_wrong_token_and_another_ring_are_refused(store: TCPStore) -> No
         receiver, (first, second) = CollectiveReceiver(mirror, TOKEN, QUICK), await asyncio.to_thread(
             pair, store, number
         )  # fmt: skip
-        receiver.start()
+        await receiver.start()
         there = asyncio.create_task(receiver.run(second, 0))
         sender = CollectiveSender(ends.origin, ring, token=token, attempt=0, config=QUICK)
         with pytest.raises(Refused, match=match):
@@ -250,7 +249,7 @@ async def test_a_wrong_token_and_another_ring_are_refused(store: TCPStore) -> No
         there.cancel()
         await asyncio.gather(there, return_exceptions=True)
         assert first.close(PATIENCE_S) and second.close(PATIENCE_S)
-        receiver.close()
+        await receiver.close()
 
 
 def test_a_device_mirror_opened_anew_begins_at_its_tail_since_payloads_died() -> None:
@@ -265,6 +264,6 @@ def test_a_device_mirror_opened_anew_begins_at_its_tail_since_payloads_died() ->
     assert again.head == again.tail == ends.refs[1][0] and again.have() == []
 
 
-def test_an_address_that_is_not_tcp_is_refused() -> None:
+async def test_an_address_that_is_not_tcp_is_refused() -> None:
     with pytest.raises(ConfigError, match="tcp:host:port"):
-        CollectiveReceiver(mirror_of(Ends(), "host", None), TOKEN).start("unix:/nowhere")
+        await CollectiveReceiver(mirror_of(Ends(), "host", None), TOKEN).start("unix:/nowhere")

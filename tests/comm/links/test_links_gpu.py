@@ -11,8 +11,7 @@ from torch.distributed import TCPStore, is_nccl_available
 
 from rondo.comm.groups.communicators import Communicator, open_group
 from rondo.comm.groups.epochs import Epoch, GroupSpec, Life
-from rondo.comm.links.collective_receiver import CollectiveReceiver
-from rondo.comm.links.collective_sender import CollectiveSender
+from rondo.comm.links.collective import CollectiveReceiver, CollectiveSender
 from rondo.comm.links.device_ring import DeviceMirror
 from rondo.comm.ring.ring import CONTROL_BYTES, RingView
 from rondo.runtime.errors import GroupBroken
@@ -62,7 +61,7 @@ async def test_records_cross_from_ring_to_gpu_over_nccl() -> None:
         first, second = threads.map(join, range(2))
     mirror = DeviceMirror(ends.copy, None, RING, device="cuda:1")
     receiver = CollectiveReceiver(mirror, TOKEN, QUICK)
-    receiver.start()
+    await receiver.start()
     sender = CollectiveSender(ends.origin, RING, token=TOKEN, attempt=0, config=QUICK)
     there = asyncio.create_task(receiver.run(second, 0, device="cuda:1"))
     here = asyncio.create_task(sender.run(receiver.address, first, 1, device="cuda:0"))
@@ -74,4 +73,4 @@ async def test_records_cross_from_ring_to_gpu_over_nccl() -> None:
     await asyncio.gather(here, return_exceptions=True)
     with pytest.raises(GroupBroken):
         await there
-    receiver.close()
+    await receiver.close()
