@@ -40,7 +40,6 @@ from rondo.comm.bus.config import BusConfig
 from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.comm.ring.records import ALIGN_BYTES, worst_case_bytes
 from rondo.launch import train
-from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import colocate, fully_async
 from rondo.launch.plan import group_specs
@@ -150,7 +149,7 @@ def prepare(replay: Replay, run: RunDir) -> None:
 def measure(replay: Replay, folder: Path, *, hot_snapshot: bool) -> dict[str, Any]:
     """Run it; the means over the steps of a filled pipeline, in scaled seconds."""
     config = config_of(replay, folder, hot_snapshot=hot_snapshot)
-    options = TrainOptions(Path(__file__), plain=True)
+    options = train.TrainOptions(Path(__file__), plain=True)
     code = train.main(config, options, groups=specs_of(config), before=lambda run: prepare(replay, run))
     if code:
         raise SystemExit(f"the replay of {config.name} must end with exit code 0, got {code}. See {folder}")

@@ -18,10 +18,10 @@ from typing import Any
 
 from benchmarks import trl_task as task
 from rondo.launch import modes
-from rondo.launch.cli import TrainOptions
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
 from rondo.launch.plan import ROLE_CLASSES, group_specs
+from rondo.launch.train import TrainOptions
 from rondo.launch.train import main as train
 from rondo.models.config import ModelConfig
 from rondo.models.media.inputs import MediaInputs

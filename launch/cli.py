@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,16 +22,6 @@ EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 _KILL_AT_STEP = 1
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """What the command line says beside the settings. `kill`: (role or service, step) pairs, for demonstrations."""
-
-    config_path: Path
-    kill: tuple[tuple[str, int], ...] = ()
-    plain: bool = False
-    """Plain lines, also on a terminal."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,8 +87,8 @@ def train(options: argparse.Namespace) -> int:
     kill = tuple(_kill(text, config.num_steps) for text in options.kill)
     roles = {role for group in config.groups for role in group.roles} | {group.name for group in config.groups}
     _known_roles(kill, roles)
+    from rondo.launch.train import TrainOptions, resume_or_start
     from rondo.launch.train import main as start
-    from rondo.launch.train import resume_or_start
 
     run = resume_or_start if options.resume_or_start else start
     return run(config, TrainOptions(options.config, kill, options.plain))
@@ -112,7 +101,7 @@ def sft(options: argparse.Namespace) -> int:
     config = load(options.config, options.set)
     if config.sft is None:
         raise ConfigError(f"sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to {options.config}")
-    from rondo.launch.train import fine_tune
+    from rondo.launch.train import TrainOptions, fine_tune
 
     return fine_tune(config, TrainOptions(options.config, (), options.plain))
 

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ import uvloop
 from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.launch.check.check import Facts, require
 from rondo.launch.check.estimate import routed_bytes
-from rondo.launch.cli import EXIT_USAGE, TrainOptions
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs, model_modules
 from rondo.launch.provider import RunProvider, serve_trace
+from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
 from rondo.launch.report.summary import print_table, read, summarize, write
 from rondo.launch.report.view import open_view, say
@@ -58,6 +58,16 @@ MODEL = "model"
 """Where a model that a function builds lies in the run directory."""
 _PLACES = ("groups", "supervision", "admin")
 """Settings that say where and under whose eyes a run works, and not what it trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What the command line says beside the settings. `kill`: (role or service, step) pairs, for demonstrations."""
+
+    config_path: Path
+    kill: tuple[tuple[str, int], ...] = ()
+    plain: bool = False
+    """Plain lines, also on a terminal."""
 
 
 def main(
@@ -402,6 +412,6 @@ def _plot(run: Path) -> None:
     command = [sys.executable, "-m", "rondo.launch.report.plot", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PLOT_LIMIT_S, check=False)
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    if done.returncode not in (0, EXIT_USAGE):
+    if done.returncode not in (0, EXIT_UNDRAWN):
         raise RondoError(lines[-1])
     say(done.stdout.strip() or lines[-1])

@@ -1,7 +1,7 @@
 """Plot: reward, staleness and step time of a run as one PNG, from its metrics.jsonl.
 
 Owns the picture. It runs as a process of its own, `python -m rondo.launch.report.plot RUN [OUT.png]`, so that the run and the
-CLI never import matplotlib, which comes with the extra `plot`. Exit code 2 with one line when it cannot be drawn.
+CLI never import matplotlib, which comes with the extra `plot`. EXIT_UNDRAWN with one line when it cannot be drawn.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from rondo.launch.report.records import evaluation_records, step_records
 from rondo.runtime.errors import ConfigError, RondoError
 
+EXIT_UNDRAWN = 2
 INSTALL = "pip install 'rondo-rl[plot]'"
 
 
@@ -77,12 +78,12 @@ def _line(axes: Any, steps: list[dict[str, Any]], name: str, label: str) -> None
 def main(arguments: list[str]) -> int:
     if not 1 <= len(arguments) <= 2:
         print("usage: python -m rondo.launch.report.plot RUN [OUT.png]", file=sys.stderr)
-        return 2
+        return EXIT_UNDRAWN
     try:
         print(draw(*(Path(argument) for argument in arguments)))
     except RondoError as error:
         print(error, file=sys.stderr)
-        return 2
+        return EXIT_UNDRAWN
     return 0
 
 

@@ -13,10 +13,10 @@ import orjson
 import pytest
 
 from rondo.launch import cli, train
-from rondo.launch.cli import TrainOptions
 from rondo.launch.config import load, resolve
 from rondo.launch.report.summary import Summary, write
 from rondo.launch.rundir import RunDir, read_json, write_json
+from rondo.launch.train import TrainOptions
 from rondo.runtime.admin.endpoint import listen
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.nursery import Nursery
