@@ -9,7 +9,6 @@ how it is trained (`roles/config/`). Imports no torch.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -47,9 +46,3 @@ class ModelConfig(Section):
                 "Set model.build, or remove model.build_args"
             )
         return self
-
-    def materialize(self, folder: Path) -> str:
-        """The path to load from; with `build` it is `folder`, written once. Imports transformers: see `load.prepare`."""
-        from rondo.models.load import prepare
-
-        return prepare(self, folder)

@@ -111,10 +111,10 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
 
         from rondo.launch.check.shape import shape_of
         from rondo.models.families import family_of
-        from rondo.models.load import empty_model, load_tokenizer, refuse_unknown, tensors_of
+        from rondo.models.load import empty_model, load_tokenizer, prepare, refuse_unknown, tensors_of
         from rondo.models.names import disk_shapes, unknown_tensors
 
-    path = config.model.materialize(folder)
+    path = prepare(config.model, folder)
     model = empty_model(path)
     report.facts["model_path"] = path
     report.look(lambda: refuse_unknown(path, model, unknown_tensors(model, tensors_of(path))), "model")

@@ -1,4 +1,4 @@
-"""What the tiny multimodal models share: configs of their parts, processor files, and writing the folder.
+"""What the tiny models share: sizes and their checks, configs of their parts, processor files, and writing the folder.
 
 Owns the sizes that are not worth a setting, and the files by which transformers' processors and ours read them. Does not own
 a family (`qwen3_vl.py` and its like).
@@ -6,34 +6,79 @@ a family (`qwen3_vl.py` and its like).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from rondo.models.tiny.qwen3 import check_heads
 from rondo.runtime.errors import ConfigError
 
 _GRID = 8
 """Patches on a side of the learned position embeddings; other sizes are interpolated."""
 
 
-def text_config(
-    vocab_size: int, *, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int, max_positions: int
-) -> dict[str, Any]:
-    """Of the decoder, with rotary positions on three axes."""
-    check_heads(hidden_size, num_heads, num_kv_heads)
-    half = hidden_size // num_heads // 2
-    side = half // 3
-    return {
-        "vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers, "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads,
-        "head_dim": hidden_size // num_heads, "max_position_embeddings": max_positions,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half - 2 * side, side, side],
-            "mrope_interleaved": True,
-        },
-    }  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a multimodal model: decoder, experts (0: a dense model), vision tower. ConfigError for sizes that do not divide."""
+
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    num_experts: int = 0
+    experts_per_token: int = 2
+    moe_intermediate_size: int = 64
+    vision_size: int = 64
+    vision_layers: int = 2
+    patch_size: int = 8
+    max_positions: int = 4096
+    tie_embeddings: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_heads(self.hidden_size, self.num_heads, self.num_kv_heads)
+
+    def text(self, vocab_size: int) -> dict[str, Any]:
+        """Config of the decoder, with rotary positions on three axes."""
+        half = self.hidden_size // self.num_heads // 2
+        side = half // 3
+        return {
+            "vocab_size": vocab_size, "hidden_size": self.hidden_size, "intermediate_size": 2 * self.hidden_size,
+            "num_hidden_layers": self.num_layers, "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads, "head_dim": self.hidden_size // self.num_heads,
+            "max_position_embeddings": self.max_positions, "tie_word_embeddings": self.tie_embeddings,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half - 2 * side, side, side],
+                "mrope_interleaved": True,
+            },
+        }  # fmt: skip
+
+    def experts(self) -> dict[str, Any]:
+        """Config of the experts, none for a dense model."""
+        if not self.num_experts:
+            return {}
+        return experts_config(self.num_experts, self.experts_per_token, self.moe_intermediate_size)
+
+    def vision(self) -> dict[str, Any]:
+        """Config of the vision tower: patches of `patch_size` pixels and two frames, four of which make a token."""
+        return {
+            "depth": self.vision_layers, "hidden_size": self.vision_size, "intermediate_size": 2 * self.vision_size,
+            "num_heads": 4, "patch_size": self.patch_size, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "out_hidden_size": self.hidden_size, "num_position_embeddings": _GRID**2,
+        }  # fmt: skip
+
+
+def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+    """ConfigError for sizes that do not divide."""
+    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
+        raise ConfigError(
+            f"hidden_size must be an even multiple of num_heads, got {hidden_size} and {num_heads}. Change model.build_args"
+        )
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}. Change model.build_args"
+        )
 
 
 def experts_config(num_experts: int, experts_per_token: int, moe_intermediate_size: int) -> dict[str, Any]:
@@ -48,15 +93,6 @@ def experts_config(num_experts: int, experts_per_token: int, moe_intermediate_si
     }  # fmt: skip
 
 
-def vision_config(*, hidden_size: int, depth: int, patch_size: int, out_hidden_size: int) -> dict[str, Any]:
-    """Of the vision tower: patches of `patch_size` pixels and two frames, four of which make a token."""
-    return {
-        "depth": depth, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_heads": 4,
-        "patch_size": patch_size, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": out_hidden_size,
-        "num_position_embeddings": _GRID**2,
-    }  # fmt: skip
-
-
 def token_ids(tokenizer: Any) -> dict[str, int]:
     """Names in a config -> ids of the media tokens."""
     ids = tokenizer.convert_tokens_to_ids
@@ -66,14 +102,24 @@ def token_ids(tokenizer: Any) -> dict[str, int]:
     }  # fmt: skip
 
 
-def write(folder: Path, kind: Any, config: Any, tokenizer: Any, *, patch_size: int, seed: int) -> None:
-    """The model of class `kind` with seeded random float32 weights, its tokenizer, and its processor's files."""
+def write(
+    folder: Path, name: str, text: dict[str, Any], tokenizer: Any, sizes: Sizes, vision: dict[str, Any], **other: Any
+) -> None:
+    """transformers' model `name` with seeded random float32 weights, its tokenizer, and its processor's files."""
     import torch
+    import transformers
 
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text,
+        vision_config={**sizes.vision(), **vision},
+        tie_word_embeddings=sizes.tie_embeddings,
+        **token_ids(tokenizer),
+        **other,
+    )
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = kind(config)
+        torch.manual_seed(sizes.seed)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
         if hasattr(config, "audio_config"):
             # The library's 0.02 for every weight suits wide layers: through these narrow ones sound would arrive a thousand times
             # smaller than its positions, and nothing learns to hear it.
@@ -86,8 +132,9 @@ def write(folder: Path, kind: Any, config: Any, tokenizer: Any, *, patch_size: i
     tokenizer.save_pretrained(folder)
     omni = hasattr(config, "audio_config")
     shared = {
-        "patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-        "size": {"shortest_edge": (2 * patch_size) ** 2, "longest_edge": (2 * patch_size) ** 2 * 1024},
+        "patch_size": sizes.patch_size, "temporal_patch_size": 2, "merge_size": 2,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+        "size": {"shortest_edge": (2 * sizes.patch_size) ** 2, "longest_edge": (2 * sizes.patch_size) ** 2 * 1024},
         "processor_class": "Qwen3OmniMoeProcessor" if omni else "Qwen3VLProcessor",
     }  # fmt: skip
     sound = _sound(config.audio_config.num_mel_bins) if omni else {}

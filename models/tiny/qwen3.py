@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rondo.models.tiny.media import check_heads, experts_config
 from rondo.models.tiny.tokenizer import build_tokenizer
-from rondo.runtime.errors import ConfigError
 
 
 def build(
@@ -40,8 +40,6 @@ def build(
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from rondo.models.tiny.media import experts_config
-
     tokenizer = build_tokenizer(chat_template=chat_template)
     experts = {}
     if num_experts:
@@ -67,15 +65,3 @@ def build(
         model = (Qwen3MoeForCausalLM if num_experts else Qwen3ForCausalLM)(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
-    """ConfigError for sizes that do not divide."""
-    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
-        raise ConfigError(
-            f"hidden_size must be an even multiple of num_heads, got {hidden_size} and {num_heads}. Change model.build_args"
-        )
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}. Change model.build_args"
-        )

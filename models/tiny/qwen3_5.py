@@ -13,51 +13,15 @@ from rondo.models.tiny import media
 from rondo.models.tiny.tokenizer import build_tokenizer
 
 
-def build(
-    folder: Path,
-    *,
-    hidden_size: int = 64,
-    num_layers: int = 4,
-    num_heads: int = 2,
-    num_kv_heads: int = 1,
-    num_experts: int = 0,
-    experts_per_token: int = 2,
-    moe_intermediate_size: int = 64,
-    vision_size: int = 64,
-    vision_layers: int = 2,
-    patch_size: int = 8,
-    max_positions: int = 4096,
-    tie_embeddings: bool = True,
-    seed: int = 0,
-) -> None:
-    """Write config.json, tokenizer, processor files and float32 model.safetensors. Equal arguments write equal weights.
-
-    `num_experts` 0 is a dense model. Raises ConfigError for sizes that do not divide.
-    """
-    tokenizer = build_tokenizer()
-    text: dict[str, Any] = media.text_config(
-        len(tokenizer), hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        max_positions=max_positions,
-    )  # fmt: skip
-    text |= {
+def build(folder: Path, **sizes: Any) -> None:
+    """Write config.json, tokenizer, processor files and float32 model.safetensors. Equal sizes (`media.Sizes`; 4 layers, of 2
+    heads) write equal weights. Raises ConfigError for sizes that do not divide."""
+    tokenizer, chosen = build_tokenizer(), media.Sizes(**{"num_layers": 4, "num_heads": 2, "num_kv_heads": 1, **sizes})
+    text = chosen.text(len(tokenizer)) | {
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     }  # fmt: skip
     text["rope_parameters"] |= {"partial_rotary_factor": 1.0}
-    if num_experts:
-        experts = media.experts_config(num_experts, experts_per_token, moe_intermediate_size)
+    if experts := chosen.experts():
         del text["intermediate_size"], experts["decoder_sparse_step"], experts["mlp_only_layers"]
-        text |= {**experts, "shared_expert_intermediate_size": moe_intermediate_size}
-    vision = media.vision_config(
-        hidden_size=vision_size, depth=vision_layers, patch_size=patch_size, out_hidden_size=hidden_size
-    )
-    import transformers
-
-    name = "Qwen3_5Moe" if num_experts else "Qwen3_5"
-    config = getattr(transformers, f"{name}Config")(
-        text_config={**text, "tie_word_embeddings": tie_embeddings},
-        vision_config=vision,
-        tie_word_embeddings=tie_embeddings,
-        **media.token_ids(tokenizer),
-    )
-    kind = getattr(transformers, f"{name}ForConditionalGeneration")
-    media.write(folder, kind, config, tokenizer, patch_size=patch_size, seed=seed)
+        text |= {**experts, "shared_expert_intermediate_size": chosen.moe_intermediate_size}
+    media.write(folder, "Qwen3_5Moe" if experts else "Qwen3_5", text, tokenizer, chosen, {})
