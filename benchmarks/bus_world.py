@@ -26,9 +26,10 @@ import numpy as np
 import orjson
 import uvloop
 
-from rondo.comm.bus.bus import Bus, Member, Round
+from rondo.comm.bus.bus import Bus, Round
 from rondo.comm.bus.coordinator import ROLLOUT_READER, CoordinatorConfig
 from rondo.comm.bus.index import Rules
+from rondo.comm.bus.member import Member
 from rondo.comm.bus.rounds import Stream
 from rondo.comm.bus.serve import CONFIG
 from rondo.comm.ring.records import Column, worst_case_bytes

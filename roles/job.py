@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from rondo.comm.bus.bus import POLL_S, Bus, Member, Round
+from rondo.comm.bus.bus import POLL_S, Bus, Round
+from rondo.comm.bus.member import Member
 from rondo.roles.config import JobConfig
 from rondo.roles.training.compute_turns import Turns
 from rondo.runtime.memory.segments import SegmentClient

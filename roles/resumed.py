@@ -28,9 +28,10 @@ import orjson
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from rondo.comm.bus.bus import Bus, Views
+from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.group import LIVE, Group
 from rondo.comm.ring.records import Column
+from rondo.comm.ring.views import Views
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS
 from rondo.runtime.errors import CorruptData
 from rondo.runtime.memory.segments import NoSuchSegment

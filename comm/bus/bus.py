@@ -11,12 +11,8 @@ which rows exist and who may read them is the coordinator's word alone.
 
 from __future__ import annotations
 
-import asyncio
-import math
-import os
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +20,15 @@ import numpy as np
 
 from rondo.comm.bus.ahead import Ahead
 from rondo.comm.bus.group import FINISHES, INFO
+from rondo.comm.bus.member import Calls, Member
 from rondo.comm.bus.spans import Span, num_rows, spans_in
 from rondo.comm.partitions.client import Partition
 from rondo.comm.ring.records import GROUP_BLOB, Column
-from rondo.comm.ring.ring import Record, RecordRef, RingView, RingWriter
+from rondo.comm.ring.ring import Record, RecordRef
+from rondo.comm.ring.views import Views, Writers
 from rondo.runtime.actors.ref import ActorRef
-from rondo.runtime.errors import CorruptData, NotYet
-from rondo.runtime.memory.segments import Segment, SegmentClient
-from rondo.runtime.waits import PROCESS, waiting
+from rondo.runtime.errors import CorruptData
+from rondo.runtime.memory.segments import SegmentClient
 
 POLL_S = 3600.0
 """Longest time that one call waits at the coordinator: one that lives says sooner that there is nothing yet (`NotYet`), and is
@@ -41,17 +38,6 @@ MADE_S = 3900.0
 """Longer than making the largest segment may take."""
 
 Prepare = Callable[["Round"], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """Who speaks: one rank of one incarnation of a role group."""
-
-    group: str
-    incarnation: int
-    rank: int
-    world_size: int
-    attempt: int
 
 
 class Row:
@@ -150,46 +136,12 @@ class Round:
     records: Mapping[tuple[str, int, int], Record]
 
 
-class Views:
-    """Rings mapped read-only, each at its first use and until it is let go. To be used by one thread at a time."""
-
-    def __init__(self, segments: SegmentClient) -> None:
-        self._segments = segments
-        self._open: dict[str, tuple[RingView, Segment]] = {}
-
-    def __getitem__(self, ring: str) -> RingView:
-        """Raises NoSuchSegment for a ring that was taken away."""
-        if ring not in self._open:
-            segment = self._segments.segment(ring, 0)
-            self._open[ring] = RingView(segment, ring), segment
-        return self._open[ring][0]
-
-    def keep(self, wanted: Callable[[str], bool]) -> None:
-        """Let go of every ring that is not wanted."""
-        for ring in [ring for ring in self._open if not wanted(ring)]:
-            view, segment = self._open.pop(ring)
-            view.close()
-            segment.close()
-
-    def close(self) -> None:
-        self.keep(lambda _: False)
-
-    def __enter__(self) -> Views:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class Bus:
     def __init__(self, member: Member, coordinator: ActorRef, segments: SegmentClient) -> None:
         self.member = member
-        self._coordinator = coordinator
+        self.call = Calls(member, coordinator)
         self._segments = segments
-        self.held_up_at = -math.inf
-        """When the coordinator last said that it must wait itself, on the clock of waits: what waits for it may go on waiting."""
-        self._open = ExitStack()
-        self._views = Views(segments)
+        self._writers, self._views = Writers(segments), Views(segments)
         # stream -> the rings that the rounds of its newest two answers view: those worked on, and those asked for ahead
         self._named: dict[str, deque[set[str]]] = {}
         self._joined: dict[str, int] = {}  # stream -> tokens a micro-batch
@@ -203,7 +155,7 @@ class Bus:
         """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head. Making tens of
         gigabytes takes minutes, in which whoever makes it keeps the deadline."""
         self._own_name = (await self.call("open_ring", self.member.rank, deadline_s=MADE_S))["ring"]
-        self._own = self._open.enter_context(self._writer(self._own_name))
+        self._own = self._writers[self._own_name]
 
     def close(self) -> None:
         """Let go of every ring; memory and records stay."""
@@ -212,25 +164,17 @@ class Bus:
         for partition in self._partitions.values():
             partition.close()
         self._views.close()
-        self._open.close()
+        self._writers.close()
 
-    async def call(self, method: str, *args: Any, deadline_s: float = 60.0, **kwargs: Any) -> Any:
-        """An idempotent request as this member, repeated over coordinator restarts until the deadline, and without one while a
-        coordinator that lives has no answer yet."""
-        who = (self.member.group, self.member.incarnation)
-        while True:
-            try:
-                return await self._coordinator.call(method, *who, *args, deadline_s=deadline_s, retry=True, **kwargs)
-            except NotYet as answer:
-                if answer.after_s:
-                    self.held_up_at = PROCESS.clock()
-                    async with waiting(f"call {method}", peer=f"coordinator: {answer}", deadline_s=None):
-                        await asyncio.sleep(answer.after_s)
+    @property
+    def held_up_at(self) -> float:
+        """When the coordinator last said that it must wait itself, on the clock of waits: what waits for it may go on waiting."""
+        return self.call.held_up_at
 
     def partition(self, name: str, **settings: Any) -> Partition:
         """The named set of rows `name`, beside the training stream. Its first use makes it, with these `partitions.spec.Spec`."""
         if name not in self._partitions:
-            self._partitions[name] = Partition(name, settings, self.member, self.call, self._segments)
+            self._partitions[name] = Partition(name, settings, self.call, self._segments)
         return self._partitions[name]
 
     async def flush(self) -> None:
@@ -287,21 +231,10 @@ class Bus:
     ) -> RecordRef:
         if ring == self._own_name:
             return self._own.put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
-        with self._writer(
-            ring
-        ) as writer:  # an overflow ring serves one grant: the coordinator takes it away when empty
-            return writer.put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
-
-    @contextmanager
-    def _writer(self, ring: str) -> Iterator[RingWriter]:
-        with self._segments.segment(ring, 0) as segment:
-            doorbell = self._segments.doorbell(ring)
-            writer = RingWriter(segment, doorbell, ring)
-            try:
-                yield writer
-            finally:
-                writer.close()
-                os.close(doorbell)
+        with Writers(
+            self._segments
+        ) as writers:  # an overflow ring serves one grant, and is taken away when it is empty
+            return writers[ring].put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
 
     # ---- consuming --------------------------------------------------------------------------------------------------
 

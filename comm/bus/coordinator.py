@@ -31,7 +31,7 @@ from rondo.comm.bus.audit import Ledger
 from rondo.comm.bus.group import RESPONSE
 from rondo.comm.bus.index import Index, Rules
 from rondo.comm.bus.journal import Event, Journal
-from rondo.comm.bus.rings import Rings
+from rondo.comm.bus.rings import Rings, put_event
 from rondo.comm.bus.rounds import Round, Stream
 from rondo.comm.bus.spans import Span, by_part, num_rows
 from rondo.comm.bus.versions import engine_reader
@@ -110,7 +110,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self.index = index
         self.ledger = ledger
         self._journal = journal
-        self._rings = Rings(segments, self._seen, lambda: self._wakes.wake_all())
+        self._rings = Rings(segments, self._seen, lambda: self._wakes.wake_all(), put_event)
         self.partitions = PartitionService(
             lambda: self.index.partitions, self._journal_and_apply, self._lives, lambda: self.index.step, segments
         )

@@ -18,17 +18,15 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from rondo.comm.bus.journal import Event
-from rondo.comm.bus.space import RingSpace
-from rondo.comm.bus.spans import num_rows, num_samples
-from rondo.comm.partitions.fold import put_event
-from rondo.comm.partitions.memory import Memories
-from rondo.comm.partitions.shelf import Ring
+from rondo.comm.bus.spans import num_samples
 from rondo.comm.ring.records import Descriptor
 from rondo.comm.ring.ring import RecordRef, RingTail
+from rondo.comm.ring.views import Segments
 from rondo.comm.ring.words import PEEK_IS_SAFE, drain
-from rondo.runtime.memory.segments import QUICK_BYTES, Segment, SegmentClient
+from rondo.runtime.memory.segments import QUICK_BYTES, Segment
 
 
 @dataclass(slots=True)
@@ -53,17 +51,28 @@ class _Making:
     task: asyncio.Task[Segment]
 
 
+class Known(Protocol):
+    """A ring as somebody accounts for it: how far it was read and released."""
+
+    @property
+    def head(self) -> int: ...
+    @property
+    def tail(self) -> int: ...
+
+
 class Rings:
     """Lives on a running event loop. `seen` gets the put events of a ring whose doorbell was rung, `made` is called when memory
-    `prepare` had not got is there, or cannot be had."""
+    `prepare` had not got is there, or cannot be had; `put_event` makes an event of a record."""
 
     def __init__(
         self,
-        segments: SegmentClient | Memories,
+        segments: Segments,
         seen: Callable[[list[Event]], None],
         made: Callable[[], None],
+        put_event: Callable[[RecordRef, Descriptor], Event],
     ) -> None:
         self._segments = segments
+        self._put_event = put_event
         self._seen = seen
         self._made = made
         self._rings: dict[str, _Ring] = {}
@@ -126,7 +135,7 @@ class Rings:
             task.exception()  # `prepare` raises it, if somebody asks
             self._made()
 
-    def open(self, name: str, num_bytes: int = 0, known: RingSpace | Ring | None = None) -> int:
+    def open(self, name: str, num_bytes: int = 0, known: Known | None = None) -> int:
         """Listen to a ring; its capacity in bytes. `known`: how far it was read and released before this process."""
         segment = self._prepared(name) or self._segments.segment(name, num_bytes)
         tail = RingTail(segment, name, cursor=known.head if known else None)
@@ -168,7 +177,7 @@ class Rings:
             self._seen(events)
 
     def _read(self, name: str) -> list[Event]:
-        return [_put_event(name, ref, descriptor) for ref, descriptor in self._rings[name].tail.poll()]
+        return [self._put_event(ref, descriptor) for ref, descriptor in self._rings[name].tail.poll()]
 
     def _shut(self, name: str) -> None:
         ring = self._rings.pop(name)
@@ -178,20 +187,11 @@ class Rings:
         os.close(ring.doorbell)
 
 
-def _put_event(ring: str, ref: RecordRef, descriptor: Descriptor) -> Event:
+def put_event(ref: RecordRef, descriptor: Descriptor) -> Event:
+    """The event of a record with samples, media or derived columns of prompt groups."""
     meta = descriptor.meta
-    if "part" in meta:
-        return put_event(
-            ring,
-            ref.pos,
-            ref.seq,
-            ref.num_bytes,
-            [c.name for c in descriptor.columns],
-            num_rows(descriptor.spans),
-            meta,
-        )
     event = {
-        "event": "put", "ring": ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
+        "event": "put", "ring": ref.ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
         "spans": descriptor.spans,
         "columns": [column.name for column in descriptor.columns], "epoch": descriptor.epoch,
         "attempt": descriptor.attempt, "reservation": meta["reservation"],

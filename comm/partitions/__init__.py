@@ -2,10 +2,10 @@
 
 words          runs (ranges of row ids), nested (values to columns and back), spec (what is fixed for a partition)
 decisions      fold (all partitions, a part of the index's fold), table (one), entry (one record's rows), task (what one
-               consumer has read), shelf (the memory under them); samplers, differencing and own: which rows come next
+               consumer has read), shelf (the memory under them); choosers, samplers, differencing, own: which rows come next
 coordinator    service (rings, waits, claims), endpoints (its face), places (what readers are told), stats (counters in shared
                memory), memory (segments, or files beyond the capacity)
-for roles      client, stream, batch; sync (threads), loader (torch), checkpoint (disk)
+for roles      opened, client, stream, batch; sync (threads), loader (torch), checkpoint (disk)
 """
 
 from __future__ import annotations

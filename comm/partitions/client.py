@@ -17,66 +17,31 @@ Invariant: once `put` returns, its rows survive this process, every reader and t
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 from rondo.comm.partitions.batch import Batch
-from rondo.comm.partitions.memory import Memories
 from rondo.comm.partitions.nested import columns_of
+from rondo.comm.partitions.opened import Opened
 from rondo.comm.partitions.runs import MAX_ROWS, compress, count
 from rondo.comm.partitions.spec import Sampler, Sequential
-from rondo.comm.partitions.stats import DROPPED, ENDED, PartitionStats, StatsReader, stats_name
+from rondo.comm.partitions.stats import DROPPED, ENDED
 from rondo.comm.partitions.stream import Reading, Stream
 from rondo.comm.ring.records import Column, record_bytes
-from rondo.comm.ring.ring import Record, RingView, RingWriter, place
-from rondo.runtime.errors import Closed, ConfigError, CorruptData, OutOfSpace, RondoError
-from rondo.runtime.memory.segments import Segment, SegmentClient
+from rondo.comm.ring.ring import place
+from rondo.runtime.errors import Closed, ConfigError, CorruptData, OutOfSpace
 from rondo.runtime.waits import waiting
-
-if TYPE_CHECKING:
-    from rondo.comm.bus.bus import Member
 
 ROOM = "partition room"
 _STREAM_S = 3600.0
-_KEPT_RECORDS = 64  # records whose views are kept: a claim may take a part of one, and the next claim the next part
 
 Rows = Batch | Sequence[int] | Sequence[str]
 Listed = list[dict[str, Any]]
-Records = list[Record]
-Rings = list[list[Any]]
 Columns = list[Column]
 
 
-class Partition:
-    """Belongs to one event loop; `bus.partition(name)` makes it and `bus.close` closes it."""
-
-    def __init__(
-        self,
-        name: str,
-        settings: Mapping[str, Any],
-        member: Member,
-        call: Callable[..., Awaitable[Any]],
-        segments: SegmentClient,
-    ) -> None:
-        self.name = name
-        self._settings = dict(settings)
-        self._member = member
-        self._call = call
-        self._memories = Memories(segments)
-        self._id = -1
-        self._stats: StatsReader | None = None
-        self._lock = asyncio.Lock()  # held while this process opens the partition or asks for room
-        self._writers: dict[str, tuple[RingWriter, Segment, int]] = {}
-        self._views: dict[str, tuple[RingView, Segment]] = {}
-        self._records: OrderedDict[tuple[str, int, int], Record] = OrderedDict()
-        self._num_dropped = 0
-        self._owing: dict[Stream, None] = {}
-        self._sending: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop
+class Partition(Opened):
+    """`bus.partition(name)` makes it and `bus.close` closes it."""
 
     # ---- producing --------------------------------------------------------------------------------------------------
 
@@ -106,7 +71,7 @@ class Partition:
         record = self._new_rows(columns, keys, *(said.pop(name, None) for name in names))
         if said:
             raise TypeError(f"put_nowait must get {', '.join(names)}, got {', '.join(said)}.")
-        if self._id < 0 or self._lock.locked() or not self._try(record):
+        if self.life < 0 or self._lock.locked() or not self._try(record):
             raise OutOfSpace(f"put_nowait into partition {self.name} must find room, got none. Use `await put`.")
 
     async def add(self, rows: Rows, columns: Mapping[str, Any], *, deadline_s: float = 600.0) -> None:
@@ -128,7 +93,7 @@ class Partition:
 
     async def end(self) -> None:
         """This producer puts no more rows. Streams end when every producer has said so and all rows are read."""
-        await self.ask("part_end", self._member.rank)
+        await self.ask("part_end", self.member.rank)
 
     def _new_rows(
         self, columns: Mapping[str, Any], keys: Any, groups: Any, tags: Any, versions: Any, tokens: Any
@@ -153,7 +118,7 @@ class Partition:
         if n > MAX_ROWS:
             raise ConfigError(f"a put must have at most {MAX_ROWS} rows, got {n}. Put them in parts.")
         record = (columns, n, meta)
-        if self._id >= 0 and not self._lock.locked() and self._try(record):
+        if self.life >= 0 and not self._lock.locked() and self._try(record):
             return
         async with waiting(ROOM, peer=f"partition {self.name}", deadline_s=deadline_s):
             await self.opened()
@@ -164,16 +129,16 @@ class Partition:
                 done = False
                 try:
                     while not done:
-                        rings = await self.ask("part_room", self._member.rank, num_bytes, deadline_s=deadline_s)
+                        rings = await self.ask("part_room", self.member.rank, num_bytes, deadline_s=deadline_s)
                         self._write_to(rings)
                         done = self._try(record)
                 finally:
                     if not done:  # the coordinator may have taken an empty ring away for this call: ask which there are
-                        self._let_go()
+                        self._writers.close()
 
     def _try(self, record: tuple[list[Column], int, dict[str, Any]]) -> bool:
         """Put into the first ring that takes it, the newest first."""
-        state = self._stats.state if self._stats is not None else 0
+        state = self._counters.state if self._counters is not None else 0
         if state == DROPPED:
             self._forget_dropped()
             raise Closed(
@@ -185,37 +150,22 @@ class Partition:
             )
         columns, n, meta = record
         spans, said, num_bytes = [(0, 0, 0, n)], self._said(meta), 0
-        for name in list(reversed(self._writers)):
-            writer = self._writers[name][0]
+        for name in reversed(list(self._writers)):
+            writer = self._writers[name]
             if num_bytes and place(writer.capacity, writer.head, num_bytes) + num_bytes > writer.tail + writer.capacity:
                 continue
             try:
-                writer.put(spans, columns, epoch=0, attempt=self._member.attempt, meta=said)
+                writer.put(spans, columns, epoch=0, attempt=self.member.attempt, meta=said)
             except OutOfSpace:
                 num_bytes = record_bytes(spans, columns, said)  # for the others: a look at their words is enough
                 continue
             if num_bytes:
-                self._writers[name] = self._writers.pop(name)  # the first to be tried next time
+                self._writers.prefer(name)
             return True
         return False
 
     def _said(self, meta: dict[str, Any]) -> dict[str, Any]:
-        return {"part": self._id, **meta}
-
-    def _write_to(self, rings: Rings) -> None:
-        """These are this process's rings now."""
-        names = [name for name, _ in rings]
-        for gone in [name for name in self._writers if name not in names]:
-            _shut(self._writers.pop(gone))
-        for name in names:
-            if name not in self._writers:
-                segment, doorbell = self._memories.segment(name, 0), self._memories.doorbell(name)
-                self._writers[name] = (RingWriter(segment, doorbell, name), segment, doorbell)
-
-    def _let_go(self) -> None:
-        for writer in self._writers.values():
-            _shut(writer)
-        self._writers.clear()
+        return {"part": self.life, **meta}
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +192,7 @@ class Partition:
         `batch` is the most rows a rank gets: a batch waits until it is full, unless `partial`. Role groups of the same task
         compete for rows; `consumer` tells streams of one process apart. `deadline_s` bounds the wait for one batch.
         """
-        member = self._member
+        member = self.member
         dp_ranks = member.world_size if ranks is None else ranks
         peers = max(1, member.world_size // dp_ranks) if dp_ranks else 1
         dp_rank = member.rank % max(1, dp_ranks) if rank is None else rank
@@ -321,128 +271,14 @@ class Partition:
 
     async def drop(self) -> None:
         """The partition is gone for everybody, in one step. The next use of this object makes a new one."""
-        if self._id < 0:
-            await self.opened()
-        await self._call("part_drop", self._id)
+        await self.opened()
+        await self._call("part_drop", self.life)
         self._forget_all()
 
     async def tasks(self) -> Listed:
         """Every task with what it has read: {name, columns, sampler, num_passes, done: runs of row ids}."""
         found: Listed = await self.ask("part_tasks")
         return found
-
-    def stats(self) -> PartitionStats:
-        """Counters from shared memory, without a call. Raises Closed before the first use of the partition."""
-        if self._stats is None:
-            raise Closed(
-                f"partition {self.name} must be open for its counters, got one not used yet. Await `opened()`."
-            )
-        return self._stats.read()
-
-    async def flush(self) -> None:
-        """Send every acknowledgement that no claim has taken along."""
-        for stream in list(self._owing):
-            self._owing.pop(stream, None)
-            try:
-                await stream.flush()
-            finally:
-                if stream.owes:
-                    self._owing[stream] = None
-
-    # ---- for streams ------------------------------------------------------------------------------------------------
-
-    async def opened(self) -> None:
-        """Make or find the partition, and take over the rings that an earlier incarnation of this process left."""
-        if self._id >= 0:
-            return
-        async with self._lock:
-            if self._id >= 0:
-                return
-            answer = await self._call("part_open", self.name, self._settings or None, self._member.rank)
-            self._loop = asyncio.get_running_loop()
-            self._stats = StatsReader(self._memories.segment(stats_name(answer["part"]), 0))
-            self._id = answer["part"]
-            self._write_to(answer["rings"])
-
-    async def ask(self, method: str, *arguments: Any, deadline_s: float = 60.0) -> Any:
-        """A call about this partition. Acknowledgements still owed go first, so that every answer counts them."""
-        if self._id < 0:
-            await self.opened()
-        if self._owing and method not in ("part_claim", "part_ack", "part_room"):
-            await self.flush()
-        try:
-            return await self._call(method, self._id, *arguments, deadline_s=deadline_s)
-        except Closed:
-            self._forget_dropped()
-            raise
-
-    @property
-    def life(self) -> int:
-        """The number of this partition; one that is made under the same name later has another. -1 before its first use."""
-        return self._id
-
-    def owes(self, stream: Stream, *, soon: bool) -> None:
-        """The stream has acknowledgements to send: with its next claim, or `soon`, as a call of their own. From any thread."""
-        self._owing[stream] = None
-        if soon:
-            self._loop.call_soon_threadsafe(self._send_soon)
-
-    def _send_soon(self) -> None:
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.get_running_loop().create_task(self._send())
-
-    async def _send(self) -> None:
-        with suppress(RondoError):  # what could not be sent is still owed: the next call raises why
-            while self._owing:
-                await self.flush()
-
-    async def records(self, answer: Mapping[str, Any]) -> Records:
-        """The records of an answer, mapped. Raises CorruptData when one is not there any more."""
-        if answer["dropped"] != self._num_dropped:
-            left = await self._call("part_rings", self._id)
-            for ring in [ring for ring in self._views if ring not in left]:
-                self._forget(ring)
-            self._num_dropped = answer["dropped"]
-        return [self._record(ring, pos, seq) for ring, pos, seq in answer["records"]]
-
-    def _record(self, ring: str, pos: int, seq: int) -> Record:
-        record = self._records.get((ring, pos, seq))
-        if record is not None and record.valid():
-            self._records.move_to_end((ring, pos, seq))
-            return record
-        if ring not in self._views:
-            segment = self._memories.segment(ring, 0)
-            self._views[ring] = (RingView(segment, ring), segment)
-        record = self._records[ring, pos, seq] = self._views[ring][0].read(pos, seq)
-        if len(self._records) > _KEPT_RECORDS:
-            self._records.popitem(last=False)
-        return record
-
-    def _forget(self, ring: str) -> None:
-        for name in [name for name in self._records if name[0] == ring]:
-            del self._records[name]
-        view, segment = self._views.pop(ring)
-        view.close()
-        segment.close()
-
-    def _forget_dropped(self) -> None:
-        if self._stats is not None and self._stats.state == DROPPED:
-            self._forget_all()
-
-    def _forget_all(self) -> None:
-        self._let_go()
-        for ring in list(self._views):
-            self._forget(ring)
-        self._owing.clear()
-        if self._stats is not None:
-            self._stats.close()
-        self._stats, self._id, self._num_dropped = None, -1, 0
-
-    def close(self) -> None:
-        """Let go of all memory; rows and records stay. Acknowledgements that were not sent are not: their rows come again."""
-        if self._sending is not None:
-            self._sending.cancel()
-        self._forget_all()
 
 
 _SAID = ("keys", "groups", "versions", "tokens", "tags")
@@ -455,9 +291,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | Mapping):
         return dict(value) if isinstance(value, Mapping) else value
     return [_plain(item) for item in value]
-
-
-def _shut(writer: tuple[RingWriter, Segment, int]) -> None:
-    writer[0].close()
-    writer[1].close()
-    os.close(writer[2])

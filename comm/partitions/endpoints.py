@@ -37,12 +37,12 @@ class PartitionEndpoints:
         """The partition of this name, made at the first call: its id, its settings, and the caller's rings in it."""
         self._check_alive(member, incarnation)
         table = self.partitions.open(name, spec)
-        return {"part": table.id, "spec": table.spec.dump(), "rings": self.partitions.rings(table, member, rank)}
+        return {"part": table.id, "spec": table.spec.dump(), "rings": table.shelf.of(member, rank)}
 
     @endpoint
     async def part_room(
         self, member: str, incarnation: int, part: int, rank: int, num_bytes: int
-    ) -> list[list[Any]]:  # fmt: skip
+    ) -> list[str]:  # fmt: skip
         """The caller's rings, one of which takes so many bytes now; waits until there is room."""
         self._check_alive(member, incarnation)
         return await self.partitions.room(part, member, rank, num_bytes)

@@ -15,8 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 from rondo.comm.bus.journal import Event
+from rondo.comm.bus.spans import num_rows
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.table import Table
+from rondo.comm.ring.records import Descriptor
+from rondo.comm.ring.ring import RecordRef
 
 
 class Partitions:
@@ -74,9 +77,11 @@ class Partitions:
 _SAID = ("part", "keys", "groups", "versions", "tokens", "tags", "done", "to", "add")
 
 
-def put_event(ring: str, pos: int, seq: int, num_bytes: int, columns: list[str], n: int, meta: dict[str, Any]) -> Event:
-    """The event of a record whose producer wrote it for a partition: `meta` says which, and what was said of its rows."""
+def put_event(ref: RecordRef, descriptor: Descriptor) -> Event:
+    """The event of a record whose producer wrote it for a partition: its `meta` says which, and what was said of its rows."""
+    meta = descriptor.meta
     return {
-        "event": "part", "do": "put", "ring": ring, "pos": pos, "seq": seq, "bytes": num_bytes, "n": n,
-        "columns": columns, **{name: meta[name] for name in _SAID if name in meta},
+        "event": "part", "do": "put", "ring": ref.ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
+        "n": num_rows(descriptor.spans), "columns": [column.name for column in descriptor.columns],
+        **{name: meta[name] for name in _SAID if name in meta},
     }  # fmt: skip

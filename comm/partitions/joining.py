@@ -28,7 +28,8 @@ from typing import Any
 
 import uvloop
 
-from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.bus import Bus
+from rondo.comm.bus.member import Member
 from rondo.comm.partitions.host import COORDINATOR, HANDOVER, HOST, token_of
 from rondo.comm.partitions.sync import SyncPartition
 from rondo.runtime.actors.ref import ActorRef

@@ -15,7 +15,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from rondo.runtime.memory.segments import Segment, SegmentClient
+from rondo.comm.ring.views import Segments
+from rondo.runtime.memory.segments import Segment
 
 FILE = "file:"
 
@@ -23,7 +24,7 @@ FILE = "file:"
 class Memories:
     """What `Rings` and readers need of a segment client, for both kinds of memory."""
 
-    def __init__(self, segments: SegmentClient) -> None:
+    def __init__(self, segments: Segments) -> None:
         self._segments = segments
 
     def segment(self, name: str, num_bytes: int) -> Segment:

@@ -1,4 +1,4 @@
-"""Which ready rows come next, and to which rank: one chooser for every kind of `spec.Sampler`.
+"""Which ready rows come next, and to which rank: one chooser for every kind of `spec.Sampler` that is ours.
 
 Owns the order in which ready rows are taken. Changes no state: what it picks becomes a claim event, and only that moves rows.
 A chooser is derived from the task's states and made anew after a restart. Rows leave it when they are picked; those that are
@@ -22,16 +22,7 @@ from typing import Any
 
 from rondo.comm.partitions.differencing import balanced
 from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, compress, count, cut, even, expand, number_of
-from rondo.comm.partitions.spec import (
-    Balanced,
-    Groups,
-    Ordered,
-    Own,
-    Sequential,
-    TokenBudget,
-    VersionWindow,
-    load_sampler,
-)
+from rondo.comm.partitions.spec import Balanced, Groups, Ordered, Sequential, TokenBudget, VersionWindow
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import READY, Task
 from rondo.runtime.errors import SamplerFailed
@@ -372,24 +363,3 @@ def _shuffled(seed: int, window: int, size: int) -> list[int]:
 def _unshuffled(seed: int, window: int, size: int) -> list[int]:
     """Where each place of a window comes from."""
     return sorted(range(size), key=_shuffled(seed, window, size).__getitem__)
-
-
-def chooser(table: Table, task: Task) -> Chooser:
-    """The chooser of a task's sampler, with every row that is ready now."""
-    sampler = load_sampler(task.sampler)
-    if isinstance(sampler, Balanced):
-        return BalancedChooser(table, task, sampler)
-    if isinstance(sampler, TokenBudget):
-        return BudgetChooser(table, task, sampler)
-    if isinstance(sampler, VersionWindow):
-        return WindowChooser(table, task, sampler)
-    if isinstance(sampler, Groups):
-        return GroupsChooser(table, task, sampler)
-    if isinstance(sampler, Ordered):
-        return OrderedChooser(table, task, sampler)
-    if isinstance(sampler, Own):
-        from rondo.comm.partitions.own import OwnChooser  # `own.py` builds on this file
-
-        return OwnChooser(table, task, sampler)
-    assert isinstance(sampler, Sequential)
-    return SequentialChooser(table, task, sampler)

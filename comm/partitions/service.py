@@ -22,10 +22,11 @@ from typing import Any
 
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rings import Rings
-from rondo.comm.partitions.fold import Partitions
+from rondo.comm.partitions.choosers import chooser
+from rondo.comm.partitions.fold import Partitions, put_event
 from rondo.comm.partitions.memory import FILE, Memories
 from rondo.comm.partitions.runs import ROW_MASK
-from rondo.comm.partitions.samplers import Ask, Chooser, chooser
+from rondo.comm.partitions.samplers import Ask, Chooser
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.stats import MAX_NAME_BYTES, MAX_TASKS, STATS_BYTES, StatsWriter, stats_name
 from rondo.comm.partitions.table import Table
@@ -89,7 +90,7 @@ class PartitionService:
         self._alive = alive
         self._version = version
         self._memories = Memories(segments)
-        self._rings = Rings(self._memories, self._seen, self._made)
+        self._rings = Rings(self._memories, self._seen, self._made, put_event)
         self._stats: dict[int, StatsWriter] = {}
         self._waiters: dict[int, list[_Waiter]] = {}
         self._clock = clock
@@ -188,11 +189,7 @@ class PartitionService:
 
     # ---- rings ------------------------------------------------------------------------------------------------------
 
-    def rings(self, table: Table, member: str, rank: int) -> list[list[Any]]:
-        """[name, bytes] of one producer's rings, oldest first."""
-        return [[name, table.shelf.rings[name].capacity] for name in table.shelf.of(member, rank)]
-
-    async def room(self, part: int, member: str, rank: int, num_bytes: int) -> list[list[Any]]:
+    async def room(self, part: int, member: str, rank: int, num_bytes: int) -> list[str]:
         """One producer's rings, one of which takes a record of so many bytes now. Waits for room.
 
         The producer is inside this call, so it writes in none of its rings meanwhile.
@@ -204,7 +201,7 @@ class PartitionService:
                 "Put fewer rows at a time, or make the partition larger."
             )
         await self._until(part, lambda: self._make_room(self.table(part), member, rank, num_bytes))
-        return self.rings(self.table(part), member, rank)
+        return self.table(part).shelf.of(member, rank)
 
     def _make_room(self, table: Table, member: str, rank: int, num_bytes: int) -> bool | None:
         shelf = table.shelf

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rondo.comm.partitions.batch import Batch
+from rondo.comm.partitions.opened import Opened
 from rondo.comm.partitions.spec import Sampler
 from rondo.runtime.errors import Closed, ConfigError
-
-if TYPE_CHECKING:
-    from rondo.comm.partitions.client import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Reading:
 
 
 class Stream:
-    def __init__(self, part: Partition, reading: Reading) -> None:
+    def __init__(self, part: Opened, reading: Reading) -> None:
         self._part = part
         self._reading = reading
         self._index = -1
@@ -135,4 +133,4 @@ class Stream:
     def _acknowledge(self, index: int) -> None:
         """Goes with the next claim; at once where one is waiting already, or none will come."""
         self._acks[index] = None
-        self._part.owes(self, soon=self._asking or self._over)
+        self._part.owed(self, soon=self._asking or self._over)

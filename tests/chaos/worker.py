@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 import rondo.comm.bus.journal
-from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.bus.journal import Journal
+from rondo.comm.bus.member import Member
 from rondo.comm.bus.serve import open_index
 from rondo.comm.bus.spans import rows_of
 from rondo.comm.ring.ring import ring_bytes

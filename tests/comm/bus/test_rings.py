@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rondo.comm.bus import rings as rings_module
-from rondo.comm.bus.rings import Rings
+from rondo.comm.bus.rings import Rings, put_event
 from rondo.comm.ring import ring as ring_module
 from rondo.comm.ring.records import Column
 from rondo.comm.ring.ring import CONTROL_BYTES, RingTail, RingWriter
@@ -83,7 +83,7 @@ def groups(events: list[dict[str, Any]]) -> list[int]:
 
 async def test_a_record_whose_doorbell_has_not_rung_is_not_looked_at(weak: Weak) -> None:
     seen: list[Any] = []
-    rings = Rings(weak.store, seen.append, lambda: None)  # type: ignore[arg-type]
+    rings = Rings(weak.store, seen.append, lambda: None, put_event)  # type: ignore[arg-type]
     rings.open(NAME)
     weak.put(1, rings=False)
     weak.order.clear()
@@ -96,7 +96,7 @@ async def test_a_record_whose_doorbell_has_not_rung_is_not_looked_at(weak: Weak)
 
 
 async def test_a_record_behind_one_that_has_rung_is_read_only_as_it_was_put(weak: Weak) -> None:
-    rings = Rings(weak.store, lambda _: None, lambda: None)  # type: ignore[arg-type]
+    rings = Rings(weak.store, lambda _: None, lambda: None, put_event)  # type: ignore[arg-type]
     rings.open(NAME)
     weak.put(1, rings=True)
     weak.put(2, rings=False)  # its head is there, and nothing else
@@ -105,7 +105,7 @@ async def test_a_record_behind_one_that_has_rung_is_read_only_as_it_was_put(weak
 
 
 async def test_what_never_rang_is_read_once_its_producer_is_dead_and_by_a_coordinator_that_starts(weak: Weak) -> None:
-    rings = Rings(weak.store, lambda _: None, lambda: None)  # type: ignore[arg-type]
+    rings = Rings(weak.store, lambda _: None, lambda: None, put_event)  # type: ignore[arg-type]
     rings.open(NAME)
     weak.put(1, rings=False)
     assert groups(rings.read([NAME], once_more=True)) == [1]
@@ -114,7 +114,7 @@ async def test_what_never_rang_is_read_once_its_producer_is_dead_and_by_a_coordi
 
 async def test_the_loop_reads_what_rings(weak: Weak) -> None:
     came = asyncio.get_running_loop().create_future()
-    rings = Rings(weak.store, came.set_result, lambda: None)  # type: ignore[arg-type]
+    rings = Rings(weak.store, came.set_result, lambda: None, put_event)  # type: ignore[arg-type]
     rings.open(NAME)
     weak.put(1, rings=True)
     assert groups(await asyncio.wait_for(came, 60)) == [1]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from rondo.comm.bus.audit import audit
-from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.coordinator import Coordinator
+from rondo.comm.bus.member import Member
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.links.receiver import LinkReceiver
 from rondo.comm.links.sender import LinkSender

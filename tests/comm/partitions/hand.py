@@ -6,9 +6,10 @@ from typing import Any
 
 import orjson
 
+from rondo.comm.partitions.choosers import chooser
 from rondo.comm.partitions.fold import Partitions
 from rondo.comm.partitions.runs import compress, expand
-from rondo.comm.partitions.samplers import Ask, Picked, chooser
+from rondo.comm.partitions.samplers import Ask, Picked
 from rondo.comm.partitions.spec import Sampler, Sequential, Spec
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import CLAIMED, DONE, READY, WAITING

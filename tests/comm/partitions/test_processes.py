@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.bus import Bus
+from rondo.comm.bus.member import Member
 from tests.comm.served import Served, served
 
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.index import Index
+from rondo.comm.bus.member import Member
 from rondo.comm.partitions.checkpoint import restore, save
 from rondo.comm.partitions.loader import StreamingLoader
 from rondo.comm.partitions.runs import expand

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.bus.bus import Bus, Member
+from rondo.comm.bus.bus import Bus
+from rondo.comm.bus.member import Member
 from rondo.comm.partitions.client import Partition
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.memory.segments import SegmentClient
