@@ -41,7 +41,8 @@ from rondo.roles.forward import ActorForwardRole, ReferenceRole
 from rondo.roles.job import Job
 from rondo.roles.rollout import RolloutRole
 from rondo.roles.sampling.groups import PromptGroups
-from rondo.roles.training.backend import Trainer, TrainRow
+from rondo.roles.training.backend import Backend
+from rondo.roles.training.objective import PolicyObjective, TrainRow, open_policy
 from rondo.runtime.worker.context import WorkerContext
 
 __all__ = ["AdvantagesRole", "ReplayActor", "ReplayActorForward", "ReplayReference", "ReplayRollout"]
@@ -291,26 +292,25 @@ class ReplayActorForward(ActorForwardRole):
         return ReplayScorer(Replay.read(self._ctx.run_dir), "actor_fwd")
 
 
-class ReplayTrainer(Trainer):
-    """The real trainer of a real model, as many bytes as the replay publishes; forward, backward and optimizer wait instead."""
+class ReplayTrainer:
+    """The real backend of a real model, as many bytes as the replay publishes; forward, backward and optimizer wait instead."""
 
-    replay: Replay
-    turnover: dict[str, float]
-    """Seconds of what follows a step."""
-
-    def prepare(self, replay: Replay) -> ReplayTrainer:
-        """Make the optimizer's moments, which snapshots hold too."""
-        self.replay, self._device = replay, Device()
+    def __init__(self, replay: Replay, backend: Backend[PolicyObjective]) -> None:
+        """Makes the optimizer's moments, which snapshots hold too."""
+        self.replay, self._backend, self._device = replay, backend, Device()
         self.waited_s, self._num_rounds = 0.0, 0
         self._spans: list[Span] = []
-        self.turnover = {}
-        for parameter in self.model.parameters():
+        self.turnover: dict[str, float] = {}
+        """Seconds of what follows a step."""
+        for parameter in backend.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        for group in self.optimizer.param_groups:
+        for group in backend.optimizer.param_groups:
             group["lr"] = 0.0
-        self.optimizer.step()
-        self.discard()
-        return self
+        backend.optimizer.step()
+        backend.discard()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
     def accumulate(
         self, step: int, rows: Sequence[TrainRow], spans: Sequence[Span], *, last: bool, update: int = 0
@@ -360,16 +360,15 @@ class TimedBus:
 class ReplayActor(ActorRole):
     """The actor with the replay's trainer; says how long each part between two steps took."""
 
-    _trainer: ReplayTrainer
+    _trainer: ReplayTrainer  # type: ignore[assignment]
 
-    def _open_trainer(self) -> Trainer:
+    def _open_trainer(self) -> ReplayTrainer:  # type: ignore[override]
         replay = Replay.read(self._ctx.run_dir)
         job = self._job
-        trainer = ReplayTrainer(
-            job.config, job.model_path, rank=self._ctx.rank, world_size=self._ctx.world_size, device=job.device
-        )
+        ranks = {"rank": self._ctx.rank, "world_size": self._ctx.world_size}
+        trainer = ReplayTrainer(replay, open_policy(job.config, job.model_path, device=job.device, **ranks))
         self._job = dataclasses.replace(job, bus=cast(Bus, TimedBus(job.bus, trainer.waited)))
-        return trainer.prepare(replay)
+        return trainer
 
     async def _rows(self, made: Round) -> Read:
         began = time.monotonic()

@@ -13,7 +13,7 @@ All of it runs beside the first rounds of step k+1, which leave the weights alon
 the optimizer waits for its end.
 
 A restart restores the newest committed version, which all ranks hold by construction, publishes it again, and gets the rounds
-of the uncommitted step again. Owns no computation (`trainer.py`) and no decision about rows (the coordinator).
+of the uncommitted step again. Owns no computation (`training/`) and no decision about rows (the coordinator).
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ from rondo.roles.forward import REFERENCE, media_of
 from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.resumed import copy_samples, write_samples
 from rondo.roles.streams import ROUTED
-from rondo.roles.training.backend import Trainer, TrainRow
+from rondo.roles.training.backend import Backend
+from rondo.roles.training.objective import PolicyObjective, TrainRow, open_policy
 from rondo.roles.training.parity import ParityLog, RowSum, row_sum
 from rondo.roles.training.room import save_last, when_there_is_room
+from rondo.roles.training.sft import backend_of
 from rondo.roles.training.warm_up import run_warm_up
 from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
 from rondo.runtime.errors import Fatal, RondoError
@@ -116,10 +118,10 @@ class ActorRole:
         if self._publisher is not None:
             self._publisher.close()
 
-    def _open_trainer(self) -> Trainer:
+    def _open_trainer(self) -> Backend[PolicyObjective]:
         """On the compute thread."""
         job, ctx = self._job, self._ctx
-        return Trainer(
+        return open_policy(
             job.config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device,
             lends=job.lent is not None,
         )  # fmt: skip
@@ -265,13 +267,13 @@ class ActorRole:
                         await self._job.turns.make_room()
                     since = time.monotonic()
                     with self._ctx.span("train", step=step, part="score", num_rows=len(rows)):
-                        await self._ctx.working("score", trainer.score, rows, made.spans)
+                        await self._ctx.working("score", trainer.objective.score, trainer.model, rows, made.spans)
                     busy += time.monotonic() - since
                     self._ctx.progress()
                 self._job.bus.check(made)
                 if made.closes and made.update == num_batches - 1:
                     if over is not None:
-                        await self._ctx.compute(trainer.whiten, parts)
+                        trainer.objective.whiten(await self._ctx.compute(trainer.gathered, parts, 3))
                     return busy
         return None
 
@@ -404,12 +406,16 @@ class ActorRole:
         return int(version)
 
     async def _begin(self) -> int | None:
-        if self._job.config.sft is not None:
-            with self._ctx.span("warm up"):
-                if not await run_warm_up(self._ctx, self._trainer, every=_WARM_UP_RECORD):
+        ctx, job, trainer = self._ctx, self._job, self._trainer
+        if job.config.sft is not None:
+            with ctx.span("warm up"):
+                beside = functools.partial(
+                    backend_of, trainer.model, job.config.sft, rank=ctx.rank, world_size=ctx.world_size, beside=trainer
+                )
+                if not await run_warm_up(ctx, job.config, job.model_path, beside, every=_WARM_UP_RECORD):
                     return None
-        if self._job.config.algorithm.resolved().needs_reference and self._job.config.sft is not None:
-            await self._ctx.compute(self._trainer.export, self._ctx.run_dir / REFERENCE, self._job.model_path)
+        if job.config.algorithm.resolved().needs_reference and job.config.sft is not None:
+            await ctx.compute(trainer.export, ctx.run_dir / REFERENCE, job.model_path)
         await self._commit(0, [], self._taken())
         return 0
 

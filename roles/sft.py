@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 
 from rondo.roles.job import open_settings
-from rondo.roles.training.backend import Trainer
 from rondo.roles.training.room import save_last
+from rondo.roles.training.sft import open_sft
 from rondo.roles.training.warm_up import run_warm_up
 from rondo.runtime.checkpoints import folder_of
 from rondo.runtime.worker.context import WorkerContext
@@ -27,17 +27,17 @@ class SftRole:
         assert config.sft is not None
         with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, device)
-            trainer = await ctx.compute(
-                Trainer, config, model_path, rank=ctx.rank, world_size=ctx.world_size, device=device
+            backend = await ctx.compute(
+                open_sft, config, model_path, rank=ctx.rank, world_size=ctx.world_size, device=device
             )
         await ctx.ready()
 
         with ctx.span("train"):
-            if not await run_warm_up(ctx, trainer):
+            if not await run_warm_up(ctx, config, model_path, lambda: backend):
                 await ctx.report("unsaved", {"cause": "stopped before the last step of fine-tuning, which begins anew"})
                 return
         folder = folder_of(ctx.run_dir / "checkpoints", config.sft.steps)
-        save = functools.partial(trainer.save, folder, {"version": None, "index": {}}, tokenizer_path=model_path)
+        save = functools.partial(backend.save, folder, {"version": None, "index": {}}, tokenizer_path=model_path)
         await save_last(ctx, config, config.sft.steps, save)
         if ctx.rank == 0:
             await ctx.report("checkpoint", {"path": str(folder)})

@@ -7,8 +7,7 @@ Invariant: `policy_sums` of a whole step equals the sum of `policy_sums` of any 
 So the actor adds gradients up as rounds come, and divides once by the denominator of the true step.
 
     sums = policy_sums(algorithm, log_probs=..., ...); sums.loss.backward()          # for every micro-batch
-    total = (a + b).reduced(group); denominator = total.denominator("sample", max_new_tokens)
-    total.metrics(algorithm, denominator) -> {"loss": ..., "clip_fraction": ..., "kl": ...}
+    total = (a + b).reduced(group); float(total.loss) / denominator(total, "sample", max_new_tokens)
 
 Shapes: N response tokens of all samples behind each other, in the order of `lengths` (S samples). Log-probs are natural
 logarithms in float32. Masked tokens are selected out and never multiplied by 0: they may hold anything, NaN too.
@@ -17,13 +16,13 @@ logarithms in float32. Masked tokens are selected out and never multiplied by 0:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rondo.roles.algorithms.algorithm import Algorithm, KlEstimator, Normalizer, TisLevel, TisMode
+from rondo.roles.algorithms.sums import LossSums
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: beyond, exp overflows, and 0 x inf in the backward of a clipped branch would be NaN."""
@@ -122,68 +121,12 @@ def kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KlEstima
     return k3 if estimator == "k3" else k3.clamp(-10.0, 10.0)
 
 
-@dataclass(frozen=True, slots=True)
-class LossSums:
-    """Sums over some tokens and samples. `loss` carries the gradient; the rest is detached and float64."""
-
-    loss: torch.Tensor
-    sums: Mapping[str, torch.Tensor]
-    maxes: Mapping[str, torch.Tensor]
-
-    def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(
-            self.loss + other.loss,
-            {name: value + other.sums[name] for name, value in self.sums.items()},
-            {name: torch.maximum(value, other.maxes[name]) for name, value in self.maxes.items()},
-        )
-
-    def detached(self) -> LossSums:
-        """The same without the graph: what is left after `loss.backward()`."""
-        return replace(self, loss=self.loss.detach())
-
-    def weightless(self) -> LossSums:
-        """The same graph with weight 0 and nothing counted: for a rank that has no rows in a round."""
-        return LossSums(
-            self.loss * 0.0,
-            {name: torch.zeros_like(value) for name, value in self.sums.items()},
-            {name: torch.zeros_like(value) for name, value in self.maxes.items()},
-        )
-
-    def reduced(self, group: dist.ProcessGroup | None) -> LossSums:
-        """The same over all ranks of `group`, without gradient (collective); None is this process alone."""
-        if group is None:
-            return self
-        sums = torch.stack([self.loss.detach().double(), *self.sums.values()])
-        maxes = torch.stack(list(self.maxes.values()))
-        dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
-        dist.all_reduce(maxes, dist.ReduceOp.MAX, group=group)
-        return LossSums(
-            sums[0],
-            dict(zip(self.sums, sums[1:], strict=True)),
-            dict(zip(self.maxes, maxes, strict=True)),
-        )
-
-    def denominator(self, normalizer: Normalizer, max_new_tokens: int) -> float:
-        """What the summed loss and its gradient are divided by; at least 1, since a step may be masked whole."""
-        if normalizer == "token":
-            return max(1.0, float(self.sums["tokens"]))
-        samples = max(1.0, float(self.sums["samples"]))
-        return samples * max_new_tokens if normalizer == "constant" else samples
-
-    def metrics(self, algorithm: Algorithm, denominator: float) -> dict[str, float]:
-        """Figures of the step. Means are over unmasked tokens, but for `loss`, which is what was optimized.
-
-        `mismatch_*` compare the trainer's log-probs with the engine's: on-policy a measure of their numerics alone,
-        else of both that and the steps between. `approx_kl` is k3 against pi_old.
-        """
-        sums = {name: float(value) for name, value in self.sums.items()}
-        tokens = max(1.0, sums["tokens"])
-        metrics = {"loss": float(self.loss) / denominator, "tokens": sums["tokens"], "samples": sums["samples"]}
-        metrics["clip_fraction"] = (sums["clip_low_fraction"] + sums["clip_high_fraction"]) / tokens
-        means = [name for name in sums if name not in metrics]
-        metrics.update({name: sums[name] / tokens for name in means})
-        metrics.update({name: float(value) for name, value in self.maxes.items()})
-        return metrics
+def denominator(total: LossSums, normalizer: Normalizer, max_new_tokens: int) -> float:
+    """What the summed loss and its gradient are divided by; at least 1, since a step may be masked whole."""
+    if normalizer == "token":
+        return max(1.0, float(total.sums["tokens"]))
+    samples = max(1.0, float(total.sums["samples"]))
+    return samples * max_new_tokens if normalizer == "constant" else samples
 
 
 def policy_sums(
@@ -198,11 +141,12 @@ def policy_sums(
     ref_log_probs: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
 ) -> LossSums:
-    """The undivided policy loss of some samples, and the sums that its metrics are made of.
+    """The undivided policy loss of some samples, and the sums that its metrics are made of: means over unmasked tokens.
 
     All tensors are [N]; `log_probs` carries the gradient, `mask` is 1 at tokens that the policy sampled.
     `old_log_probs` None takes the detached new ones. ValueError when the algorithm needs `ref_log_probs` and they are
-    missing.
+    missing. `mismatch_*` compare the trainer's log-probs with the engine's: on-policy a measure of their numerics alone, else of
+    both that and the steps between. `approx_kl` is k3 against pi_old.
     """
     if sum(lengths) != len(log_probs):
         raise ValueError(f"lengths must add up to the number of log-probs, {len(log_probs)}, got {sum(lengths)}.")
@@ -220,6 +164,7 @@ def policy_sums(
     loss = terms.loss
     drift, mismatch = new.detach() - old, new.detach() - rollout
     measured: dict[str, torch.Tensor] = {
+        "clip_fraction": terms.clipped_low | terms.clipped_high,
         "clip_low_fraction": terms.clipped_low,
         "clip_high_fraction": terms.clipped_high,
         "clip_dual_fraction": terms.clipped_dual,

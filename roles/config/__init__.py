@@ -22,7 +22,7 @@ from rondo.models.media.config import MediaConfig
 from rondo.roles.algorithms.algorithm import Algorithm, OldLogProbs, old_log_probs_source, resolve
 from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
-from rondo.roles.config.training import AlgorithmConfig, SftConfig, TrainConfig
+from rondo.roles.config.training import AlgorithmConfig, OptimizerConfig, SftConfig, TrainConfig
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.section import Section
 
@@ -34,6 +34,7 @@ __all__ = [
     "EvalConfig",
     "EvalSet",
     "JobConfig",
+    "OptimizerConfig",
     "RewardConfig",
     "RolloutConfig",
     "SGLangConfig",

@@ -96,15 +96,18 @@ class AlgorithmConfig(Section):
         return resolve(self)
 
 
-class TrainConfig(Section):
-    """The optimizer (AdamW), its schedule, and how a step is cut into micro-batches."""
+Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+
+
+class OptimizerConfig(Section):
+    """An optimizer (AdamW), its schedule, and how much goes through the model at once."""
 
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
     """Where linear and cosine schedules end, as a part of lr."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     eps: float = Field(1e-8, gt=0)
     clip_grad_norm: float = Field(1.0, gt=0)
@@ -113,6 +116,11 @@ class TrainConfig(Section):
     encoder takes count as tokens too."""
     log_prob_chunk_tokens: int = Field(2048, ge=1)
     """Tokens whose logits exist at the same time."""
+
+
+class TrainConfig(OptimizerConfig):
+    """The optimizer of the policy, and how a step is cut into updates and micro-batches."""
+
     activation_checkpointing: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of forward and backward; weights and optimizer keep float32."""
@@ -154,7 +162,7 @@ class TrainConfig(Section):
         return self
 
 
-class SftConfig(Section):
+class SftConfig(OptimizerConfig):
     """Supervised fine-tuning on demonstrations, before the first step of a run or as a job of its own."""
 
     rows: FunctionRef | None = None
@@ -169,15 +177,12 @@ class SftConfig(Section):
     batch_size: int = Field(ge=1)
     """Demonstrations of one optimizer step."""
     lr: float = Field(1e-5, gt=0)
-    warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     min_lr_fraction: float = Field(0.1, ge=0, le=1)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     weight_decay: float = Field(0.01, ge=0)
-    clip_grad_norm: float = Field(1.0, gt=0)
     micro_batch_tokens: int = Field(4096, ge=1)
     """Also the longest demonstration, in tokens."""
-    log_prob_chunk_tokens: int = Field(2048, ge=1)
 
     @model_validator(mode="after")
     def _one_source(self) -> SftConfig:

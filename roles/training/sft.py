@@ -1,11 +1,12 @@
 """Supervised fine-tuning: the policy learns to write the answers of demonstrations.
 
-Owns which demonstrations make a batch, how a batch is cut into micro-batches, and the training loop. Does not own the
-model, its log-probs or the optimizer (`models/`), nor where it runs: inside the actor before version 0, or as a job of
+Owns the loss as an objective of a backend, which demonstrations make a batch, how a batch is cut into micro-batches, and the
+training loop. Does not own steps and state (`backend.py`), nor where it runs: inside the actor before version 0, or as a job of
 its own.
 
     source = job.demonstrated()
-    warm_up(model, tokenizer, open_dataset(source), job.sft, source, "cpu", seed=0, on_step=print, should_stop=lambda: False)
+    backend = backend_of(model, job.sft)
+    fine_tune(backend, tokenizer, open_dataset(source), job.sft, source, seed=0, on_step=print, should_stop=lambda: False)
 
 Invariant: the loss of a step is the mean over all answer tokens of its batch (prompt tokens carry none), so it is the
 same however the batch is cut into micro-batches and ranks. Batches depend on data, seed and step alone. A demonstration that
@@ -22,18 +23,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from rondo.models import parallel
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
-from rondo.models.optimizer import learning_rate, make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
-from rondo.roles.config import DataConfig, SftConfig
+from rondo.roles.algorithms.sums import LossSums
+from rondo.roles.config import DataConfig, JobConfig, SftConfig
 from rondo.roles.data.cursor import Cursor, Order
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.data.prompts import check_demonstration, encode_answer, render_prompt, without_media_section
+from rondo.roles.training.backend import Backend, Use, open_model, sharded
 from rondo.runtime.errors import Fatal
 
 log = logging.getLogger(__name__)
@@ -47,81 +47,91 @@ Prepare = Callable[[Row, DataConfig, int, str], tuple[np.ndarray, MediaInputs | 
 `render_prompt`."""
 
 
-def warm_up(
-    model: Any,
+class AnswerLoss:
+    """The objective: minus the log-probs of answer tokens, in nats, over their number. Rows are `Packable`."""
+
+    def __init__(self, model: Any, chunk_tokens: int) -> None:
+        self._packing, self._chunk = Packing.of(model), chunk_tokens
+        self._device = next(model.parameters()).device
+
+    def sums(self, model: Any, rows: Sequence[Packable], use: Use) -> LossSums:
+        packed = self._packing.pack(rows or [Packable(np.zeros(2, np.int32), 1)], train=True).to(self._device)
+        log_probs, _ = response_log_probs(model, packed, chunk_tokens=self._chunk)
+        counts = {"tokens": float(len(log_probs)), "samples": float(len(rows))}
+        sums = LossSums(
+            -log_probs.sum().double(),
+            {name: torch.tensor(n, dtype=torch.float64, device=self._device) for name, n in counts.items()},
+        )
+        return sums if rows else sums.weightless()
+
+    def denominator(self, total: LossSums) -> float:
+        return float(total.sums["tokens"])
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def forget(self) -> None:
+        """Nothing is kept of a step."""
+
+
+def open_sft(config: JobConfig, path: str, *, rank: int, world_size: int, device: str) -> Backend[AnswerLoss]:
+    """The model of a job with the weights at `path`, to be fine-tuned and nothing else (collective)."""
+    model, _ = open_model(config, path, rank=rank, device=device)
+    assert config.sft is not None
+    return backend_of(sharded(model, config.train, world_size), config.sft, rank=rank, world_size=world_size)
+
+
+def backend_of(
+    model: Any, config: SftConfig, *, rank: int = 0, world_size: int = 1, beside: Backend[Any] | None = None
+) -> Backend[AnswerLoss]:
+    """Over a sharded model, with an optimizer of its own (collective without `beside`, whose model it is)."""
+    objective = AnswerLoss(model, config.log_prob_chunk_tokens)
+    return Backend(model, objective, config, num_steps=config.steps, rank=rank, world_size=world_size, beside=beside)
+
+
+def fine_tune(
+    backend: Backend[AnswerLoss],
     tokenizer: Any,
     data: Rows,
     config: SftConfig,
     source: DataConfig,
-    device: torch.device | str,
     *,
     max_prompt_tokens: int | None = None,
     prepare: Prepare | None = None,
     seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
     on_step: Callable[[dict[str, Any]], None],
     should_stop: Callable[[], bool],
-) -> int:
-    """Trains `model` in place with an optimizer of its own (collective), and returns the number of steps taken. `source`
-    says how the prompts of `data` are written.
+) -> bool:
+    """Trains (collective) until all steps are done; False when `should_stop` said so on any rank before that. `source` says how
+    the prompts of `data` are written.
 
-    Fewer than `config.steps` when `should_stop` said so on any rank; it is asked before every step. `on_step` gets
-    step, loss (in nats a token), lr, grad_norm, tokens (of answers), skipped (demonstrations so far that could not be used) and,
-    if there are any, why of the first_skipped. `prepare` is for rows with media; `max_prompt_tokens`: None for what the answer
-    leaves of `config.micro_batch_tokens`. Fatal where no demonstration can be used, or the gradient is no longer finite.
+    `should_stop` is asked before every step. `on_step` gets step, loss (in nats a token), lr, grad_norm, tokens (of answers),
+    skipped (demonstrations so far that could not be used) and, if there are any, why of the first_skipped. `prepare` is for rows
+    with media; `max_prompt_tokens`: None for what the answer leaves of `config.micro_batch_tokens`. Fatal where no demonstration
+    can be used, or the gradient is no longer finite.
     """
-    optimizer = make_optimizer(model, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
-    packing = Packing.of(model)
     places = Cursor(Order(len(data), seed, source.shuffle, source.num_passes))
     limits = config.micro_batch_tokens, max_prompt_tokens
     encoded = _Encoded(lambda row: encode(tokenizer, data.row(row), source, *limits, prepare))
-
-    def loss_of(sequences: Sequence[Packable]) -> torch.Tensor:
-        """The undivided loss of one micro-batch; no sequences: a dummy of weight 0 through the same modules."""
-        weight = -1.0 if sequences else 0.0
-        packed = packing.pack(sequences or [Packable(np.zeros(2, np.int32), 1)], train=True).to(device)
-        log_probs, _ = response_log_probs(model, packed, chunk_tokens=config.log_prob_chunk_tokens)
-        return weight * log_probs.sum()
-
-    def over_ranks(value: float) -> float:
-        if world_size == 1:
-            return value
-        shared = torch.tensor([value], dtype=torch.float64, device=device)
-        dist.all_reduce(shared)
-        return float(shared)
-
     for step in range(config.steps):
         # A rank that left alone would hang the others in their next collective.
-        if over_ranks(float(should_stop())):
-            return step
+        if backend.sum_over_ranks([float(should_stop())])[0]:
+            return False
         batch = encoded.batch(places, config.batch_size)
         if not batch:
-            return step
-        rounds = cut([sequence.cost for sequence in batch], config.micro_batch_tokens, world_size)
-        total = torch.zeros((), dtype=torch.float64, device=device)
+            break
+        rounds = cut([sequence.cost for sequence in batch], config.micro_batch_tokens, backend.world_size)
         for number, micro_batches in enumerate(rounds):
-            parallel.set_sync(model, number == len(rounds) - 1)
-            loss = loss_of([batch[i] for i in micro_batches[rank]])
-            loss.backward()
-            total += loss.detach()
+            rows = [batch[i] for i in micro_batches[backend.rank]]
+            backend.accumulate(step, rows, (), last=number == len(rounds) - 1)
+        made = backend.update(step)
+        backend.discard()
+        if not math.isfinite(made.grad_norm):
+            raise Fatal(f"the gradient of sft step {step} must be finite, got norm {made.grad_norm}. Lower sft.lr")
         num_tokens = sum(sequence.response for sequence in batch)
-        parallel.scale_gradients(model, 1 / num_tokens)
-        grad_norm = parallel.clip_grad_norm(model, config.clip_grad_norm)
-        if not math.isfinite(grad_norm):
-            raise Fatal(f"the gradient of sft step {step} must be finite, got norm {grad_norm}. Lower sft.lr")
-        lr = learning_rate(
-            step, config.lr, warmup_steps=config.warmup_steps, schedule=config.schedule, total=config.steps,
-            min_fraction=config.min_lr_fraction,
-        )  # fmt: skip
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        mean = over_ranks(float(total)) / num_tokens
-        figures = {"step": step, "loss": mean, "lr": lr, "grad_norm": grad_norm, "tokens": num_tokens}
-        on_step(figures | encoded.skipped())
-    return config.steps
+        figures = {"step": step, "loss": made.loss, "lr": backend.lr(step), "grad_norm": made.grad_norm}
+        on_step(figures | {"tokens": num_tokens} | encoded.skipped())
+    return True
 
 
 class _Encoded:

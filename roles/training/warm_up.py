@@ -1,24 +1,51 @@
 """Running a warm-up from an event loop: the computation on the compute thread, its figures as records.
 
-Owns the way from the thread to the supervisor's records, and how often one is written. Does not own the training (`sft.py`).
+Owns the way from the thread to the supervisor's records, how often one is written, and which demonstrations of a job these are.
+Does not own the training (`sft.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
+from rondo.models.load import load_tokenizer
+from rondo.roles.config import JobConfig
+from rondo.roles.data.datasets import demonstrations
 from rondo.roles.data.fingerprints import Fingerprints
-from rondo.roles.training.backend import Trainer
+from rondo.roles.data.media import preparer
+from rondo.roles.training.backend import Backend
+from rondo.roles.training.sft import AnswerLoss, fine_tune
 from rondo.runtime.worker.context import WorkerContext
 
 
-async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -> bool:
-    """Trains on the job's demonstrations (collective). A record "sft" for every so many steps, and for the last, by rank 0. False
-    when it was cut short by a stop."""
-    assert trainer.config.sft is not None
-    last = trainer.config.sft.steps - 1
+def train_on_demonstrations(
+    backend: Backend[AnswerLoss],
+    config: JobConfig,
+    path: str,
+    on_step: Callable[[dict[str, Any]], None],
+    should_stop: Callable[[], bool],
+    fingerprints: Fingerprints | None = None,
+) -> bool:
+    """As the job asks for, with the tokenizer of the model at `path` (collective). False on every rank when it was cut short by a
+    rank that should stop. DataChanged for demonstrations that are not those of the `fingerprints`."""
+    assert config.sft is not None
+    return fine_tune(
+        backend, load_tokenizer(path), demonstrations(config, fingerprints), config.sft, config.demonstrated(),
+        max_prompt_tokens=config.prompt_limit(), prepare=None if config.media is None else preparer(path, config.media),
+        seed=config.seed, on_step=on_step, should_stop=should_stop,
+    )  # fmt: skip
+
+
+async def run_warm_up(
+    ctx: WorkerContext, config: JobConfig, path: str, open_backend: Callable[[], Backend[AnswerLoss]], *, every: int = 1
+) -> bool:
+    """Trains what `open_backend` gives (collective, both on the compute thread). A record "sft" for every so many steps, and for
+    the last, by rank 0. False when it was cut short by a stop."""
+    assert config.sft is not None
+    last = config.sft.steps - 1
     loop, figures = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
 
     work = ctx.work("warm up")
@@ -37,7 +64,11 @@ async def run_warm_up(ctx: WorkerContext, trainer: Trainer, *, every: int = 1) -
     forwarding = asyncio.create_task(forward())
     try:
         fingerprints = Fingerprints.of_run(ctx.run_dir)
-        whole = await ctx.working("warm up", trainer.warm_up, on_step, ctx.stopping.is_set, fingerprints)
+
+        def train() -> bool:
+            return train_on_demonstrations(open_backend(), config, path, on_step, ctx.stopping.is_set, fingerprints)
+
+        whole = await ctx.working("warm up", train)
         told = asyncio.create_task(figures.join())
         await asyncio.wait([told, forwarding], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()

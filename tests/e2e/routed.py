@@ -25,7 +25,8 @@ from rondo.models.routing import routers_of
 from rondo.roles.actor import ActorRole, Read
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.forward import ActorForwardRole
-from rondo.roles.training.backend import Trainer
+from rondo.roles.training.backend import Backend
+from rondo.roles.training.objective import PolicyObjective
 from rondo.runtime.supervision.spec import GroupSpec
 
 NAME, NUM_STEPS, NUM_EXPERTS = "routed", 5, 4
@@ -48,7 +49,7 @@ def divert(model: Any) -> None:
 
 
 class DivertedActor(ActorRole):
-    def _open_trainer(self) -> Trainer:
+    def _open_trainer(self) -> Backend[PolicyObjective]:
         trainer = super()._open_trainer()
         divert(trainer.model)
         return trainer

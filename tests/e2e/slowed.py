@@ -23,7 +23,8 @@ from rondo.roles.engines.engine import Completion, Request
 from rondo.roles.forward import ActorForwardRole, ReferenceRole
 from rondo.roles.rollout import RolloutRole
 from rondo.roles.sampling.groups import Lease, PromptGroups
-from rondo.roles.training.backend import Trainer
+from rondo.roles.training.backend import Backend
+from rondo.roles.training.objective import PolicyObjective
 from rondo.runtime.supervision.spec import GroupSpec
 
 NAME = "slowed"
@@ -97,7 +98,7 @@ class SlowActorForward(_SlowForward, ActorForwardRole): ...
 
 
 class SlowActor(ActorRole):
-    def _open_trainer(self) -> Trainer:
+    def _open_trainer(self) -> Backend[PolicyObjective]:
         trainer = super()._open_trainer()
         accumulate = trainer.accumulate
 

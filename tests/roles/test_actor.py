@@ -13,8 +13,8 @@ from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
 from rondo.roles.actor import ActorRole, reward_figures, reward_sums
 from rondo.roles.algorithms.whitening import Whitening, contribution
 from rondo.roles.config import JobConfig
-from rondo.roles.training.backend import TrainRow
 from rondo.roles.training.compute_turns import Turns
+from rondo.roles.training.objective import TrainRow
 from rondo.runtime.records.timeline import Span, span
 from tests.comm.memory import MemorySegment
 from tests.roles.training.test_backend import model, rows, trainer
@@ -125,13 +125,13 @@ async def test_whitening_sees_every_round_of_the_first_pass_before_the_first_gra
     config = several(model, 2, 1, normalize_batch="tokens")
     actor, bus = role(config, model, rounds(batch, [1, 1, 2]))
     used: list[np.ndarray] = []
-    inner = actor._trainer._sums_of
+    inner = actor._trainer.objective._sums_of
 
-    def noted(chosen: list[TrainRow]) -> Any:
+    def noted(model: Any, chosen: list[TrainRow]) -> Any:
         used.extend(row.advantages for row in chosen)
-        return inner(chosen)
+        return inner(model, chosen)
 
-    actor._trainer._sums_of = noted  # type: ignore[method-assign,assignment]
+    actor._trainer.objective._sums_of = noted  # type: ignore[method-assign,assignment]
     assert await actor._train(0) is None
     assert bus.asked == [0, 1, 2, 0, 1, 2]
     white = Whitening.of([contribution(row.advantages, row.mask, "tokens") for row in batch])
@@ -151,13 +151,13 @@ async def test_later_mini_batches_are_scored_before_the_first_optimizer_step_and
     forwards: list[tuple[int, bool]] = []
     for options, scored in ({"tis_high": 2.0}, [(1, False), (1, False)]), ({"old_log_probs": "rollout"}, []):
         actor, bus = role(several(model, 2, 1, **options), model, rounds(batch, [1, 1, 1, 1]))
-        inner = actor._trainer.score
+        inner = actor._trainer.objective.score
 
-        def noted(chosen: list[TrainRow], spans: Any, actor: ActorRole = actor, inner: Any = inner) -> None:
+        def noted(model: Any, chosen: list[TrainRow], *_: Any, actor: ActorRole = actor, inner: Any = inner) -> None:
             forwards.append((len(chosen), actor._trainer.moved))
-            inner(chosen, spans)
+            inner(model, chosen, *_)
 
-        actor._trainer.score = noted  # type: ignore[method-assign,assignment]
+        actor._trainer.objective.score = noted  # type: ignore[method-assign,assignment]
         forwards.clear()
         assert (
             await actor._train(0) is None

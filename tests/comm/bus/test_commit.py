@@ -18,7 +18,7 @@ class ScriptedTrainer:
     """Rank 0 of two, beside a rank 1 that says `other` in every sum. Tells what was called."""
 
     def __init__(self, other: float) -> None:
-        self.other = other
+        self.other, self.model = other, None
         self.calls: list[str] = []
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
@@ -105,7 +105,8 @@ async def test_a_warm_up_that_a_stop_cuts_short_makes_no_version(
     async def cut_short(*_: Any, **__: Any) -> bool:
         return False
 
-    role._job = cast(Any, SimpleNamespace(config=SimpleNamespace(sft=True), bus=SimpleNamespace(call=call)))
-    role._ctx = cast(Any, SimpleNamespace(span=lambda _: nullcontext()))
+    config = SimpleNamespace(sft=True)
+    role._job = cast(Any, SimpleNamespace(config=config, bus=SimpleNamespace(call=call), model_path="model"))
+    role._ctx = cast(Any, SimpleNamespace(span=lambda _: nullcontext(), rank=0, world_size=1))
     monkeypatch.setattr("rondo.roles.actor.run_warm_up", cut_short)
     assert await role._restore() is None and trainer.calls == []

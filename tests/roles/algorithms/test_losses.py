@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rondo.roles.algorithms.algorithm import ALGORITHMS, Algorithm
-from rondo.roles.algorithms.losses import LossSums, correction, kl, policy_sums, ppo_clip
+from rondo.roles.algorithms.losses import correction, denominator, kl, policy_sums, ppo_clip
+from rondo.roles.algorithms.sums import LossSums
 
 GRPO = ALGORITHMS["grpo"]
 VARIANTS = {
@@ -130,7 +131,7 @@ def run(algorithm: Algorithm, made: dict[str, Any]) -> tuple[LossSums, torch.Ten
 
 
 def loss_of(algorithm: Algorithm, sums: LossSums) -> float:
-    return sums.metrics(algorithm, sums.denominator(algorithm.normalizer, MAX_NEW_TOKENS))["loss"]
+    return float(sums.loss) / denominator(sums, algorithm.normalizer, MAX_NEW_TOKENS)
 
 
 def test_the_clip_by_hand() -> None:
@@ -204,7 +205,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_the_policy_g
     made = batch() | {"old_log_probs": None, "mask": torch.ones(sum(batch()["lengths"]))}
     sums, gradient = run(replace(GRPO, normalizer="token"), made)
     np.testing.assert_allclose(gradient, -made["advantages"], rtol=1e-6)
-    metrics = sums.metrics(GRPO, 1.0)
+    metrics = sums.metrics()
     assert (metrics["ratio_mean"], metrics["clip_fraction"], metrics["approx_kl"]) == (1, 0, 0)
 
 
@@ -214,8 +215,8 @@ def test_the_loss_and_its_metrics_equal_the_numpy_implementation(name: str, seed
     algorithm, made = VARIANTS[name], batch(seed)
     sums, _ = run(algorithm, made)
     loss, seen = in_numpy(algorithm, made)
-    metrics = sums.metrics(algorithm, sums.denominator(algorithm.normalizer, MAX_NEW_TOKENS))
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    metrics = sums.metrics()
+    assert loss_of(algorithm, sums) == pytest.approx(loss, rel=1e-5, abs=1e-6)
     names = {
         "low": "clip_low_fraction", "high": "clip_high_fraction", "dual": "clip_dual_fraction",
         "ratio": "ratio_mean", "approx": "approx_kl", "mismatch": "mismatch_mean", "k3": "mismatch_kl", "kl": "kl",
@@ -266,10 +267,10 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient_and_metrics(name: st
         torch.testing.assert_close(partial, wanted, rtol=1e-6, atol=1e-8)
         total = sums if total is None else total + sums
     assert total is not None
-    denominator = whole.denominator(algorithm.normalizer, MAX_NEW_TOKENS)
-    assert total.denominator(algorithm.normalizer, MAX_NEW_TOKENS) == denominator
-    wanted = whole.metrics(algorithm, denominator)
-    assert total.metrics(algorithm, denominator) == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    of = (algorithm.normalizer, MAX_NEW_TOKENS)
+    assert denominator(total, *of) == denominator(whole, *of)
+    assert loss_of(algorithm, total) == pytest.approx(loss_of(algorithm, whole), rel=1e-5, abs=1e-7)
+    assert total.metrics() == pytest.approx(whole.metrics(), rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -284,15 +285,15 @@ def test_masked_tokens_may_hold_anything(name: str) -> None:
             dirty[column] = torch.where(hole, junk, made[column])
     again, dirty_gradient = run(algorithm, dirty)
     assert torch.equal(gradient, dirty_gradient) and not gradient[hole].any()
-    assert again.metrics(algorithm, 1.0) == sums.metrics(algorithm, 1.0)
+    assert again.metrics() == sums.metrics()
 
 
 def test_a_sample_masked_whole_counts_as_a_sample_and_gives_nothing() -> None:
     made = batch(0) | {"mask": torch.zeros(sum(batch(0)["lengths"]))}
     sums, gradient = run(GRPO, made)
     assert not gradient.any()
-    assert loss_of(GRPO, sums) == 0 and sums.denominator("sample", 1) == 6
-    assert sums.denominator("token", 1) == 1
+    assert loss_of(GRPO, sums) == 0 and denominator(sums, "sample", 1) == 6
+    assert denominator(sums, "token", 1) == 1
 
 
 def test_an_exploding_ratio_gives_finite_gradients() -> None:
@@ -308,7 +309,8 @@ def test_weightless_sums_add_nothing_and_keep_the_graph() -> None:
     dummy.loss.backward()
     assert log_probs.grad is not None and not log_probs.grad.any()
     sums, _ = run(GRPO, made)
-    assert (sums + dummy.detached()).metrics(GRPO, 2.0) == sums.metrics(GRPO, 2.0)
+    both = sums + dummy.detached()
+    assert both.metrics() == sums.metrics() and both.loss == sums.loss
 
 
 def test_a_missing_reference_and_wrong_lengths_are_refused() -> None:

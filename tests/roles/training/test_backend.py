@@ -25,7 +25,10 @@ from rondo.roles.config import (
     SftConfig,
     TrainConfig,
 )
-from rondo.roles.training.backend import Trainer, TrainRow
+from rondo.roles.training.backend import Backend
+from rondo.roles.training.objective import PolicyObjective, TrainRow, open_policy
+from rondo.roles.training.sft import backend_of
+from rondo.roles.training.warm_up import train_on_demonstrations
 from tests.models.builders import SIZES, tiny
 
 VOCABULARY = 256
@@ -61,9 +64,12 @@ def job(model: str, **algorithm: object) -> JobConfig:
     )
 
 
-def trainer(config: JobConfig, model: str) -> Trainer:
+Policy = Backend[PolicyObjective]
+
+
+def trainer(config: JobConfig, model: str) -> Policy:
     torch.manual_seed(0)
-    return Trainer(config, model, rank=0, world_size=1, device="cpu")
+    return open_policy(config, model, rank=0, world_size=1, device="cpu")
 
 
 def rows(seed: int, num_rows: int = 6) -> list[TrainRow]:
@@ -77,7 +83,7 @@ def rows(seed: int, num_rows: int = 6) -> list[TrainRow]:
     return made
 
 
-def weights(made: Trainer) -> torch.Tensor:
+def weights(made: Backend[Any]) -> torch.Tensor:
     return torch.cat([tensor.flatten().clone() for _, tensor in made.weights()])
 
 
@@ -160,11 +166,13 @@ def test_a_model_trains_without_the_noise_that_its_config_asks_for(family: str, 
 
 
 def test_the_warm_up_trains_and_can_be_stopped(model: str) -> None:
-    made = trainer(job(model), model)
-    before, seen = made.checksum(), []
-    assert made.warm_up(seen.append, lambda: False)
+    config, seen = job(model), list[dict[str, Any]]()
+    made = trainer(config, model)
+    assert config.sft is not None
+    before, beside = made.checksum(), backend_of(made.model, config.sft, beside=made)
+    assert train_on_demonstrations(beside, config, model, seen.append, lambda: False)
     assert [metrics["step"] for metrics in seen] == [0, 1] and made.checksum() != before
-    assert not made.warm_up(seen.append, lambda: True)
+    assert not train_on_demonstrations(beside, config, model, seen.append, lambda: True)
     assert len(seen) == 2
 
 
@@ -222,7 +230,7 @@ def test_samples_of_several_parts_are_refused_since_the_loss_counts_a_sample_by_
 def test_lent_weights_are_no_version_from_the_optimizer_on_and_stay_the_trainers_tensors(model: str) -> None:
     config = job(model)
     torch.manual_seed(0)
-    made = Trainer(config, model, rank=0, world_size=1, device="cpu", lends=True)
+    made = open_policy(config, model, rank=0, world_size=1, device="cpu", lends=True)
     assert made.lent is not None
     made.lent.holds(0)
     tensors, state = made.state()

@@ -22,10 +22,10 @@ from rondo.launch.config import load
 from rondo.roles.actor import ActorRole
 from rondo.roles.algorithms.whitening import contribution
 from rondo.roles.config import JobConfig
-from rondo.roles.training.backend import Trainer, TrainRow
 from rondo.roles.training.compute_turns import Turns
+from rondo.roles.training.objective import TrainRow, open_policy
 from rondo.runtime.records.timeline import span
-from tests.roles.training.test_backend import job, model, rows
+from tests.roles.training.test_backend import Policy, job, model, rows
 from tests.roles.training.test_sft import config_of, folder, train, weights
 
 __all__ = ["folder", "model"]
@@ -64,7 +64,7 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
     """Two steps of a case: weights, what each step told, and which rows it says that it trained."""
     config = config_of_case(name, path)
     torch.manual_seed(0)
-    made = Trainer(config, path, rank=rank, world_size=num_ranks, device="cpu")
+    made = open_policy(config, path, rank=rank, world_size=num_ranks, device="cpu")
     told, whitens = [], config.algorithm.normalize_batch is not None
     for step in range(2):
         # The last rounds of a step are a mini-batch of their own where it has two.
@@ -72,9 +72,12 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
         every = batch(step, old_log_probs=None) if whitens else batch(step)
         mine = [at for cut in cuts for ranks in cut for at in range(*ranks[rank])]
         if whitens:
-            made.whiten([contribution(every[at].advantages, every[at].mask, "tokens") for at in mine])
+            parts = [contribution(every[at].advantages, every[at].mask, "tokens") for at in mine]
+            made.objective.whiten(made.gathered(parts, 3))
             for ranks in cuts[1]:
-                made.score(every[slice(*ranks[rank])], [[at, 0, 0, 1] for at in range(*ranks[rank])])
+                made.objective.score(
+                    made.model, every[slice(*ranks[rank])], [[at, 0, 0, 1] for at in range(*ranks[rank])]
+                )
         for use in range(config.train.epochs):
             for number, cut in enumerate(cuts):
                 update = use * len(cuts) + number
@@ -91,7 +94,7 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
     return {"weights": dict(whole(made)), "told": told, "checksum": made.join_checksums(made.checksum())}
 
 
-def whole(made: Trainer) -> dict[str, torch.Tensor]:
+def whole(made: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in made.weights()}
 
 
@@ -158,7 +161,7 @@ class Actor(ActorRole):
         super().__init__(context)
         torch.manual_seed(0)
         self._rank, self._store, self._log = rank, store, log
-        self._trainer = Trainer(job(path), path, rank=rank, world_size=2, device="cpu")
+        self._trainer = open_policy(job(path), path, rank=rank, world_size=2, device="cpu")
         self._snapshot, self._publisher, self._publishing = None, None, None
         self._parity: Any = SimpleNamespace(write=self._told, taken=tuple, add=lambda _: None)
         config = QUICKSTART.model_copy(update={"num_steps": 2})
@@ -234,7 +237,7 @@ def two(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> S
 def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, model: str, name: str) -> None:
     alone = trained(name, model, 0, 1)
     first, second = (found[name] for found in two.ranks)
-    before = whole(Trainer(config_of_case(name, model), model, rank=0, world_size=1, device="cpu"))
+    before = whole(open_policy(config_of_case(name, model), model, rank=0, world_size=1, device="cpu"))
     assert second["weights"] == {} and first["checksum"] == second["checksum"]
     for key, tensor in alone["weights"].items():
         torch.testing.assert_close(first["weights"][key], tensor, atol=2e-6, rtol=0)
@@ -265,7 +268,7 @@ def test_every_rank_has_told_what_it_trained_before_any_rank_can_commit(two: Any
 def test_collectives_of_a_commit_and_of_the_rounds_beside_it_do_not_cross(two: Any, model: str) -> None:
     config = job(model)
     torch.manual_seed(0)
-    alone = Trainer(config, model, rank=0, world_size=1, device="cpu")
+    alone = open_policy(config, model, rank=0, world_size=1, device="cpu")
     for step in range(2):
         alone.accumulate(step, batch(step), [[at, 0, 0, 1] for at in range(8)], last=True)
         alone.finish(step)

@@ -172,7 +172,7 @@ async def test_fine_tuning_that_finds_no_room_for_its_result_waits_as_training_d
     config = SimpleNamespace(sft=SimpleNamespace(steps=3), **limits)
     monkeypatch.setattr(room, "LOOK_S", 0.0)
     monkeypatch.setattr(sft_role, "open_settings", lambda ctx: (config, "model", "cpu"))
-    monkeypatch.setattr(sft_role, "Trainer", lambda *_, **__: SimpleNamespace(save=save))
+    monkeypatch.setattr(sft_role, "open_sft", lambda *_, **__: SimpleNamespace(save=save))
     monkeypatch.setattr(sft_role, "run_warm_up", nothing)
     context: Any = SimpleNamespace(
         rank=0, world_size=1, run_dir=tmp_path, load_s=60.0, report=report, compute=compute, ready=nothing,

@@ -47,15 +47,10 @@ def train(folder: Path, config: SftConfig, **options: Any) -> tuple[Any, list[di
     steps: list[dict[str, float]] = []
     path = str(folder / "model")
     model = parallel.shard(load_model(path, dtype="float32", device="cpu"), world_size=options.get("world_size", 1))
-    sft.warm_up(
-        model,
-        load_tokenizer(path),
-        open_dataset(config.source(PROMPTS)),
-        config,
-        config.source(PROMPTS),
-        "cpu",
-        **options,
-    )
+    ranks = {name: options.pop(name) for name in ("rank", "world_size") if name in options}
+    backend = sft.backend_of(model, config, **ranks)
+    source = config.source(PROMPTS)
+    sft.fine_tune(backend, load_tokenizer(path), open_dataset(source), config, source, **options)
     return model, steps
 
 
@@ -123,9 +118,9 @@ def test_a_gradient_that_is_not_finite_ends_it(folder: Path) -> None:
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")
     with pytest.raises(ConfigError, match="the gradient of sft step 0 must be finite, got norm nan"):
-        sft.warm_up(
-            model, load_tokenizer(path), open_dataset(config.source(PROMPTS)), config, config.source(PROMPTS), "cpu",
-            on_step=lambda _: None, should_stop=lambda: False,
+        sft.fine_tune(
+            sft.backend_of(model, config), load_tokenizer(path), open_dataset(config.source(PROMPTS)), config,
+            config.source(PROMPTS), on_step=lambda _: None, should_stop=lambda: False,
         )  # fmt: skip
 
 

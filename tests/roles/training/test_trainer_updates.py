@@ -12,8 +12,8 @@ import torch
 from rondo.models.load import load_model
 from rondo.roles.algorithms.whitening import Whitening, contribution
 from rondo.roles.config import JobConfig
-from rondo.roles.training.backend import Trainer, TrainRow
-from tests.roles.training.test_backend import job, model, rows, trainer, weights
+from rondo.roles.training.objective import TrainRow
+from tests.roles.training.test_backend import Policy, job, model, rows, trainer, weights
 
 __all__ = ["model"]
 
@@ -24,12 +24,12 @@ def several(model: str, mini_batches: int, passes: int, **algorithm: Any) -> Job
     return config.model_copy(update={"train": train})
 
 
-def run(made: Trainer, batch: list[TrainRow], cuts: list[list[int]], passes: int) -> tuple[dict[str, float], Any]:
+def run(made: Policy, batch: list[TrainRow], cuts: list[list[int]], passes: int) -> tuple[dict[str, float], Any]:
     """Train on `batch`; cuts: for each mini-batch the sizes of its rounds. Rows without old log-probs are scored first."""
     at = sum(cuts[0])
     for size in [size for sizes in cuts[1:] for size in sizes]:
         if batch[0].old_log_probs is None:
-            made.score(batch[at : at + size], [[at, 0, 0, 1] for at in range(at, at + size)])
+            made.objective.score(made.model, batch[at : at + size], [[at, 0, 0, 1] for at in range(at, at + size)])
         at += size
     for use in range(passes):
         at = 0
@@ -117,7 +117,7 @@ def test_updates_cut_into_any_rounds_make_the_same_weights(
     for cuts in ([[3], [3]], [[1, 0, 2], [1, 1, 1, 0]]):
         made = trainer(config, model)
         if "normalize_batch" in correction:
-            made.whiten([contribution(row.advantages, row.mask, "tokens") for row in batch])
+            made.objective.whiten([contribution(row.advantages, row.mask, "tokens") for row in batch])
         metrics, _ = run(made, batch, cuts, passes=2)
         results.append((weights(made), metrics))
     torch.testing.assert_close(results[1][0], results[0][0], atol=2e-5, rtol=0)
@@ -170,7 +170,7 @@ def test_whitened_advantages_are_what_the_loss_uses(model: str) -> None:
     batch = rows(3)
     parts = [contribution(row.advantages, row.mask, "samples") for row in batch]
     made, by_hand = trainer(several(model, 1, 1), model), trainer(several(model, 1, 1), model)
-    made.whiten(parts)
+    made.objective.whiten(parts)
     metrics, _ = run(made, batch, [[6]], passes=1)
     white = Whitening.of(parts)
     run(by_hand, [replace(row, advantages=white.apply(row.advantages, row.mask)) for row in batch], [[6]], passes=1)

@@ -1,0 +1,67 @@
+"""What a loss adds up: sums over tokens and samples, undivided, until the true step is whole.
+
+Owns adding, sharing over ranks and what metrics are of it. Does not own any formula.
+
+    total = (a + b).reduced(group); total.metrics() -> {"tokens": ..., "samples": ..., "clip_fraction": ..., "kl": ...}
+
+Invariant: the sums of a step are the same however it is cut into micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """Sums over some tokens and samples. `loss` carries the gradient; the rest is detached and float64. `sums` hold at least
+    "tokens" and "samples", how many are counted."""
+
+    loss: torch.Tensor
+    sums: Mapping[str, torch.Tensor]
+    maxes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __add__(self, other: LossSums) -> LossSums:
+        return LossSums(
+            self.loss + other.loss,
+            {name: value + other.sums[name] for name, value in self.sums.items()},
+            {name: torch.maximum(value, other.maxes[name]) for name, value in self.maxes.items()},
+        )
+
+    def detached(self) -> LossSums:
+        """The same without the graph: what is left after `loss.backward()`."""
+        return replace(self, loss=self.loss.detach())
+
+    def weightless(self) -> LossSums:
+        """The same graph with weight 0 and nothing counted: for a rank that has no rows in a round."""
+        return LossSums(
+            self.loss * 0.0,
+            {name: torch.zeros_like(value) for name, value in self.sums.items()},
+            {name: torch.zeros_like(value) for name, value in self.maxes.items()},
+        )
+
+    def reduced(self, group: dist.ProcessGroup | None) -> LossSums:
+        """The same over all ranks of `group`, without gradient (collective); None is this process alone."""
+        if group is None:
+            return self
+        sums = torch.stack([self.loss.detach().double(), *self.sums.values()])
+        dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+        maxes = torch.stack(list(self.maxes.values())) if self.maxes else sums[:0]
+        dist.all_reduce(maxes, dist.ReduceOp.MAX, group=group)
+        return LossSums(
+            sums[0],
+            dict(zip(self.sums, sums[1:], strict=True)),
+            dict(zip(self.maxes, maxes, strict=True)),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """How many tokens and samples, the means of all other sums over the tokens, and the greatest of the rest."""
+        sums = {name: float(value) for name, value in self.sums.items()}
+        tokens = max(1.0, sums["tokens"])
+        means = {name: value / tokens for name, value in sums.items() if name not in ("tokens", "samples")}
+        counts = {name: sums[name] for name in ("tokens", "samples")}
+        return counts | means | {name: float(value) for name, value in self.maxes.items()}
