@@ -5,7 +5,7 @@
 "shared memory": this process publishes, another one verifies every bucket and has views of all tensors: from the first tensor
 handed to the publisher to the other's word that it is done. Beside it, in the same repetition, one memcpy of as many bytes in
 one thread, from torch's memory into a segment of the same kind. Publisher and reader, one after the other, use `--threads` cores;
-"1 threads" leaves the sums to the publisher's own thread, and the reader has one.
+"1 threads" gives each one.
 
 "flip": how long an engine in full decode stands still for new weights, in steps of the same engine. "delta": real AdamW steps
 (fp32 master, published as bfloat16) of a small Qwen3 on a policy-gradient loss: what each version costs on a wire against its

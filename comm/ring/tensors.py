@@ -74,21 +74,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Packer:
-    """Copies tensors into `block` one behind the other. With `checksums`, bytes are summed bucket by bucket: as they
-    come, or where `deferred`, when another thread calls `sum_copied`."""
+    """Copies tensors into `block` one behind the other. With `checksums`, bytes are summed bucket by bucket as they
+    come."""
 
-    def __init__(
-        self, block: memoryview, *, checksums: bool = False, deferred: bool = False, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, block: memoryview, *, checksums: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._block = block
         self._bytes = np.frombuffer(block, np.uint8)
         self._end = 0
-        self._copied = 0
         self._summed = 0
         self._tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
         self._checksums: list[int] | None = [] if checksums else None
         self._bucket_bytes = bucket_bytes
-        self._deferred = deferred
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` (any dtype, device and strides). Raises OutOfSpace when it does not fit, ValueError for a name
@@ -97,9 +93,7 @@ class Packer:
         if end > start:
             into = torch.from_numpy(self._bytes[start:end]).view(tensor.dtype).view(tensor.shape)
             into.copy_(tensor.detach())
-        self._copied = end
-        if not self._deferred:
-            self.sum_copied()
+        self._sum(end // self._bucket_bytes * self._bucket_bytes)
 
     def place(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
         """Where the bytes of `tensor` begin and end; whoever asks copies them. Raises as `add`."""
@@ -139,10 +133,6 @@ class Packer:
             )
         self._block[start : start + len(encoded)] = encoded
         return start, len(encoded)
-
-    def sum_copied(self) -> None:
-        """Sum the whole buckets that are there by now; one thread at a time, which need not be the one that adds."""
-        self._sum(self._copied // self._bucket_bytes * self._bucket_bytes)
 
     def _sum(self, end: int) -> None:
         if self._checksums is None:

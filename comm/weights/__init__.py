@@ -3,7 +3,7 @@
 one version    held (a receiver's copy, and when it counts), sums (a bucket's checksum)
 ways           delta (what changed since the version before), broadcast (other nodes and jobs; with parcel and topology),
                disk (Hugging Face folders), ipc (the same device)
-when           publisher (copies on the trainer's thread; sums, and what follows, beside its next step)
+when           publisher (copies and sums between two steps; what follows runs beside the next one), copying
 """
 
 from __future__ import annotations

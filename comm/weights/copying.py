@@ -38,7 +38,7 @@ def copy_and_sum(
     sums: dict[int, Future[int] | int] = {}
     parts: deque[_Part] = deque()
     end = start = 0
-    with ThreadPoolExecutor(num_threads - 1, "weights") as pool:
+    with ThreadPoolExecutor(max(1, num_threads - 1), "weights") as pool:
         helping: list[Future[int]] = []
 
         def bucket_done(until: int) -> None:

@@ -1,11 +1,13 @@
-"""Publishing beside the next training step: weights are copied on the trainer's thread, all that follows runs on another.
+"""Publishing: weights are copied and summed between two training steps, all that follows runs beside the next one.
 
 Owns the split of one publication over two threads, and that no failure of either is lost. Does not own the slab's slots (the
-coordinator lends one), nor gathering (an iterator of named tensors, collective where sharded), nor telling anybody.
+coordinator lends one), gathering (an iterator of named tensors, collective where sharded), copying (`copying.py`), nor telling
+anybody.
 
-    trainer's thread    gather, copy | next step's rounds ........................ | optimizer changes weights
-    publisher's thread       sum, sum, sum, complete | send: delta, broadcast, disk |
-                                                     ^ copied.checksum              ^ copied.sent
+    trainer's thread    gather, copy, sum | next step's rounds .................. | optimizer changes weights
+    a thread beside it          copy, sum |
+    publisher's thread                    complete | send: delta, broadcast, disk |
+                                                   ^ copied.checksum              ^ copied.sent
 
 Invariant: when `copy` returns, every byte of the version lies in the slot, so the optimizer may change the weights; the slot
 counts only when every bucket is summed. At most one publication is under way: `copy` waits for the one before, and fails
@@ -19,7 +21,6 @@ with its error if nobody has seen that yet.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,16 +30,12 @@ import torch
 from rondo.comm.ring.tensors import BUCKET_BYTES
 from rondo.comm.weights.copying import copy_and_sum
 from rondo.comm.weights.held import Published, VersionId
-from rondo.comm.weights.slab import SlotWriter, WeightSlab
-from rondo.runtime.errors import Closed, RondoError
+from rondo.comm.weights.slab import WeightSlab
+from rondo.runtime.errors import Closed
 from rondo.runtime.waits import blocking
 
 Send = Callable[[Published, Published | None], None]
 """Sends a complete version on; the second is the version before, where its slot still holds it. On the publisher's thread."""
-
-
-class _Abandoned(RondoError):
-    """The copying failed, so this version never comes; whoever copies has the error itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +51,7 @@ class Copied:
 class Publisher:
     """Copies versions into `slab` one after the other. `sends` run in order, after the slot is complete.
 
-    `num_threads` 1: the calling thread copies, the publisher's sums. More: that many threads, the calling one among them,
-    copy and sum a bucket at a time; this takes less in all, and less of the trainer, where so many cores are free.
-    One thread calls `copy`; `close` waits for what is under way.
+    `num_threads`, the calling one among them, copy and sum. One thread calls `copy`; `close` waits for what is under way.
     """
 
     def __init__(
@@ -65,7 +60,7 @@ class Publisher:
         sends: Sequence[Send] = (),
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        num_threads: int = 1,
+        num_threads: int = 2,
     ) -> None:
         self._slab = slab
         self._sends = tuple(sends)
@@ -85,7 +80,7 @@ class Publisher:
         tensors: Iterable[tuple[str, torch.Tensor]],
         deadline_s: float = 600.0,
     ) -> Copied:
-        """Copy `tensors` into `slot`, which the coordinator lent, and return; their sums and sends go on.
+        """Copy `tensors` into `slot`, which the coordinator lent, and return; its manifest and its sends follow.
 
         Waits up to `deadline_s` for the publication before, and raises its error. Raises what `tensors` and the slab raise;
         the slot stays half-written then, and is served to nobody.
@@ -95,29 +90,12 @@ class Publisher:
         self.wait(deadline_s)
         if self._before is not None and self._before[0] == slot:
             self._before = None  # its bytes are about to change
-        writer = self._slab.write(
-            slot, attempt=attempt, version=version, bucket_bytes=self._bucket_bytes, deferred=True
-        )
-        if self._num_threads > 1:
-            sums = copy_and_sum(writer, tensors, self._bucket_bytes, self._num_threads)
-            checksum = self._thread.submit(writer.finish, sums)
-        else:
-            checksum = self._copy(writer, tensors)
+        writer = self._slab.write(slot, attempt=attempt, version=version, bucket_bytes=self._bucket_bytes)
+        sums = copy_and_sum(writer, tensors, self._bucket_bytes, self._num_threads)
+        checksum = self._thread.submit(writer.finish, sums)
         sent = self._thread.submit(self._send, slot, attempt, version, checksum)
         self._last = Copied(slot, version, checksum, sent)
         return self._last
-
-    def _copy(self, writer: SlotWriter, tensors: Iterable[tuple[str, torch.Tensor]]) -> Future[int]:
-        feed = _Feed()
-        checksum = self._thread.submit(_complete, writer, feed)
-        try:
-            for name, tensor in tensors:
-                writer.add(name, tensor)
-                feed.more()
-            feed.end(whole=True)
-        finally:
-            feed.end(whole=False)  # nothing happens after a good end
-        return checksum
 
     def wait(self, deadline_s: float = 600.0) -> None:
         """Until nothing is under way. Raises the error of what was, once."""
@@ -141,35 +119,3 @@ class Publisher:
         for send in self._sends:
             send(published, before)
         self._before = slot, published
-
-
-class _Feed:
-    """Says to the summing thread that more was copied, or that it was the last."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Event()
-        self._ended: bool | None = None
-
-    def more(self) -> None:
-        self._changed.set()
-
-    def end(self, *, whole: bool) -> None:
-        if self._ended is None:
-            self._ended = whole
-        self._changed.set()
-
-    def wait(self) -> bool:
-        """Until more was copied. True when it was the last. Raises _Abandoned when no more will come."""
-        with blocking("weights copied", peer="trainer", deadline_s=None):  # `copy` ends it however it ends itself
-            self._changed.wait()
-        self._changed.clear()
-        ended = self._ended
-        if ended is False:
-            raise _Abandoned("a version must be copied to its end, got an error while it was copied.")
-        return ended is True
-
-
-def _complete(writer: SlotWriter, feed: _Feed) -> int:
-    while not feed.wait():
-        writer.sum_copied()
-    return writer.finish()

@@ -58,18 +58,13 @@ class WeightSlab:
         self._view = segment.view(readonly=readonly)
         self._words = Words(self._view, 0, num_slots * _NUM_WORDS)
 
-    def write(
-        self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES, deferred: bool = False
-    ) -> SlotWriter:
-        """Begin to overwrite `slot`, which nobody may hold; from here until `finish` it is readable for nobody.
-
-        Buckets are summed as they come, or where `deferred`, when another thread calls `sum_copied`.
-        """
+    def write(self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES) -> SlotWriter:
+        """Begin to overwrite `slot`, which nobody may hold; from here until `finish` it is readable for nobody."""
         words = _SlotWords(self._words, self._index(slot))
         words.store(_STATE, _WRITING)
         words.store(_ATTEMPT, attempt)
         words.store(_VERSION, version)
-        packer = Packer(self._block(slot), checksums=True, deferred=deferred, bucket_bytes=bucket_bytes)
+        packer = Packer(self._block(slot), checksums=True, bucket_bytes=bucket_bytes)
         return SlotWriter(words, packer, self._block(slot))
 
     def read(
@@ -142,10 +137,6 @@ class SlotWriter:
         Raises OutOfSpace when the slot is too small, ValueError for a name twice, Closed after `finish`.
         """
         self._open().add(name, tensor)
-
-    def sum_copied(self) -> None:
-        """Sum the whole buckets that are there by now; one thread at a time, which need not be the one that adds."""
-        self._open().sum_copied()
 
     def place(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
         """As `add`, but the caller copies: the bytes of `tensor` belong to `block` from the first to the second."""

@@ -121,7 +121,7 @@ def test_a_failure_while_weights_are_gathered_reaches_its_caller_and_leaves_the_
     slot, checksum = copy(publisher, 0, 6)  # the next whole version repairs it
     assert slab.read(slot, attempt=0, version=6, checksum=checksum)
     publisher.close()
-    assert not [wait for wait in pending() if wait.name in ("weights copied", "publication")]
+    assert not [wait for wait in pending() if wait.name == "publication"]
 
 
 def test_weights_too_large_for_their_slot_are_told_and_never_complete() -> None:
@@ -171,8 +171,8 @@ def test_a_closed_publisher_leaves_no_thread_and_lets_go_of_the_slab() -> None:
     slab.close()
 
 
-@pytest.mark.parametrize("num_threads", [2, 4])
-def test_several_threads_make_the_same_version(num_threads: int) -> None:
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_any_number_of_threads_makes_the_same_version(num_threads: int) -> None:
     slab, wanted = new_slab(), publish(new_slab(), 0, 5)
     np.frombuffer(slab.write(1, attempt=0, version=0).block, np.uint8)[:] = 7  # what was there before
     publisher = Publisher(slab, bucket_bytes=BUCKET_BYTES, num_threads=num_threads)
