@@ -281,14 +281,17 @@ async def put_cost_ms(num_groups: int, num_ranks: int, *, whole_step: bool, num_
 # ---- the peer, and the table ----------------------------------------------------------------------------------------
 
 
-def peer_rates(python: str | None, loads: dict[str, tuple[Load, int]]) -> dict[str, Rate]:
-    """TransferQueue on the same rows; empty where it is not installed. loads: name -> load, and how many puts."""
+def peer_rates(python: str | None, loads: dict[str, Load]) -> dict[str, Rate]:
+    """TransferQueue on the same rows, as warm and as many; empty where it is not installed."""
     if python is None:
         return {}
     tasks = {}
-    for name, (load, puts) in loads.items():
-        rows = load.samples(load.pool)
-        tasks[name] = {"lengths": [len(row["tokens"]) for row in rows], "rows_per_put": load.rows_per_put, "puts": puts}
+    for name, load in loads.items():
+        rows, a_step = load.samples(load.pool), load.groups_per_step * load.samples_per_group // load.rows_per_put
+        tasks[name] = {
+            "lengths": [len(row["tokens"]) for row in rows], "rows_per_put": load.rows_per_put, "puts_per_step": a_step,
+            "warm_puts": load.warm_steps * a_step, "puts": (load.num_steps - load.warm_steps) * a_step,
+        }  # fmt: skip
         if load.pixels[1]:
             tasks[name]["pixels"] = [len(row["pixel_values"]) for row in rows]
     command = [python, str(PEER), json.dumps(tasks)]
@@ -328,7 +331,7 @@ async def run(arguments: argparse.Namespace) -> None:
             rates[name].append(await throughput(load))
         rates["limit text"].append(limit(loads["text"]))
         rates["limit mm"].append(limit(loads["mm"]))
-        peer = peer_rates(arguments.peers_python, {"text": (loads["text"], 32), "mm": (loads["mm"], 12)})
+        peer = peer_rates(arguments.peers_python, {name: loads[name] for name in ("text", "mm")})
         for name, rate in peer.items():
             rates[f"tq {name}"].append(rate)
         delays.append(await latencies_us())

@@ -59,7 +59,7 @@ _POLL_S = 0.25
 
 class Device:
     """Takes so many seconds of its caller's thread. What a sleep overshoots is taken off the next one: it is the machine's fault
-    and not a cost of what is measured."""
+    and not a cost of what is measured. What the work within takes beyond its seconds is a cost, and stays."""
 
     def __init__(self) -> None:
         self._over = 0.0
@@ -69,11 +69,13 @@ class Device:
         began = time.monotonic()
         if within is not None:
             within()
-        wanted = seconds - self._over
-        rest = began + wanted - time.monotonic()
-        if rest > 0:
-            time.sleep(rest)
-        self._over = max(0.0, time.monotonic() - began - wanted)
+        rest = seconds - (time.monotonic() - began)
+        slept = max(0.0, rest - self._over)
+        self._over -= max(0.0, rest) - slept
+        if slept:
+            began = time.monotonic()
+            time.sleep(slept)
+            self._over = max(0.0, time.monotonic() - began - slept)
 
 
 class ReplayEngine:

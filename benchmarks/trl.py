@@ -182,6 +182,7 @@ def theirs(options: argparse.Namespace, scratch: Path, case: str, num_steps: int
     }  # fmt: skip
     command = [options.peers_python, str(PEER), json.dumps(spec)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["OMP_WAIT_POLICY"] = options.wait_policy
     with watched(command, environment, scratch / "theirs.log") as watch:
         return block_of(watch, [json.loads(line) for line in out.open()], NUM_PEER_LEAD, 0)
 
@@ -287,7 +288,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of the process of ours that trains")
     parser.add_argument("--num-slots", type=int, default=64)
     parser.add_argument("--micro-batch-tokens", type=int, default=1280)
-    parser.add_argument("--wait-policy", default="PASSIVE", help="OMP_WAIT_POLICY of our processes")
+    parser.add_argument(
+        "--wait-policy", default="PASSIVE", help="OMP_WAIT_POLICY of both sides; PASSIVE is rondo's own"
+    )
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--target", type=float, default=0.9, help="the reward that the time to it is told of")
     options = parser.parse_args()

@@ -1,7 +1,8 @@
 """`rondo bench`: run one of the benchmarks of a checkout.
 
-Owns where they are found. They are programs of their own in `benchmarks/`, which an installed package does not carry: they time
-the machine they run on beside its peers, and are read as often as they are run.
+Owns where they are found, and what is kept of a run: the last line that a benchmark prints is its figures as one JSON object,
+which go into `benchmarks/results/` with the command, the machine, its load and the versions. They are programs of their own in
+`benchmarks/`, which an installed package does not carry: they time the machine they run on beside its peers.
 
     rondo bench bus --repetitions 3        is       python -m benchmarks.bus --repetitions 3       in the checkout
 """
@@ -10,10 +11,16 @@ from __future__ import annotations
 
 import ast
 import os
+import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from rondo.runtime.errors import ConfigError
 
@@ -35,7 +42,46 @@ def run(name: str | None, options: Sequence[str], root: Path = ROOT) -> int:
         raise ConfigError(f"NAME must be one of {', '.join(known)}, got {name!r}. `rondo bench` says what they measure")
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
+    about, last = machine(), ""
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line if line.strip() else last
+    if process.returncode == 0 and last.startswith("{"):
+        about |= {"command": shown(name, options), "load_after": os.getloadavg()}
+        to = root / "benchmarks" / "results" / f"{name}.json"
+        to.parent.mkdir(exist_ok=True)
+        to.write_bytes(orjson.dumps(about | {"figures": orjson.loads(last)}, option=orjson.OPT_INDENT_2) + b"\n")
+    return process.returncode
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on beside the code: processor, cores, load, and the versions of what computes. `load_*`: processes
+    that
+    ran or waited, over the last 1, 5 and 15 minutes."""
+    told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    fields = dict(line.split(":", 1) for line in told.partition("\n\n")[0].splitlines() if ":" in line)
+    known = {name.strip(): value.strip() for name, value in fields.items()}
+    flags = known.get("flags", known.get("Features", "")).split()
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "numpy", "uvloop", "aiohttp", "orjson"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "processor": known.get("model name", platform.machine()), "cores": len(os.sched_getaffinity(0)),
+        "flags": [flag for flag in flags if flag.startswith(("avx", "amx", "fma", "asimd", "sve"))],
+        "load_before": os.getloadavg(), "versions": versions,
+    }  # fmt: skip
+
+
+def shown(name: str, options: Sequence[str]) -> str:
+    """The command without folders of this machine: an interpreter of peers is `PEERS_VENV/bin/python` everywhere."""
+    peers = [f"PEERS_VENV/bin/{Path(word).name}" if "/bin/" in word else word for word in options]
+    return " ".join(("rondo bench", name, *(Path(word).name if word.startswith("/") else word for word in peers)))
 
 
 def benchmarks(root: Path) -> dict[str, str]:

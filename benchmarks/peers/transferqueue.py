@@ -1,10 +1,11 @@
 """TransferQueue's side of `benchmarks/bus.py`: run by an interpreter that has TransferQueue; prints one JSON line.
 
-    PEERS_VENV/bin/python benchmarks/peers/transferqueue.py {"text": {"lengths": [...], "rows_per_put": 64, "puts": 16}, ...}
+    PEERS_VENV/bin/python benchmarks/peers/transferqueue.py {"text": {"lengths": [...], "rows_per_put": 64, "puts": 16, ...}, ...}
 
 SimpleStorage with two units. A producer and a consumer, each a process of its own with a client of its own; the producer builds
-the jagged batch of a put inside the clock, as ours does; the consumer reads both ends of every field of every row. Seconds run
-from the first put to the last row read; processor time counts the whole process tree.
+the jagged batch of a put inside the clock, as ours does; the consumer reads both ends of every field of every row. A step's
+puts are a partition of their own, which the consumer clears when it has read them, as ours commits a step. Seconds run from
+the end of the warm steps to the last row read; processor time counts the whole process tree in that time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def fields_of(load: dict[str, Any]) -> list[str]:
     return ["tokens", "rollout_log_probs", "policy_versions", *(["pixel_values"] if load.get("pixels") else [])]
 
 
-def produce(conf: Any, load: dict[str, Any], partition: str, go: Any, clock: Any) -> None:
+def produce(conf: Any, load: dict[str, Any], partition: str, go: Any) -> None:
     import torch
     from tensordict import TensorDict
 
@@ -50,13 +51,13 @@ def produce(conf: Any, load: dict[str, Any], partition: str, go: Any, clock: Any
         rows.append({name: torch.from_numpy(array) for name, array in row.items()})
     size = load["rows_per_put"]
     go.wait()
-    clock[0] = time.monotonic()
-    for put in range(load["puts"]):
+    for put in range(load["warm_puts"] + load["puts"]):
         some = [rows[(put * size + i) % len(rows)] for i in range(size)]
         batch = {
             name: torch.nested.as_nested_tensor([row[name] for row in some], layout=torch.jagged) for name in some[0]
         }
-        made.put(data=TensorDict(batch, batch_size=size), partition_id=partition)
+        step = put // load["puts_per_step"]
+        made.put(data=TensorDict(batch, batch_size=size), partition_id=f"{partition}-{step}")
     made.close()
 
 
@@ -66,10 +67,13 @@ def consume(conf: Any, load: dict[str, Any], partition: str, ready: Any, clock: 
     torch.set_num_threads(1)
     made, names = client(conf, "consumer"), fields_of(load)
     ready.set()
-    for _ in range(load["puts"]):
+    for put in range(load["warm_puts"] + load["puts"]):
+        if put == load["warm_puts"]:
+            clock[0] = time.monotonic()
+        step, at = divmod(put, load["puts_per_step"])
         while True:
             meta = made.get_meta(
-                data_fields=names, batch_size=load["rows_per_put"], partition_id=partition, task_name=TASK
+                data_fields=names, batch_size=load["rows_per_put"], partition_id=f"{partition}-{step}", task_name=TASK
             )
             if meta.size:
                 break
@@ -79,6 +83,8 @@ def consume(conf: Any, load: dict[str, Any], partition: str, ready: Any, clock: 
             for tensor in data[name].unbind():
                 flat = tensor.reshape(-1)
                 assert flat[0] == flat[-1] == 1
+        if at == load["puts_per_step"] - 1:
+            made.clear_partition(f"{partition}-{step}")
     clock[1] = time.monotonic()
     made.close()
 
@@ -99,17 +105,19 @@ def measure(conf: Any, load: dict[str, Any], partition: str) -> dict[str, float]
     spawn = multiprocessing.get_context("spawn")
     ready, go, clock = spawn.Event(), spawn.Event(), spawn.Array("d", 2)
     consumer = spawn.Process(target=consume, args=(conf, load, partition, ready, clock))
-    producer = spawn.Process(target=produce, args=(conf, load, partition, go, clock))
+    producer = spawn.Process(target=produce, args=(conf, load, partition, go))
     consumer.start()
     producer.start()
     ready.wait(120)
     time.sleep(2)  # the producer has made its rows
     seen: dict[int, float] = {}
-    before = cpu_s(seen)
+    before = used = cpu_s(seen)
     go.set()
     while consumer.is_alive():
         used = cpu_s(seen)
-        consumer.join(0.2)
+        if not clock[0]:
+            before = used
+        consumer.join(0.02 if not clock[0] else 0.2)
     producer.join(60)
     rows = load["puts"] * load["rows_per_put"]
     return {"rows_s": rows / (clock[1] - clock[0]), "cpu_us_per_row": (used - before) / rows * 1e6}

@@ -201,8 +201,11 @@ class Nursery:
         self._orders.setblocking(False)
         with theirs:
             command = [sys.executable, "-m", "rondo.runtime.supervision.nursery", str(theirs.fileno()), *self._modules]
+            # Threads that have nothing to do sleep, unless the user says otherwise: cores are shared with other roles.
             # Whether there is a GPU is asked of the driver's management library while modules load: asking CUDA would begin it.
-            environment = {**environment, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            environment = {
+                "OMP_WAIT_POLICY": "PASSIVE", **environment, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            }  # fmt: skip
             self._process = start(command, environment, self._log, [theirs.fileno()])
         self._load(self._orders.dup())
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import orjson
 import pytest
 
 from rondo.launch.bench import ROOT, benchmarks, run
@@ -12,9 +13,11 @@ PROGRAM = '''"""Counts what it is given.
 
 More.
 """
-import argparse, sys
+import argparse, json, sys
 if __name__ == "__main__":
-    sys.exit(len(sys.argv))
+    print("working")
+    print(json.dumps({"counted": len(sys.argv)}))
+    sys.exit("--fail" in sys.argv)
 '''
 
 
@@ -33,8 +36,17 @@ def test_without_a_name_every_benchmark_is_listed_with_what_it_measures(
     assert "pieces" not in benchmarks(tmp_path)
 
 
-def test_a_benchmark_gets_its_options_and_its_exit_code_is_ours(tmp_path: Path) -> None:
-    assert run("count", ["--one", "two"], checkout(tmp_path)) == 3
+def test_the_figures_of_a_benchmark_are_kept_with_its_command_and_machine(tmp_path: Path) -> None:
+    assert run("count", ["--python", "/somewhere/bin/python"], checkout(tmp_path)) == 0
+    kept = orjson.loads((tmp_path / "benchmarks" / "results" / "count.json").read_bytes())
+    assert kept["figures"] == {"counted": 3} and kept["command"] == "rondo bench count --python PEERS_VENV/bin/python"
+    assert kept["processor"] and kept["cores"] >= 1 and len(kept["load_before"]) == 3 and kept["versions"]["orjson"]
+
+
+def test_a_benchmark_that_fails_gives_its_exit_code_and_keeps_the_figures_of_before(tmp_path: Path) -> None:
+    run("count", [], checkout(tmp_path))
+    assert run("count", ["--fail"], tmp_path) == 1
+    assert orjson.loads((tmp_path / "benchmarks" / "results" / "count.json").read_bytes())["figures"] == {"counted": 1}
 
 
 def test_an_unknown_name_and_a_package_without_benchmarks_are_told_so(tmp_path: Path) -> None:

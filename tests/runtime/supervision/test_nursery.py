@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import orjson
+import psutil
 import pytest
 
 from rondo.runtime.errors import DeadlineExceeded, WorkerDied
@@ -90,7 +91,10 @@ async def drive(folder: Path) -> None:
         three = await nursery.start(job("wait"))
         stopped, (pid,) = pid, nursery.pids.values()
         threads = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
-        told = {"ended": ended, "pid": os.getpid(), "nursery": pid, "threads": threads, "three": three.pid}
+        told = {
+            "ended": ended, "pid": os.getpid(), "nursery": pid, "threads": threads, "three": three.pid,
+            "policy": psutil.Process(pid).environ()["OMP_WAIT_POLICY"],
+        }  # fmt: skip
         told |= {"silence": silence, "stopped": stopped, "turns": len(turns), "late": four.wait()}
         sys.stdout.write(orjson.dumps(told).decode() + "\n")
         sys.stdout.flush()
@@ -151,6 +155,10 @@ def test_a_nursery_comes_to_belong_to_a_run_and_loads_what_that_needs(driven: di
 
 def test_a_nursery_has_one_thread_so_that_forks_are_whole(driven: dict[str, Any]) -> None:
     assert driven["threads"] == 1
+
+
+def test_threads_of_a_role_that_have_nothing_to_do_leave_their_cores_to_other_roles(driven: dict[str, Any]) -> None:
+    assert driven["policy"] == "PASSIVE"
 
 
 def test_while_a_nursery_stands_still_others_go_on_and_a_late_job_has_an_owner(driven: dict[str, Any]) -> None:
