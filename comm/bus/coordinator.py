@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from rondo.comm.bus.audit import Ledger
 from rondo.comm.bus.group import RESPONSE
 from rondo.comm.bus.index import Index, Rules
 from rondo.comm.bus.journal import Event, Journal
+from rondo.comm.bus.pending import Pending
 from rondo.comm.bus.rings import Rings, put_event
 from rondo.comm.bus.rounds import Round, Stream
 from rondo.comm.bus.spans import Span, by_part, num_rows
@@ -42,10 +42,9 @@ from rondo.comm.partitions.service import PartitionService
 from rondo.comm.ring.records import worst_case_bytes
 from rondo.runtime.actors.actor import Actor, answering, endpoint
 from rondo.runtime.actors.ref import ActorRef
-from rondo.runtime.errors import NotYet, Refused, Stopping
+from rondo.runtime.errors import Refused, Stopping
 from rondo.runtime.memory.segments import SegmentClient
 from rondo.runtime.records.telling import telling
-from rondo.runtime.waits import PROCESS, Wait
 
 ROLLOUT_READER = engine_reader(0)
 """Who proves the weights that the leases of a replica depend on that generates on one rank."""
@@ -55,10 +54,6 @@ _SPARE_BYTES = 1 << 16
 """Of an overflow ring beyond its records: it is empty and used once, so nothing wraps."""
 HOLD_S = 600.0
 """A call that waits is told after this time, or twice as long, that there is nothing yet (`NotYet`), and asks again."""
-ROOM_S = 1.0
-"""While the journal waits for room, callers ask so often."""
-TELL_ROOM_S = 60.0
-"""How often it is told that it waits, which the supervisor takes for progress: nothing hangs."""
 MANY_FAILURES = 8
 """So many failed prompt groups in a row are told of, long before they end the run."""
 
@@ -118,7 +113,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._supervisor = supervisor
         self._clock = clock
         self._wakes = Wakes()
-        self._unwritten: list[Event] = []  # applied, and not in the journal yet
+        self._pending = Pending(journal, self._state, lambda kind, data: self._report(kind, data), clock=clock)
         self._freed: dict[str, int] = {}  # ring -> its tail, once what freed it is in the journal
         self._renewed: dict[int, float] = {}  # running group -> when progress was last seen
         self._granted: dict[int, float] = {}
@@ -129,8 +124,6 @@ class Coordinator(PartitionEndpoints, Actor):
             tuple[str, int], tuple[str, int, int]
         ] = {}  # (label, part) -> (member, incarnation, rank)
         self._draining = False
-        self._no_room: Wait | None = None  # since when the journal waits for room on the disk
-        self._told_room_at = -math.inf  # when that was told last
         self._short: set[str] = set()  # members that wait for room in a ring of theirs
         self._told_failures = 0  # prompt groups that had failed in a row when that was told last
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
@@ -262,11 +255,10 @@ class Coordinator(PartitionEndpoints, Actor):
         self._check_alive(member, incarnation)
         self._poll(member)
         self._write()
-        self._check_written()
+        self._pending.check()
 
     def _check_alive(self, member: str, incarnation: int) -> None:
-        if self._no_room is not None:
-            raise NotYet("its journal must have room, the disk is full", ROOM_S)
+        self._pending.check_room()
         if self.index.members.get(member, [None, 0, 0])[::2] != [incarnation, 1]:
             raise Refused(
                 f"caller must be the living incarnation of {member}, got {incarnation}. "
@@ -286,7 +278,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if name not in self._rings:
             self._make_ring(name, num_bytes, member)
-        self._check_written()
+        self._pending.check()
         return {"ring": name, "bytes": num_bytes}
 
     def _make_ring(self, name: str, num_bytes: int, member: str, *, overflow: bool = False) -> None:
@@ -500,7 +492,7 @@ class Coordinator(PartitionEndpoints, Actor):
             self._emit(self._settle(group, epoch, outcome, why))
         if outcome != "filtered":
             self._report("group_error", {"group": group, "epoch": epoch, "why": why, "state": outcome})
-        self._check_written()
+        self._pending.check()
 
     @endpoint
     async def abandon(self, member: str, incarnation: int, group: int, epoch: int) -> None:
@@ -508,7 +500,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if self.index.space.holds(f"group.{group}.{epoch}"):
             self._emit({"event": "abandon", "group": group, "epoch": epoch})
-            self._check_written()
+            self._pending.check()
 
     def _settle(self, group: int, epoch: int, outcome: str, why: str) -> Event:
         return {"event": "settle", "group": group, "epoch": epoch, "outcome": outcome, "why": why}
@@ -521,7 +513,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if self.index.rounds.lanes[stream].layouts.get(member) != [num_ranks, tokens]:
             self._emit({"event": "join", "stream": stream, "member": member, "ranks": num_ranks, "tokens": tokens})
-            self._check_written()
+            self._pending.check()
 
     @endpoint
     async def next_rounds(
@@ -630,7 +622,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if self.index.rounds.get(key) is not None:
             self._emit({"event": "ack", "key": key, "rank": rank})
-            self._check_written()
+            self._pending.check()
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 
@@ -708,7 +700,7 @@ class Coordinator(PartitionEndpoints, Actor):
             )  # fmt: skip
             if last:
                 self._committed()
-            self._check_written()
+            self._pending.check()
         return {"version": self.index.version}
 
     def _committed(self) -> None:
@@ -760,7 +752,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         self._emit({"event": "published", "slot": slot, "version": version, "checksum": checksum})
         self._keep_for_evaluation(slot, version)
-        self._check_written()
+        self._pending.check()
 
     @endpoint
     async def weights(self, member: str, incarnation: int, reader: str, newer_than: int) -> dict[str, Any]:
@@ -784,14 +776,14 @@ class Coordinator(PartitionEndpoints, Actor):
         """This reader verified the checksum of `version` and serves it from now on."""
         self._fence(member, incarnation)
         self._emit({"event": "proved", "reader": f"{member}/{reader}", "version": version})
-        self._check_written()
+        self._pending.check()
 
     @endpoint
     async def let_go(self, member: str, incarnation: int, reader: str) -> None:
         """This reader has done with the slot that it held, and serves what it served before."""
         self._fence(member, incarnation)
         self._emit({"event": "let_go", "reader": f"{member}/{reader}"})
-        self._check_written()
+        self._pending.check()
 
     @endpoint
     async def evaluated(self, member: str, incarnation: int, label: str, result: dict[str, Any]) -> None:
@@ -800,7 +792,7 @@ class Coordinator(PartitionEndpoints, Actor):
         if label not in self.index.evaluations:
             self._emit({"event": "evaluated", "label": label, "result": result})
             self._report("metrics", {"evaluation": {"label": label, **result}})
-            self._check_written()
+            self._pending.check()
 
     @endpoint
     async def evaluated_part(self, member: str, incarnation: int, label: str, part: int, found: dict[str, Any]) -> None:
@@ -808,7 +800,7 @@ class Coordinator(PartitionEndpoints, Actor):
         self._fence(member, incarnation)
         if label not in self.index.evaluations and str(part) not in self.index.evaluation_parts.get(label, {}):
             self._emit({"event": "evaluated_part", "label": label, "part": part, "found": found})
-        self._check_written()
+        self._pending.check()
 
     @endpoint
     async def checkpoint(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
@@ -872,7 +864,7 @@ class Coordinator(PartitionEndpoints, Actor):
             elif event["event"] == "ack":
                 self._has_room(event["key"].split("/")[1].rpartition(".")[0], topics)
             topics.update(wakes.helped(event))
-            self._unwritten.append(event)
+            self._pending.add(event)
         for name, tail in self.index.freed():
             self._freed[name] = tail
             self._has_room(self.index.space.rings[name].owner, topics)
@@ -888,51 +880,25 @@ class Coordinator(PartitionEndpoints, Actor):
 
     def _write(self) -> None:
         """Journal what was applied, and let its effects go."""
-        if not self._unwritten:
-            return
-        try:
-            self._journal.append(self._unwritten)
-        except OSError as error:
-            self._wait_for_room(error.strerror or str(error))
-            return
-        self._unwritten = []
-        for name, tail in self._freed.items():
-            self._rings.release(name, tail)
-        self._freed.clear()
-        if self._journal.short():
-            self._wait_for_room("the disk is full")
-        elif self._journal.due:
-            with contextlib.suppress(OSError):  # no room for a snapshot: later, while this file goes on
-                self._journal.rotate({"event": "snapshot", "state": self._state()})
+        if self._pending.write():
+            for name, tail in self._freed.items():
+                self._rings.release(name, tail)
+            self._freed.clear()
 
     def _state(self) -> dict[str, Any]:
         """What a new file of the journal, or a checkpoint, begins with."""
         return {**self.index.dump(), "audit": self.ledger.dump()}
 
-    def _wait_for_room(self, why: str) -> None:
-        """The journal has no room. Nobody gets anything before there is: callers are told to ask again (`_check_alive`), and
-        leases do not run out."""
-        if self._no_room is None:
-            self._no_room = PROCESS.begin("room for the journal", peer=str(self._journal.folder), deadline_s=None)
-            self._told_room_at = -math.inf
-        if self._clock() >= self._told_room_at + TELL_ROOM_S:
-            self._told_room_at = self._clock()
-            self._report("journal_waits", {"why": why, "folder": str(self._journal.folder)})
-
     def _look_for_room(self) -> bool:
-        """Whether the journal can go on, or goes on again."""
-        if self._no_room is None:
+        """Whether the journal can go on, or goes on again; while it waits, leases do not run out."""
+        if not self._pending.waits:
             return True
         now = self._clock()
         self._renewed = dict.fromkeys(self._renewed, now)
         self._granted = dict.fromkeys(self._granted, now)
-        self._write()
-        if self._unwritten or self._journal.short():
-            self._wait_for_room("the disk is full")
+        if not self._pending.goes_on():
             return False
-        PROCESS.end(self._no_room)
-        self._report("journal_goes_on", {"waited_s": PROCESS.clock() - self._no_room.since})
-        self._no_room = None
+        self._write()
         self._wakes.wake_all()
         return True
 
@@ -969,7 +935,7 @@ class Coordinator(PartitionEndpoints, Actor):
             found = answer()
             if found is not None:
                 self._write()
-                self._check_written()
+                self._pending.check()
                 send(found)
             return found
 
@@ -978,13 +944,9 @@ class Coordinator(PartitionEndpoints, Actor):
         if result is None:
             result = await self._wakes.wait(asked, *topics)
         self._write()
-        self._check_written()
+        self._pending.check()
         return result
 
     def _check_goes_on(self, what: str) -> None:
         if self._draining:
             raise Stopping(f"{what} must be there for this role to begin, got none: the run is being stopped.")
-
-    def _check_written(self) -> None:
-        if self._unwritten:
-            raise NotYet("its journal must have room, the disk is full", ROOM_S)

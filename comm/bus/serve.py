@@ -6,26 +6,17 @@ that the newest whole checkpoint carries; else nothing. Then serves `Coordinator
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from pathlib import Path
 
 import orjson
-import uvloop
 
 from rondo.comm.bus.audit import Ledger, take_older
 from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal
 from rondo.comm.partitions.memory import unlink
-from rondo.runtime.actors.actor import serve
-from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.checkpoints import newest_complete
-from rondo.runtime.memory.segments import SegmentClient
-from rondo.runtime.processes.process import die_with_parent
-from rondo.runtime.records import timeline
-from rondo.runtime.waits import set_waiter
+from rondo.runtime.worker.service import Service, main
 
 CONFIG = "coordinator.json"
 TICK_S = 0.5
@@ -72,41 +63,15 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
     return index, ledger
 
 
-async def run() -> None:
-    rt_dir, run_dir = Path(os.environ["RONDO_RT_DIR"]), Path(os.environ["RONDO_RUN_DIR"])
-    attempt = int(os.environ["RONDO_ATTEMPT"])
-    token = (rt_dir / "token").read_text().strip()
-    set_waiter("coordinator")
-    config = CoordinatorConfig.load(run_dir / CONFIG)
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    supervisor = ActorRef(f"unix:{rt_dir}/supervisor.sock", token=token, peer="supervisor")
-    with Journal(run_dir / "journal") as journal:
-        index, ledger = open_index(config, journal, run_dir, attempt)
-        segments = SegmentClient(f"{rt_dir}/handover.sock", token)
-        coordinator = Coordinator(config, journal, index, ledger, segments, supervisor)
+async def run(service: Service) -> None:
+    config = CoordinatorConfig.load(service.run_dir / CONFIG)
+    with Journal(service.run_dir / "journal") as journal:
+        index, ledger = open_index(config, journal, service.run_dir, service.attempt)
+        coordinator = Coordinator(config, journal, index, ledger, service.segments, service.supervisor)
         await coordinator.start()
-        server = await serve(coordinator, f"unix:{rt_dir}/coordinator.sock", token=token, name="coordinator")
-        group, incarnation = os.environ["RONDO_GROUP"], int(os.environ["RONDO_INCARNATION"])
-        await supervisor.call("ready", group, incarnation, 0, deadline_s=30, retry=True)
-        async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(coordinator.reporting()), tasks.create_task(coordinator.ticking(TICK_S))]
-            await ended.wait()
-            for task in beside:
-                task.cancel()
-        await server.close()
+        await service.answer(coordinator, coordinator.reporting(), coordinator.ticking(TICK_S))
         coordinator.close()
-        segments.close()
-
-
-def main() -> None:
-    die_with_parent()
-    variables = os.environ
-    incarnation, attempt = int(variables["RONDO_INCARNATION"]), int(variables["RONDO_ATTEMPT"])
-    timeline.begin(Path(variables["RONDO_RUN_DIR"]), "coordinator", 0, incarnation, attempt)
-    uvloop.run(run())
-    timeline.end()
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -66,6 +66,8 @@ class Store:
 class Wire:
     """Calls the coordinator of the moment as a socket would: everything goes through its form on the wire, both ways."""
 
+    peer = "coordinator"
+
     def __init__(self, run: InProcess) -> None:
         self._run = run
 

@@ -639,4 +639,4 @@ async def test_nobody_hears_that_something_is_done_before_it_is_in_the_journal(m
                 run.coordinator.tick()
             run.coordinator.tick()
             await call()
-            assert not run.coordinator._unwritten
+            run.coordinator._pending.check()

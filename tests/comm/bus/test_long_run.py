@@ -161,7 +161,7 @@ async def test_a_coordinator_waits_for_room_on_the_disk_tells_and_goes_on_with_n
 ) -> None:
     monkeypatch.setattr(rondo.comm.bus.journal, "RESERVE_BYTES", 1 << 13)
     monkeypatch.setattr(rondo.comm.bus.journal, "_LOW_BYTES", 1 << 12)
-    monkeypatch.setattr("rondo.comm.bus.coordinator.ROOM_S", 0.001)
+    monkeypatch.setattr("rondo.comm.bus.pending.ROOM_S", 0.001)
     store = Store()
     run = InProcess(tmp_path, store, groups_per_step=2, max_staleness=0, streams=PLAIN)
     await run.start()
