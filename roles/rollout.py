@@ -35,6 +35,7 @@ from rondo.roles.sampling.evaluation import Evaluator, Part
 from rondo.roles.sampling.filters import keep_pool
 from rondo.roles.sampling.groups import Lease, PromptGroups, told_of
 from rondo.roles.sampling.leases import Progress
+from rondo.roles.sampling.workflow import open_workflow
 from rondo.roles.serve.endpoint import endpoint
 from rondo.roles.streams import base_columns
 from rondo.runtime.checkpoints import newest_complete
@@ -77,16 +78,17 @@ class RolloutRole:
                     tokenizer = await ctx.compute(load_tokenizer, job.model_path)
                     stops = stops_of(job.model_path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
                     rows, held_out = await ctx.compute(open_splits, config, Fingerprints.of_run(ctx.run_dir))
+                    workflow = await ctx.compute(open_workflow, config.rollout.workflow)
                     newest = newest_complete(ctx.run_dir / "checkpoints")
                     kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))
                     await replica.open(pools)
                     self._groups = groups = self.open_groups(
                         ctx, job, replica.engine, tokenizer, stops, rows, train_order(config, len(rows)), kept, self._rewards,
-                        media, self._progress, keep,
+                        media, self._progress, keep, workflow,
                     )  # fmt: skip
                     params = groups.params(config.rollout.temperature)
                     self._evaluator = Evaluator(
-                        config, held_out, tokenizer, stops, self._rewards, groups.prepare, params
+                        config, held_out, tokenizer, stops, self._rewards, groups.prepare, params, workflow
                     )
             async with replica.follow() as first:
                 await first.wait()

@@ -44,6 +44,7 @@ def main() -> None:
     report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
     report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
     report.look(lambda: look_at_reward(config, report, rows), "reward.function")
+    report.look(lambda: look_at_workflow(config), "rollout.workflow")
     if beside is not None and "fingerprints" in report.facts:
         report.look(lambda: look_at_order(report, beside), "data")
     if any(group.devices for group in config.groups):
@@ -97,6 +98,13 @@ def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> No
             report.add(
                 "note", f"{told}, also where the answer is the label itself. See that a right answer gets another"
             )
+
+
+def look_at_workflow(config: RunConfig) -> None:
+    """It can be loaded and called."""
+    from rondo.roles.sampling.workflow import open_workflow
+
+    open_workflow(config.rollout.workflow)
 
 
 def _answers_to(row: Row) -> tuple[str, ...]:

@@ -145,6 +145,8 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end a response where they are complete, besides every end of sequence of the model's generation config and its
     tokenizer. They stay part of the response: their tokens are trained, and the reward sees them."""
+    workflow: FunctionRef = "rondo.roles.sampling.single_turn:single_turn"
+    """`async def workflow(row, client, context)`: makes the samples of a prompt group, for training and evaluation alike."""
     num_slots: int = Field(64, ge=1)
     """Sequences that one engine decodes at once."""
     sglang: SGLangConfig | None = None

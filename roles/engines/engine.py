@@ -162,6 +162,18 @@ class Completion:
         """What a request goes on from."""
         return Prefix(self.tokens, self.log_probs, self.policy_versions, self.top, self.routed_experts)
 
+    def first(self, size: int) -> Completion:
+        """The first `size` tokens, with what is told of them."""
+        experts, top, beyond = self.routed_experts, self.top, len(self.tokens) - size
+        return replace(
+            self,
+            tokens=self.tokens[:size],
+            log_probs=self.log_probs[:size],
+            policy_versions=self.policy_versions[:size],
+            routed_experts=None if experts is None else experts[: len(experts) - beyond],
+            top=None if top is None else Top(top.tokens[:size], top.log_probs[:size]),
+        )
+
 
 def experts_of_whole(before: Prefix | None, told: np.ndarray | None) -> np.ndarray | None:
     """`told` by an engine of a whole sample that it continued after `before`, with the experts in their place that the earlier

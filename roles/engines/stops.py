@@ -23,19 +23,26 @@ import numpy as np
 
 from rondo.models.load import end_ids
 from rondo.roles.data.sources import RowError
-from rondo.roles.engines.engine import Completion, Engine, Prefix, Request, Top
+from rondo.roles.engines.engine import Completion, Engine, Prefix, Request
 from rondo.roles.engines.faults import fault_of
 from rondo.roles.serve.text import TextReader
 from rondo.runtime.errors import ConfigError, RondoError
 
 
 class Reading:
-    """The text of one sample while it grows, over all attempts at it. `num_kept`: its tokens, once a stop string has ended it;
-    `torn`: what was told is lost, and other tokens came."""
+    """The text of one sample while it grows, over all attempts at it, from its token `start` on. `num_kept`: its tokens, once a
+    stop string has ended it; `torn`: what was told is lost, and other tokens came."""
 
     def __init__(
-        self, tokenizer: Any, stops: Sequence[str], *, keep_stop: bool = False, skip_special_tokens: bool = False
+        self,
+        tokenizer: Any,
+        stops: Sequence[str],
+        *,
+        keep_stop: bool = False,
+        skip_special_tokens: bool = False,
+        start: int = 0,
     ) -> None:
+        self._start = start
         self._open = functools.partial(
             TextReader, tokenizer, stops=tuple(stops), keep_stop=keep_stop, skip_special_tokens=skip_special_tokens
         )
@@ -75,7 +82,7 @@ class Reading:
         if self.torn or (self._told is not None and len(tokens) <= len(self._told)):
             return False
         self._told = tokens
-        self.num_kept = self.reader.feed(tokens)
+        self.num_kept = self._whole(self.reader.feed(tokens[self._start :]))
         return True
 
     def cut(self, done: Completion) -> Completion:
@@ -83,16 +90,14 @@ class Reading:
         if self.num_kept is None:
             # A token that ends a sample is no part of its text.
             ended = done.finish_reason == "stop" and not self._keep_stop
-            self.num_kept = self.reader.finish(done.tokens[:-1] if ended else done.tokens)
-        size, experts, top = self.num_kept, done.routed_experts, done.top
-        if size is None:
+            tokens = done.tokens[self._start :]
+            self.num_kept = self._whole(self.reader.finish(tokens[:-1] if ended else tokens))
+        if self.num_kept is None:
             return done
-        return replace(
-            done, tokens=done.tokens[:size], log_probs=done.log_probs[:size], policy_versions=done.policy_versions[:size],
-            finish_reason="stop",
-            routed_experts=None if experts is None else experts[: len(experts) - (len(done.tokens) - size)],
-            top=None if top is None else Top(top.tokens[:size], top.log_probs[:size]),
-        )  # fmt: skip
+        return replace(done.first(self.num_kept), finish_reason="stop")
+
+    def _whole(self, num_read: int | None) -> int | None:
+        return None if num_read is None else self._start + num_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +136,11 @@ def stops_of(path: str, tokenizer: Any, stops: Sequence[str], max_new_tokens: in
 
 
 async def whole_sample(engine: Engine, request: Request, stops: Stops) -> Completion:
-    """One sample to its end. Where new weights interrupt it, it is asked for again with what it has; prompt and media stay.
-    RowError where the failure is the request's own, so that no other sample fails for it."""
-    reading = Reading(stops.tokenizer, stops.texts) if stops.texts else None
+    """One sample to its end. Where new weights interrupt it, it is asked for again with what it has; prompt and media stay. Texts
+    of a prefix that it comes with end nothing. RowError where the failure is the request's own, so that no other sample fails for
+    it."""
+    start = 0 if request.prefix is None else len(request.prefix.tokens)
+    reading = Reading(stops.tokenizer, stops.texts, start=start) if stops.texts else None
 
     def grown(so_far: Prefix) -> None:
         if reading is not None and reading.take(so_far.tokens) and reading.over:

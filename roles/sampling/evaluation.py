@@ -18,18 +18,22 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rondo.comm.bus.group import NO_VERSION
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig, EvalSet, JobConfig
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
-from rondo.roles.rewards.pool import RewardItem, RewardPool
+from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 from rondo.roles.sampling.columns import finish_of
+from rondo.roles.sampling.single_turn import single_turn
+from rondo.roles.sampling.workflow import Client, Context, Made, Workflow
 from rondo.runtime.errors import RondoError
 
 Part = dict[str, Any]
@@ -86,6 +90,7 @@ class Evaluator:
     rewards: RewardPool
     prepare: Prepare
     params: SamplingParams
+    workflow: Workflow = single_turn
 
     async def evaluate(
         self, engine: Engine, label: str, version: int, *, num_slots: int, part: int = 0, of: int = 1
@@ -143,27 +148,28 @@ class Evaluator:
         assert self.config.evaluation is not None
         kind = f"evaluation/{name}" if self.config.evaluation.sets else "evaluation"
         params = self._sampling(config)
-        requests = [
-            Request(
-                f"{label}/{name}/{index}/{number}", prompt, params,
-                sample_seed(self.config.seed, kind, index, number), kind="evaluation", media=media,
-            )
-            for number in range(config.samples_per_prompt)
-        ]  # fmt: skip
-        done = await asyncio.gather(*(whole_sample(engine, request, self.stops) for request in requests))
-        others = {int(v) for completion in done for v in np.unique(completion.policy_versions)} - {version}
+
+        def request(number: int) -> Request:
+            seed = sample_seed(self.config.seed, kind, index, number)
+            return Request(f"{label}/{name}/{index}/{number}", prompt, params, seed, kind="evaluation", media=media)
+
+        every, most = range(config.samples_per_prompt), params.max_new_tokens
+        context = Context(row, prompt, media, self.tokenizer, every, most, evaluates=True)
+        client = Client(request, lambda asked: whole_sample(engine, asked, self.stops))
+        made: list[Made] = []
+        async with aclosing(context.samples(self.workflow, client)) as ready:
+            async for some in ready:
+                made += some
+        made.sort(key=lambda each: each.number)
+        sampled = {int(v) for each in made for v in np.unique(each.completion.policy_versions)}
+        others = sampled - {version, NO_VERSION}
         if others:
             raise RondoError(
                 f"the evaluation of version {version} must sample under that version alone, got tokens of {sorted(others)}. "
                 "The engine took other weights meanwhile"
             )
-        items = [item_of(self.tokenizer, row, completion, params.max_new_tokens) for completion in done]
-        results = await self.rewards.score(items)
-        errors = [
-            f"reward of {row.name}, sample {number}: {result.error}"
-            for number, result in enumerate(results)
-            if result.score is None
-        ]
+        results = await scored(self.rewards, self.tokenizer, row, made, most)
+        errors = [told_error(row, each, result.error) for each, result in enumerate(results) if result.score is None]
         return [result.score for result in results], errors[0] if errors else ""
 
     def _sampling(self, config: EvalSet) -> SamplingParams:
@@ -177,7 +183,21 @@ class Evaluator:
         )
 
 
-def item_of(tokenizer: Any, row: Row, completion: Completion, max_new_tokens: int) -> RewardItem:
+async def scored(
+    rewards: RewardPool, tokenizer: Any, row: Row, made: Sequence[Made], max_new_tokens: int
+) -> list[RewardResult]:
+    """One result a sample, in order; of one with an error that is the result."""
+    items = [_item_of(tokenizer, row, each.completion, max_new_tokens) for each in made if each.error is None]
+    results = iter(await rewards.score(items) if items else ())
+    return [next(results) if each.error is None else RewardResult(None, error=each.error) for each in made]
+
+
+def told_error(row: Row, number: int, error: str | None) -> str:
+    """Why a sample has no reward."""
+    return f"reward of {row.name}, sample {number}: {error}"
+
+
+def _item_of(tokenizer: Any, row: Row, completion: Completion, max_new_tokens: int) -> RewardItem:
     """What the reward function is told of one sample."""
     text = tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
     num_tokens = len(completion.tokens)

@@ -1,11 +1,11 @@
 """What becomes of a leased prompt group: from its row to samples on the bus.
 
-Owns the way of each sample through engine and reward, what is put, and how a group ends whose samples are not. Does not own
-leases (`role.py`), how tokens are made (an `Engine`) or scored (`rewards.py`).
+Owns the way of each sample through workflow and reward, what is put, and how a group ends whose samples are not. Does not own
+leases (`roles/rollout.py`), how samples are made (`workflow.py`, with an `Engine`) or scored (`roles/rewards/`).
 
-    lease -> prompt, media -> engine -> reward -> (filter) -> put          every group ends in exactly one of:
-                  |                        |          |        put of its n samples, settled as filtered or failed, error,
-                error                    failed    filtered    lease lost
+    lease -> prompt, media -> workflow -> reward -> (filter) -> put        every group ends in exactly one of:
+                  |              |           |          |      put of its n samples, settled as filtered or failed, error,
+                error          error       failed    filtered  lease lost
 
 A reward that fails, or is late, fails its sample alone: the sample is put without one, trains nothing, and its siblings count as
 they are. A group in which fewer samples have a reward than its algorithm compares fails, and another prompt takes its place.
@@ -18,7 +18,9 @@ the leases in flight.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +38,13 @@ from rondo.roles.engines.engine import Completion, Engine, Request, SamplingPara
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.job import Job
 from rondo.roles.resumed import KeptSamples, put_kept
-from rondo.roles.rewards.pool import RewardPool, RewardResult
+from rondo.roles.rewards.pool import RewardPool
 from rondo.roles.sampling.columns import columns_of, finish_of, info_of
-from rondo.roles.sampling.evaluation import item_of, sample_seed
+from rondo.roles.sampling.evaluation import sample_seed, scored, told_error
 from rondo.roles.sampling.filters import Ended, equal_rewards, kept
 from rondo.roles.sampling.leases import Progress
+from rondo.roles.sampling.single_turn import single_turn
+from rondo.roles.sampling.workflow import Client, Context, Made, Workflow
 from rondo.runtime.processes.pool import Pool
 from rondo.runtime.records.record import JsonLines
 from rondo.runtime.values import as_json
@@ -88,6 +92,7 @@ class PromptGroups:
     media: MediaPool | None
     progress: Progress
     keep: Pool | None = None
+    workflow: Workflow = single_turn
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # a prompt at a time, beside the loop
 
     async def fill(self, lease: Lease) -> None:
@@ -99,34 +104,33 @@ class PromptGroups:
         if media is not None and not lease.has_media:
             self._put_media(lease, media)
         ended = dict(lease.have) | self._put_kept(lease, prompt)
+        every = set(range(config.rollout.samples_per_prompt))
+        if ended.keys() >= every:
+            return
         params = self.params(config.rollout.temperature)
-        tasks = {
-            asyncio.create_task(self._generate_of(lease, self._request(lease, number, prompt, media, params))): number
-            for number in range(config.rollout.samples_per_prompt)
-            if number not in ended
-        }
+        context = Context(
+            row, prompt, media, self.tokenizer, every - ended.keys(), params.max_new_tokens,
+            progress=functools.partial(self.progress.further, (lease.group, lease.epoch)),
+        )  # fmt: skip
+        client = Client(
+            lambda number: self._request(lease, number, prompt, media, params),
+            functools.partial(self._generate_of, lease),
+        )
         errors: list[str] = []
-        try:
-            while tasks:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                finished = sorted((tasks.pop(task), task.result()) for task in done)
+        async with aclosing(context.samples(self.workflow, client)) as made:
+            async for finished in made:
                 with (
                     self.ctx.span("reward", beside="reward", step=lease.step, group=lease.group),
                     self.progress.scoring((lease.group, lease.epoch)),
                 ):
                     samples = await self._score(row, finished)
                 ended |= {sample.number: _ended(sample) for sample in samples}
-                errors += [
-                    f"reward of {row.name}, sample {each.number}: {each.error}" for each in samples if each.error
-                ]
-                if not tasks and (outcome := await self._outcome(list(ended.values()), errors)) is not None:
+                errors += [told_error(row, each.number, each.error) for each in samples if each.error]
+                if ended.keys() >= every and (outcome := await self._outcome(list(ended.values()), errors)) is not None:
                     await self.job.bus.call("settle", lease.group, lease.epoch, *outcome)
                     return
                 self._put(lease, prompt, samples)
                 self._log(lease, row, samples)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _outcome(self, ended: Sequence[Ended], errors: Sequence[str]) -> tuple[str, str] | None:
         """What a group with these samples is settled as, and why; None where it is trained. Of errors the first is told."""
@@ -185,16 +189,15 @@ class PromptGroups:
             stop_token_ids=self.stops.ids,
         )
 
-    async def _score(self, row: Row, finished: Sequence[tuple[int, Completion]]) -> list[Sample]:
+    async def _score(self, row: Row, made: Sequence[Made]) -> list[Sample]:
         config = self.job.config
-        items = [item_of(self.tokenizer, row, completion, config.rollout.max_new_tokens) for _, completion in finished]
         # Of a group one after the other, by workers of which each starts anew.
         slowest_s = 2 * config.reward.deadline_s * config.rollout.samples_per_prompt + self.ctx.load_s
         with self.ctx.work("reward", slowest_s):
-            results: Sequence[RewardResult] = await self.rewards.score(items)
+            results = await scored(self.rewards, self.tokenizer, row, made, config.rollout.max_new_tokens)
         return [
-            Sample(number, completion, result.score, result.details, result.error)
-            for (number, completion), result in zip(finished, results, strict=True)
+            Sample(each.number, each.completion, result.score, result.details, result.error)
+            for each, result in zip(made, results, strict=True)
         ]
 
     def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, Ended]:

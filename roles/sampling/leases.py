@@ -1,7 +1,8 @@
 """Which of a replica's prompt groups have come further since it was last asked: their leases are renewed, and no others.
 
-Owns what counts as progress of a group: its media, a sample of it that ends, its reward, and what the engine tells of its own
-requests; a reward that is computed, for as long as one may take. Makes no call: `role.py` asks before each renewal.
+Owns what counts as progress of a group: its media, a sample of it that ends, its reward, what its workflow says, and what the
+engine tells of its own requests; a reward that is computed, for as long as one may take. Makes no call: `roles/rollout.py` asks
+before each renewal.
 
     progress.begin(key)                     # a lease, [group, epoch]
     with progress.generating(key, id): ...  # this request of it is at the engine
@@ -41,6 +42,10 @@ class Progress:
 
     def begin(self, key: Key) -> None:
         self._held.add(key)
+        self._moved.add(key)
+
+    def further(self, key: Key) -> None:
+        """The group has come further in what nobody here sees, such as a step of an environment."""
         self._moved.add(key)
 
     def end(self, key: Key) -> None:

@@ -192,7 +192,7 @@ class Groups(PromptGroups):
         return Completion(request.id, tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "length", experts)
 
     async def _score(self, row: Row, finished: Any) -> list[Sample]:
-        return [Sample(number, completion, 1.0, {}) for number, completion in finished]
+        return [Sample(each.number, each.completion, 1.0, {}) for each in finished]
 
     def _log(self, lease: Lease, row: Row, samples: Any) -> None:
         pass

@@ -53,6 +53,8 @@ def test_a_group_whose_media_are_prepared_is_renewed_meanwhile() -> None:
     with progress.preparing(A):
         assert progress.since_last({}, 0) == [A] == progress.since_last({}, 0)
     assert progress.since_last({}, 0) == [A] and progress.since_last({}, 0) == []
+    progress.further(B)  # as its workflow says
+    assert progress.since_last({}, 0) == [B] and progress.since_last({}, 0) == []
 
 
 def test_a_reward_in_computation_renews_its_group_where_nothing_decodes_up_to_its_deadline_and_no_other() -> None:

@@ -1,0 +1,250 @@
+"""Workflows: the one of the docs on a real engine, and every way in which one can end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rondo.comm.bus.group import NO_VERSION
+from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.roles.data.datasets import Row, RowError
+from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
+from rondo.roles.engines.engine import Completion, Request, SamplingParams
+from rondo.roles.engines.stops import Stops, whole_sample
+from rondo.roles.rewards.pool import RewardItem, RewardResult
+from rondo.roles.sampling.columns import loss_mask
+from rondo.roles.sampling.evaluation import scored
+from rondo.roles.sampling.single_turn import single_turn
+from rondo.roles.sampling.workflow import Client, Context, Made, Workflow, extended, open_workflow
+from rondo.runtime.errors import Closed, ConfigError
+from tests.roles.engines.engines import qwen3
+
+DOCS = Path(__file__).parents[3] / "docs" / "your-own.md"
+PROMPT = np.array([5, 6, 7], np.int32)
+ROW = Row("row 9", "p", "7", {})
+MOST = 16
+
+
+def sample(*tokens: int) -> Completion:
+    size = len(tokens)
+    return Completion("", np.array(tokens, np.int32), np.ones(size, np.float32), np.zeros(size, np.int32), "stop")
+
+
+def context(*, missing: tuple[int, ...] = (0, 1), tokenizer: Any = None, **options: Any) -> Context:
+    return Context(ROW, PROMPT, None, tokenizer, missing, MOST, **options)
+
+
+async def nobody(request: Request) -> Completion:
+    raise AssertionError("it is not asked")
+
+
+async def made_by(workflow: Workflow, at: Context, ask: Any = nobody, params: Any = None) -> list[list[Made]]:
+    """What is handed in, in the parts in which it comes."""
+
+    def request(number: int) -> Request:
+        return Request(f"r/{number}", PROMPT, params or SamplingParams(MOST, temperature=0.0), seed=number)
+
+    async with asyncio.timeout(60), aclosing(at.samples(workflow, Client(request, ask))) as made:
+        return [some async for some in made]
+
+
+def workflow_of_the_docs() -> Workflow:
+    [code] = [
+        each for each in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL) if "async def second" in each
+    ]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return cast(Workflow, names["second_try"])
+
+
+async def inline(function: Any) -> Any:
+    return function()
+
+
+async def test_the_workflow_of_the_docs_goes_on_behind_what_it_tells_the_policy() -> None:
+    tokenizer = build_tokenizer()
+    told = tokenizer(" No. Again: ", add_special_tokens=False)["input_ids"]
+    vocabulary = len(tokenizer)
+    engine = EmbeddedEngine(
+        slot_engine(qwen3(vocab_size=vocabulary), num_slots=4, max_length=64, fixed_shapes=True, version=3), inline
+    )
+    text = "x"
+
+    async def ask(request: Request) -> Completion:
+        return await whole_sample(engine, request, Stops((), (text,), tokenizer))
+
+    params = SamplingParams(24)
+    once = [each for some in await made_by(single_turn, context(), ask, SamplingParams(4)) for each in some]
+
+    async def short_first(request: Request) -> Completion:
+        return await ask(request if request.prefix else Request(request.id, PROMPT, SamplingParams(4), request.seed))
+
+    twice = [
+        sorted(
+            (each for some in await made_by(workflow_of_the_docs(), at, short_first, params) for each in some),
+            key=lambda each: each.number,
+        )
+        for at in (Context(ROW, PROMPT, None, tokenizer, (0, 1), 24) for _ in range(2))
+    ]
+    for first, one, same in zip(once, *twice, strict=True):
+        size, done = len(first.completion.tokens), one.completion
+        assert done.tokens[:size].tolist() == first.completion.tokens.tolist()
+        assert done.tokens[size : size + len(told)].tolist() == told
+        assert done.policy_versions.tolist() == [3] * size + [NO_VERSION] * len(told) + [3] * (
+            len(done.tokens) - size - len(told)
+        )
+        assert loss_mask(done, False).sum() == len(done.tokens) - len(told) > size
+        assert len(done.tokens) == 24 and done.finish_reason == "length"
+        assert done.tokens.tolist() == same.completion.tokens.tolist(), "seeds are those of sample and place"
+    await engine.close()
+
+
+async def test_a_text_that_ends_samples_ends_none_again_in_what_it_goes_on_from() -> None:
+    tokenizer = build_tokenizer()
+    ids = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in ("ab.", "told", "cd.ef")]
+    asked: list[Request] = []
+
+    class Engine:
+        async def generate(self, request: Request) -> Completion:
+            asked.append(request)
+            before = [] if request.prefix is None else request.prefix.tokens.tolist()
+            return sample(*before, *(ids[0] if request.prefix is None else ids[2]))
+
+    async def workflow(row: Row, client: Client, at: Context) -> None:
+        first = await client.generate(0)
+        at.done(0, await client.generate(0, extended(first, ids[1])))
+
+    ask = lambda request: whole_sample(cast(Any, Engine()), request, Stops((), (".",), tokenizer))  # noqa: E731
+    [[made]] = await made_by(workflow, context(missing=(0,), tokenizer=tokenizer), ask)
+    assert tokenizer.decode(made.completion.tokens.tolist()) == "ab.toldcd."
+    assert [each.prefix is None for each in asked] == [True, False]
+
+
+async def test_a_sample_without_room_comes_back_cut_and_is_not_asked_for() -> None:
+    async def workflow(row: Row, client: Client, at: Context) -> None:
+        at.done(0, await client.generate(0, extended(sample(1, 2), range(MOST))))
+
+    [[made]] = await made_by(workflow, context(missing=(0,)))
+    assert (len(made.completion.tokens), made.completion.finish_reason) == (MOST, "length")
+
+
+async def test_what_was_handed_in_stays_when_the_workflow_fails_and_the_others_are_cancelled() -> None:
+    cancelled = asyncio.Event()
+    at, parts = context(missing=(0, 1, 2)), list[list[Made]]()
+
+    async def workflow(row: Row, client: Client, at: Context) -> None:
+        async def one(number: int) -> Completion:
+            if number == 2:
+                raise LookupError("planted")
+            if number == 0:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.set()
+            return sample(number)
+
+        await at.each(one)
+
+    with pytest.raises(RowError, match=r"row 9: rollout.workflow must end without errors, got LookupError: planted"):
+        async with aclosing(at.samples(workflow, cast(Any, None))) as made:
+            async for some in made:
+                parts.append(some)
+    assert [[each.number for each in some] for some in parts] == [[1]] and cancelled.is_set()
+
+
+async def test_samples_that_end_together_come_together_in_the_order_of_their_numbers() -> None:
+    async def workflow(row: Row, client: Client, at: Context) -> None:
+        for number in reversed(at.missing):
+            at.done(number, sample(number), "planted" if number else None)
+
+    [made] = await made_by(workflow, context(missing=(0, 3, 4)))
+    assert [(each.number, each.error) for each in made] == [(0, None), (3, "planted"), (4, "planted")]
+
+    class Rewards:
+        async def score(self, items: list[RewardItem]) -> list[RewardResult]:
+            return [RewardResult(float(item.response)) for item in items]
+
+    class Letters:
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return str(tokens[0])
+
+    found = await scored(cast(Any, Rewards()), Letters(), ROW, made, MOST)
+    assert [(each.score, each.error) for each in found] == [(0.0, None), (None, "planted"), (None, "planted")]
+
+
+@pytest.mark.parametrize(
+    ("handed", "error"),
+    [
+        ([], r"row 9: rollout.workflow must hand in each missing sample once, got none of \[0, 1\]. Correct it"),
+        ([(0, sample(1)), (0, sample(1))], r"hand in each missing sample once, of \[0, 1\], got 0"),
+        ([(2, sample(1))], r"hand in each missing sample once, of \[0, 1\], got 2"),
+        (
+            [(0, sample(*range(17)))],
+            r"samples of at most 16 tokens, each with its log-prob and version, got \[17, 17, 17\]",
+        ),
+    ],
+)
+async def test_each_missing_sample_is_handed_in_once_and_within_its_room(handed: Any, error: str) -> None:
+    async def workflow(row: Row, client: Client, at: Context) -> None:
+        for number, done in handed:
+            at.done(number, done)
+
+    with pytest.raises(RowError, match=error):
+        await made_by(workflow, context())
+
+
+async def test_the_end_of_an_engine_is_no_fault_of_the_row() -> None:
+    async def ended(request: Request) -> Completion:
+        if request.id == "r/1":
+            raise Closed("the engine must be open, got a closed one")
+        raise RowError("planted")
+
+    with pytest.raises(Closed):
+        await made_by(single_turn, context(), ended)
+
+
+async def test_a_workflow_that_nobody_waits_for_any_more_is_cancelled_at_its_wait() -> None:
+    waiting, ended = asyncio.Event(), asyncio.Event()
+
+    async def workflow(row: Row, client: Client, at: Context) -> None:
+        waiting.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(made_by(workflow, context()))
+    async with asyncio.timeout(60):
+        await waiting.wait()
+        task.cancel()
+        await ended.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_workflow_that_cancels_itself_fails_its_row() -> None:
+    async def workflow(row: Row, client: Client, at: Context) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RowError, match="got a cancellation of its own"):
+        await made_by(workflow, context())
+
+
+def test_only_an_async_function_of_three_is_a_workflow(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def plain(row, client, context): ...\nasync def two(row, client): ...\nasync def fits(*three): ...\n"
+    )
+    assert open_workflow("rondo.roles.sampling.single_turn:single_turn") is single_turn
+    assert open_workflow(f"{file}:fits").__name__ == "fits"  # type: ignore[attr-defined]
+    for name in ("plain", "two"):
+        with pytest.raises(
+            ConfigError, match=r"rollout.workflow must be an async function of \(row, client, context\)"
+        ):
+            open_workflow(f"{file}:{name}")
