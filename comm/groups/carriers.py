@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed has the others only
 
-from rondo.comm.groups.nccl_extras import LIBRARIES, Bytes
+from rondo.comm.groups.nccl_extras import LIBRARIES, Bytes, Operation
 from rondo.runtime.errors import ConfigError
 
 
@@ -36,9 +36,9 @@ class Carrier(Protocol):
     interrupted_by_abort: bool
     """Whether `abort` from another thread ends a call that blocks."""
 
-    def broadcast(self, data: Any, root: int, timeout_s: float) -> None: ...
-    def send(self, data: Any, peer: int, timeout_s: float) -> None: ...
-    def recv(self, data: Any, peer: int, timeout_s: float) -> None: ...
+    def move(self, operation: Operation, data: Any, rank: int, timeout_s: float) -> None:
+        """Broadcasts from, sends to or receives from `rank`."""
+
     def all_gather(self, out: Any, data: Any, timeout_s: float) -> None: ...
     def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None: ...
     def barrier(self, timeout_s: float) -> None: ...
@@ -70,7 +70,27 @@ def open_carrier(backend: str, store: Any, rank: int, size: int, device: str, ti
 # ---------------------------------------------------------------------------------------------- torch
 
 
-class Gloo:
+class OfTorch:
+    """What both of torch's groups do alike. A wait blocks the calling thread until the call is done, or to its deadline."""
+
+    _group: Any
+
+    def move(self, operation: Operation, data: Any, rank: int, timeout_s: float) -> None:
+        if operation == "broadcast":
+            options = dist.BroadcastOptions()
+            options.rootRank, options.timeout = rank, span(timeout_s)
+            work = self._group.broadcast([data], options)
+        else:
+            work = getattr(self._group, operation)([data], rank, 0)
+        work.wait(span(timeout_s))
+
+    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = getattr(dist.ReduceOp, operator.upper()), span(timeout_s)
+        self._group.allreduce([data], options).wait(span(timeout_s))
+
+
+class Gloo(OfTorch):
     """`ProcessGroupGloo`, with a full mesh of connections made at once."""
 
     interrupted_by_abort = False  # gloo has no abort: torch's method of that name does nothing there
@@ -84,42 +104,25 @@ class Gloo:
         options._devices = [dist.ProcessGroupGloo.create_device(**where, lazy_init=False)]
         self._group = dist.ProcessGroupGloo(store, rank, size, options)
 
-    def broadcast(self, data: Any, root: int, timeout_s: float) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = root, span(timeout_s)
-        self._group.broadcast([data], options).wait()
-
-    def send(self, data: Any, peer: int, timeout_s: float) -> None:
-        self._group.send([data], peer, 0).wait(span(timeout_s))
-
-    def recv(self, data: Any, peer: int, timeout_s: float) -> None:
-        self._group.recv([data], peer, 0).wait(span(timeout_s))
-
     def all_gather(self, out: Any, data: Any, timeout_s: float) -> None:
         options = AllgatherOptions()
         options.timeout = span(timeout_s)
-        self._group.allgather([list(out.unbind())], [data], options).wait()
-
-    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = _operator(operator), span(timeout_s)
-        self._group.allreduce([data], options).wait()
+        self._group.allgather([list(out.unbind())], [data], options).wait(span(timeout_s))
 
     def barrier(self, timeout_s: float) -> None:
         options = dist.BarrierOptions()
         options.timeout = span(timeout_s)
-        self._group.barrier(options).wait()
-
-    def abort(self) -> None:
-        self.close()
+        self._group.barrier(options).wait(span(timeout_s))
 
     def close(self) -> None:
         """Takes the group down; its sockets close, so peers that wait for this member fail at once."""
         self._group = None
 
+    abort = close
 
-class Nccl:
-    """`ProcessGroupNCCL` on one device. A wait blocks the calling thread until the device is done, or to its deadline."""
+
+class Nccl(OfTorch):
+    """`ProcessGroupNCCL` on one device."""
 
     interrupted_by_abort = True
 
@@ -132,26 +135,10 @@ class Nccl:
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         self._group.eager_connect_single_device(self._device)
 
-    def broadcast(self, data: Any, root: int, timeout_s: float) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = root, span(timeout_s)
-        self._group.broadcast([data], options).wait(span(timeout_s))
-
-    def send(self, data: Any, peer: int, timeout_s: float) -> None:
-        self._group.send([data], peer, 0).wait(span(timeout_s))
-
-    def recv(self, data: Any, peer: int, timeout_s: float) -> None:
-        self._group.recv([data], peer, 0).wait(span(timeout_s))
-
     def all_gather(self, out: Any, data: Any, timeout_s: float) -> None:
         options = AllgatherOptions()
         options.timeout = span(timeout_s)
         self._group._allgather_base(out, data, options).wait(span(timeout_s))
-
-    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = _operator(operator), span(timeout_s)
-        self._group.allreduce([data], options).wait(span(timeout_s))
 
     def barrier(self, timeout_s: float) -> None:
         self.all_reduce(torch.zeros(1, device=self._device), "sum", timeout_s)
@@ -175,13 +162,6 @@ def _survives_errors() -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
-
-
-def _operator(name: str) -> Any:
-    operators = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    if name not in operators:
-        raise ConfigError(f"operator of all_reduce must be one of {', '.join(operators)}, got {name!r}.")
-    return operators[name]
 
 
 def span(seconds: float) -> datetime.timedelta:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from rondo.comm.groups.carriers import Carrier, check_backend, open_carrier, span
 from rondo.comm.groups.epochs import Epoch, GroupSpec
+from rondo.comm.groups.nccl_extras import Operation
 from rondo.runtime.errors import Closed, ConfigError, GroupBroken, Refused, RondoError
 from rondo.runtime.waits import blocking
 
@@ -102,17 +103,21 @@ class Communicator:
         if not 0 <= root < self.size:
             raise ConfigError(f"root of broadcast must be a rank below {self.size}, got {root}.")
         data = self._bytes(tensor)
-        self._call("broadcast", lambda c, left_s: c.broadcast(data, root, left_s), deadline_s)
+        self._call("broadcast", lambda c, left_s: c.move("broadcast", data, root, left_s), deadline_s)
 
     def send(self, tensor: Any, peer: int, deadline_s: float | None = None) -> None:
         """To rank `peer`, which receives as many bytes."""
-        data = self._bytes(tensor)
-        self._call("send", lambda c, left_s: c.send(data, peer, left_s), deadline_s, peer)
+        self._pair("send", tensor, peer, deadline_s)
 
     def recv(self, tensor: Any, peer: int, deadline_s: float | None = None) -> None:
         """From rank `peer`."""
+        self._pair("recv", tensor, peer, deadline_s)
+
+    def _pair(self, operation: Operation, tensor: Any, peer: int, deadline_s: float | None) -> None:
         data = self._bytes(tensor)
-        self._call("recv", lambda c, left_s: c.recv(data, peer, left_s), deadline_s, peer)
+        if not (0 <= peer < self.size and peer != self.rank):
+            raise ConfigError(f"peer of {operation} must be another rank below {self.size}, got {peer}.")
+        self._call(operation, lambda c, left_s: c.move(operation, data, peer, left_s), deadline_s, peer)
 
     def all_gather(self, out: Any, tensor: Any, deadline_s: float | None = None) -> None:
         """`tensor` of rank r arrives in `out[r]` of all; `out` is [size, *tensor.shape], of the same dtype."""
@@ -168,8 +173,6 @@ class Communicator:
 
     def _call(self, operation: str, work: Work, deadline_s: float | None, peer: int | None = None) -> None:
         deadline_s = self.spec.timeout_s if deadline_s is None else deadline_s
-        if peer is not None and not (0 <= peer < self.size and peer != self.rank):
-            raise ConfigError(f"peer of {operation} must be another rank below {self.size}, got {peer}.")
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         call = _Call(operation, work, time.monotonic() + deadline_s, stream)
         with self._changed:

@@ -20,7 +20,7 @@ import datetime
 import importlib
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -29,6 +29,8 @@ from rondo.runtime.waits import waiter
 
 UNIQUE_ID_BYTES = 128
 """Size of NCCL's unique id: `ncclUniqueId` of nccl.h."""
+
+Operation = Literal["broadcast", "send", "recv"]
 
 _ID_KEY = "unique-id"
 _MAX_POST_BYTES = 1 << 30
@@ -41,9 +43,7 @@ class Library(Protocol):
 
     def unique_id(self) -> bytes: ...
     def init(self, size: int, rank: int, unique_id: bytes, device: int) -> None: ...
-    def broadcast(self, data: Any, root: int, stream: int) -> None: ...
-    def send(self, data: Any, peer: int, stream: int) -> None: ...
-    def recv(self, data: Any, peer: int, stream: int) -> None: ...
+    def post(self, operation: Operation, data: Any, rank: int, stream: int) -> None: ...
     def abort(self) -> None: ...
     def destroy(self) -> None: ...
 
@@ -64,14 +64,9 @@ class Nccl4Py:
     def init(self, size: int, rank: int, unique_id: bytes, device: int) -> None:
         self._comm = self._nccl.Communicator.init(size, rank, self._nccl.UniqueId.from_bytes(unique_id))
 
-    def broadcast(self, data: Any, root: int, stream: int) -> None:
-        self._comm.broadcast(data, data, root, stream=stream)
-
-    def send(self, data: Any, peer: int, stream: int) -> None:
-        self._comm.send(data, peer, stream=stream)
-
-    def recv(self, data: Any, peer: int, stream: int) -> None:
-        self._comm.recv(data, peer, stream=stream)
+    def post(self, operation: Operation, data: Any, rank: int, stream: int) -> None:
+        tensors = (data, data) if operation == "broadcast" else (data,)
+        getattr(self._comm, operation)(*tensors, rank, stream=stream)
 
     def abort(self) -> None:
         if self._comm is not None:
@@ -103,17 +98,9 @@ class PyNccl:
         self._wrap.set_nuid(shared)
         self._wrap.init_comm()
 
-    def broadcast(self, data: Any, root: int, stream: int) -> None:
-        kind = self._binding.ncclUint8
-        self._wrap.nk.bcast(data.data_ptr(), data.numel(), kind, root, self._wrap.comm_i, stream)
-
-    def send(self, data: Any, peer: int, stream: int) -> None:
-        kind = self._binding.ncclUint8
-        self._wrap.nk.pp_send(data.data_ptr(), data.numel(), kind, peer, self._wrap.comm_i, stream)
-
-    def recv(self, data: Any, peer: int, stream: int) -> None:
-        kind = self._binding.ncclUint8
-        self._wrap.nk.pp_recv(data.data_ptr(), data.numel(), kind, peer, self._wrap.comm_i, stream)
+    def post(self, operation: Operation, data: Any, rank: int, stream: int) -> None:
+        call = getattr(self._wrap.nk, {"broadcast": "bcast", "send": "pp_send", "recv": "pp_recv"}[operation])
+        call(data.data_ptr(), data.numel(), self._binding.ncclUint8, rank, self._wrap.comm_i, stream)
 
     def abort(self) -> None:
         if self._wrap is not None:
@@ -150,31 +137,15 @@ class Bytes:
         unique_id = exchange_id(library, store, rank, timeout_s)
         library.init(size, rank, unique_id, self._device.index or 0)
 
-    def broadcast(self, data: Any, root: int, timeout_s: float) -> None:
-        stream = self._stream()
-        for piece in data.split(_MAX_POST_BYTES):
-            self._library.broadcast(piece, root, stream)
-        self._finish("broadcast", timeout_s)
-
-    def send(self, data: Any, peer: int, timeout_s: float) -> None:
-        stream = self._stream()
-        for piece in data.split(_MAX_POST_BYTES):
-            self._library.send(piece, peer, stream)
-        self._finish("send", timeout_s)
-
-    def recv(self, data: Any, peer: int, timeout_s: float) -> None:
-        stream = self._stream()
-        for piece in data.split(_MAX_POST_BYTES):
-            self._library.recv(piece, peer, stream)
-        self._finish("recv", timeout_s)
+    def move(self, operation: Operation, data: Any, rank: int, timeout_s: float) -> None:
+        self._post(operation, data, rank)
+        self._finish(operation, timeout_s)
 
     def all_gather(self, out: Any, data: Any, timeout_s: float) -> None:
         """As one broadcast of every rank."""
         out[self._rank].copy_(data)
-        stream = self._stream()
         for rank in range(self._size):
-            for piece in out[rank].split(_MAX_POST_BYTES):
-                self._library.broadcast(piece, rank, stream)
+            self._post("broadcast", out[rank], rank)
         self._finish("all_gather", timeout_s)
 
     def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None:
@@ -193,8 +164,10 @@ class Bytes:
     def close(self) -> None:
         self._library.destroy()
 
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream) if self._device.type == "cuda" else 0
+    def _post(self, operation: Operation, data: Any, rank: int) -> None:
+        stream = int(torch.cuda.current_stream(self._device).cuda_stream) if self._device.type == "cuda" else 0
+        for piece in data.split(_MAX_POST_BYTES):
+            self._library.post(operation, piece, rank, stream)
 
     def _finish(self, name: str, timeout_s: float) -> None:
         if self._device.type != "cuda":

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from rondo.comm.groups.carriers import Gloo, span
+from rondo.comm.groups.carriers import Gloo, OfTorch, span
 from rondo.comm.ring.tensors import dtype_name
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.weights_buckets import Bucket, largest, pack, plan
@@ -194,7 +194,7 @@ class _Group:
         carrier = self._carrier
         assert carrier is not None, "the group is joined first"
         try:
-            carrier.broadcast(data, 0, deadline_s)
+            carrier.move("broadcast", data, 0, deadline_s)
         finally:
             with self._lock:
                 self._busy = False
@@ -209,18 +209,13 @@ class _Group:
                 self._carrier.close()
 
 
-class Nccl:
+class Nccl(OfTorch):
     """`ProcessGroupNCCL`, whose communicator is made by the first broadcast: the server makes its own as late."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = span(timeout_s)
         self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-
-    def broadcast(self, data: Any, root: int, timeout_s: float) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = root, span(timeout_s)
-        self._group.broadcast([data], options).wait(span(timeout_s))
 
     def close(self) -> None:
         self._group.abort()

@@ -56,22 +56,21 @@ class FakeNccl:
         self.fabric = Fabric.made.setdefault(unique_id, Fabric(size))
         self.fabric.barrier.wait(GENEROUS_S)
 
-    def broadcast(self, data: Any, root: int, stream: int) -> None:
-        if self.rank == root:
-            self.fabric.held["broadcast"] = data.clone()
-        self.fabric.barrier.wait(GENEROUS_S)
-        data.copy_(self.fabric.held["broadcast"])
-        self.fabric.barrier.wait(GENEROUS_S)
-
-    def send(self, data: Any, peer: int, stream: int) -> None:
+    def post(self, operation: str, data: Any, rank: int, stream: int) -> None:
+        if operation == "broadcast":
+            if self.rank == rank:
+                self.fabric.held["broadcast"] = data.clone()
+            self.fabric.barrier.wait(GENEROUS_S)
+            data.copy_(self.fabric.held["broadcast"])
+            self.fabric.barrier.wait(GENEROUS_S)
+            return
         with self.fabric.arrived:
-            self.fabric.held.setdefault((self.rank, peer), []).append(data.clone())
-            self.fabric.arrived.notify_all()
-
-    def recv(self, data: Any, peer: int, stream: int) -> None:
-        with self.fabric.arrived:
-            assert self.fabric.arrived.wait_for(lambda: self.fabric.held.get((peer, self.rank)), GENEROUS_S)
-            data.copy_(self.fabric.held[peer, self.rank].pop(0))
+            if operation == "send":
+                self.fabric.held.setdefault((self.rank, rank), []).append(data.clone())
+                self.fabric.arrived.notify_all()
+            else:
+                assert self.fabric.arrived.wait_for(lambda: self.fabric.held.get((rank, self.rank)), GENEROUS_S)
+                data.copy_(self.fabric.held[rank, self.rank].pop(0))
 
     def abort(self) -> None:
         self.events.append("abort")
@@ -150,9 +149,9 @@ def test_bytes_go_by_broadcast_send_and_receive_and_what_is_made_of_them(
         carrier = Bytes(library, client(store, "bytes"), rank, 2, "cpu", GENEROUS_S)
         mine = torch.arange(8, dtype=torch.uint8) + 10 * rank
         shared = mine.clone()
-        carrier.broadcast(shared, 1, GENEROUS_S)
+        carrier.move("broadcast", shared, 1, GENEROUS_S)
         sent = mine.clone()
-        (carrier.send if rank == 0 else carrier.recv)(sent, 1 - rank, GENEROUS_S)
+        carrier.move("send" if rank == 0 else "recv", sent, 1 - rank, GENEROUS_S)
         rows = torch.zeros(2, 8, dtype=torch.uint8)
         carrier.all_gather(rows, mine, GENEROUS_S)
         carrier.barrier(GENEROUS_S)
@@ -203,9 +202,9 @@ def test_pynccl_gets_and_gives_the_unique_id_as_raw_memory_and_posts_bytes(monke
     library, data = PyNccl(), torch.zeros(5, dtype=torch.uint8)
     assert library.unique_id() == real
     library.init(4, 2, real, 3)
-    library.broadcast(data, 1, 77)
-    library.send(data, 0, 77)
-    library.recv(data, 3, 77)
+    library.post("broadcast", data, 1, 77)
+    library.post("send", data, 0, 77)
+    library.post("recv", data, 3, 77)
     pointer = data.data_ptr()
     assert calls == [
         ("wrap", 4, 2, 3), ("id", real), ("bcast", pointer, 5, 1, 1, "comm", 77),
@@ -240,9 +239,9 @@ def test_nccl4py_is_called_with_the_tensors_themselves_and_the_stream(monkeypatc
     library, data = Nccl4Py(), torch.zeros(5, dtype=torch.uint8)
     assert library.unique_id() == b"made"
     library.init(4, 2, b"id", 0)
-    library.broadcast(data, 1, 77)
-    library.send(data, 0, 77)
-    library.recv(data, 3, 77)
+    library.post("broadcast", data, 1, 77)
+    library.post("send", data, 0, 77)
+    library.post("recv", data, 3, 77)
     library.abort()
     library.destroy()
     assert [call[0] for call in calls] == ["init", "broadcast", "send", "recv", "abort", "destroy"]
