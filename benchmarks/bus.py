@@ -37,7 +37,20 @@ import numpy as np
 import psutil
 import uvloop
 
-from benchmarks.bus_world import MIB, Load, World, columns_of, multimodal, put_group, text, told, touch, world
+from benchmarks.bus_world import (
+    MIB,
+    Batch,
+    Load,
+    World,
+    batches,
+    columns_of,
+    multimodal,
+    put_group,
+    text,
+    told,
+    touch,
+    world,
+)
 from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.coordinator import ROLLOUT_READER
 from rondo.runtime.memory.segments import Segment
@@ -131,7 +144,7 @@ async def growth(few: int, many: int) -> tuple[Held, Held]:
         rollout, actor = await made.bus("rollout-0"), await made.bus("actor-0")
         await rollout.call("proved", ROLLOUT_READER, 0)
         await actor.join("actor", 1 << 18)
-        rows = load.samples(load.samples_per_group)
+        rows = batches(load, load.samples(load.samples_per_group))
         steps = [0, 0]
         found = []
         for target in (few, many):
@@ -142,7 +155,7 @@ async def growth(few: int, many: int) -> tuple[Held, Held]:
         return found[0], found[1]
 
 
-async def _put_step(rollout: Bus, load: Load, rows: list[dict[str, np.ndarray]]) -> None:
+async def _put_step(rollout: Bus, load: Load, rows: list[Batch]) -> None:
     left = load.groups_per_step
     while left:
         for grant in (await rollout.call("lease", left, []))["grants"]:
@@ -151,9 +164,7 @@ async def _put_step(rollout: Bus, load: Load, rows: list[dict[str, np.ndarray]])
     await rollout.call("renew", [])  # the coordinator has seen every put
 
 
-async def _cycles(
-    made: World, rollout: Bus, actor: Bus, rows: list[dict[str, np.ndarray]], steps: list[int], target: int
-) -> Held:
+async def _cycles(made: World, rollout: Bus, actor: Bus, rows: list[Batch], steps: list[int], target: int) -> Held:
     put, claim, status, coordinator = [], [], [], made.ref()
     await coordinator.call("stats", deadline_s=60)
     for _ in range(15):
@@ -183,7 +194,7 @@ async def put_while_waiting() -> float:
         rollout, actor = await made.bus("rollout-0"), await made.bus("actor-0")
         await rollout.call("proved", ROLLOUT_READER, 0)
         await actor.join("actor", 1 << 18)
-        rows, waiting = load.samples(load.samples_per_group), False
+        rows, waiting = batches(load, load.samples(load.samples_per_group)), False
         found: dict[bool, list[float]] = {True: [], False: []}
         index = 0
         for _ in range(200):
@@ -213,7 +224,7 @@ async def replicas_cost_us(count: int) -> float:
         replicas = [await made.bus(f"rollout-{i}", ref=ref, segments=segments) for i in range(count)]
         for replica in replicas:
             await replica.call("proved", ROLLOUT_READER, 0)
-        rows = load.samples(load.samples_per_group)
+        rows = batches(load, load.samples(load.samples_per_group))
         waiting = [asyncio.create_task(replica.call("lease", 1, [], deadline_s=600)) for replica in replicas]
         used, done = cpu_s([made.coordinator.pid]), 0
         while done < 2000:

@@ -60,6 +60,7 @@ class Load:
     consumers: int = 1
     ring_bytes: int = 256 * MIB
     max_staleness: int = 10_000
+    packed: bool = True  # columns are put and read in one piece, as far as they have one dimension
     whole_step: bool = False  # a step is trained only when all of it is there
 
     @property
@@ -216,34 +217,55 @@ def _spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
 # ---- both ends ------------------------------------------------------------------------------------------------------
 
 
+Batch = tuple[list[Column], list[list[float]]]
+"""What one put carries: its columns, and what is said of its rows."""
+
+
+def batches(load: Load, rows: Sequence[dict[str, np.ndarray]]) -> list[Batch]:
+    """Rows, as many a put as the load says."""
+    some = [rows[first : first + load.rows_per_put] for first in range(0, len(rows), load.rows_per_put)]
+    return [(columns_of(load, each), [[len(row["tokens"]), 1, 1.0, 0, 0, 0] for row in each]) for each in some]
+
+
 def columns_of(load: Load, rows: Sequence[dict[str, np.ndarray]]) -> list[Column]:
-    return [Column(name, dtype, [row[name] for row in rows]) for name, dtype in load.columns]
+    """Each column in one piece, where the load says so and they have one dimension."""
+    columns = []
+    for name, dtype in load.columns:
+        arrays = [row[name] for row in rows]
+        if load.packed and arrays[0].ndim == 1:
+            columns.append(Column(name, dtype, [np.concatenate(arrays)], [len(array) for array in arrays]))
+        else:
+            columns.append(Column(name, dtype, arrays))
+    return columns
 
 
-def put_group(bus: Bus, load: Load, grant: dict[str, Any], rows: Sequence[dict[str, np.ndarray]]) -> None:
+def put_group(bus: Bus, load: Load, grant: dict[str, Any], made: Sequence[Batch]) -> None:
     """All samples of a leased group, as many a put as the load says."""
-    count = load.rows_per_put
-    for first in range(0, load.samples_per_group, count):
-        some = rows[first : first + count]
-        info = [[n, n // 2, 1.0, 0, 0, 0] for n in (len(row["tokens"]) for row in some)]
-        samples = range(first, first + len(some))
-        bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns_of(load, some), info)
+    first = 0
+    for columns, info in made:
+        samples = range(first, first + len(info))
+        bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns, info)
+        first += len(info)
 
 
 def touch(made: Round, load: Load) -> int:
     """Read both ends of every column of every row; the number of rows."""
-    names = [name for name, _ in load.columns]
-    for row in made.rows:
-        for name in names:
-            array = row.array(name)
-            assert array.item(0) == array.item(-1) == 1
+    for name, _ in load.columns:
+        if load.packed:
+            values, lengths = made.rows.packed(name)
+            ends = np.cumsum(lengths)
+            assert (values[ends - lengths] == 1).all() and (values[ends - 1] == 1).all()
+        else:
+            for row in made.rows:
+                array = row.array(name)
+                assert array.item(0) == array.item(-1) == 1
     return len(made.rows)
 
 
 async def produce(bus: Bus, load: Load) -> None:
     """Asks for the next leases while it works on those that it has, as a replica does."""
     await bus.call("proved", ROLLOUT_READER, 0)
-    per_group, pool = load.samples_per_group, load.samples(load.pool)
+    pool, per_group = batches(load, load.samples(load.pool)), load.samples_per_group // load.rows_per_put
     at = 0
     answer = await bus.call("lease", 4, [], deadline_s=600)
     while "grants" in answer:
@@ -315,7 +337,7 @@ async def produce_slowly(bus: Bus, load: Load) -> None:
         for grant in answer["grants"]:
             await asyncio.sleep(0.001)
             stamp[0] = time.monotonic_ns()
-            put_group(bus, load, grant, [row])
+            put_group(bus, load, grant, batches(load, [row]))
 
 
 def tell(what: str, rows: int, values: Sequence[float] = ()) -> None:

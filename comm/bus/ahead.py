@@ -31,17 +31,18 @@ class Ahead(Generic[T]):
         self._hurry = hurry
         self._place: Place | None = None
         self._asked: asyncio.Task[T] | None = None
+        self._sent = False  # what was asked for; the loop has not turned since then, where it is not
 
     def ask(self, step: int, index: int) -> None:
         """Ask for a round that comes to be needed. Another one that was asked for is forgotten."""
         self.drop()
-        self._place = step, index
+        self._place, self._sent = (step, index), False
         self._asked = asyncio.create_task(self._of(step, index), name="round ahead")
 
     async def take(self, step: int, index: int) -> T:
         """The round, needed now. Raises what asking for it raised."""
         asked = self._asked
-        if asked is None or self._place != (step, index):
+        if asked is None or self._place != (step, index) or not self._sent:
             self.drop()
             return await self._request(step, index, False)
         try:
@@ -65,6 +66,7 @@ class Ahead(Generic[T]):
         self._asked = self._place = None
 
     async def _of(self, step: int, index: int) -> T:
+        self._sent = True
         return await self._request(step, index, True)
 
     async def _told(self, step: int, index: int) -> None:

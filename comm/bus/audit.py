@@ -212,7 +212,11 @@ class Ledger:
             if group is not None and samples:
                 samples &= ~before[id]
                 group.put[part] = group.put.get(part, 0) | samples
-                for sample, version in enumerate(event["info"][3][row : row + num], first):
+                versions = event["info"][3][row : row + num]
+                if not group.oldest and samples.bit_count() == num and min(versions) >= 0:
+                    group.oldest = dict(zip(range(first, first + num), versions, strict=True))
+                    versions = ()
+                for sample, version in enumerate(versions, first):
                     # A row of an environment alone has no version.
                     if 0 <= version < group.oldest.get(sample, version + 1) and samples >> sample & 1:
                         group.oldest[sample] = version
@@ -262,6 +266,7 @@ class Ledger:
         reports = {role: spans for role, (_, spans) in self.prepared.items()} | {event["role"]: event["spans"]}
         self.prepared.clear()
         roles = [role for role, spans in reports.items() if spans]
+        everyone = (1 << self.n) - 1
         before: dict[int, int] = {}  # group -> samples that were trained, in part at least, before this commit
         twice: dict[int, int] = {}
         for role in roles:
@@ -280,10 +285,11 @@ class Ledger:
                 self.counts["unexpected"] += (samples & ~group.put.get(part, 0)).bit_count()
         self.counts["twice"] += sum(samples.bit_count() for samples in twice.values())
         for id, samples in before.items():
-            new = self.open[id].trained_by_any() & ~samples
+            new, oldest = self.open[id].trained_by_any() & ~samples, self.open[id].oldest
             self.counts["trained"] += new.bit_count()
-            ages = (step - version for sample, version in self.open[id].oldest.items() if new >> sample & 1)
-            self.staleness.update(ages)
+            chosen = (v for sample, v in oldest.items() if new >> sample & 1) if new != everyone else oldest.values()
+            for version, num in Counter(chosen).items():
+                self.staleness[step - version] += num
         self._close(step, roles)
 
     def _close(self, step: int, roles: list[str]) -> None:

@@ -150,6 +150,8 @@ def _cut_groups(costs: Costs, budget: int) -> list[list[Span]]:
     total = budget + 1
     for group in sorted(costs):
         needed = sum(costs[group])
+        if not batches and needed <= budget:
+            batches, total = [[]], 0
         if total + needed <= budget:
             batches[-1].append([group, 0, 0, len(costs[group])])
             total += needed

@@ -105,6 +105,15 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
             name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in fields["media"].items()
         } or None
 
+    def packed(self, column: str, num_rows: int) -> tuple[np.ndarray, Sequence[int]] | None:
+        """The column of all rows as it lies in the only record that has it; None where there are several, or others in it."""
+        found = [extent for extent in self._extents if column in extent[0]]
+        if len(found) != 1 or found[0][3] != num_rows:
+            return None
+        (ring, pos, seq, _) = found[0][4]
+        record = self._records[ring, pos, seq]
+        return record.packed(column) if record.num_rows == num_rows else None
+
     def __missing__(self, column: str) -> Mapping[int, np.ndarray] | Sequence[np.ndarray]:
         found: dict[int, np.ndarray] = {}
         for names, part, first, count, (ring, pos, seq, i) in self._extents:
@@ -115,6 +124,47 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
                 start = part * self.num_samples + first
                 found.update(zip(range(start, start + count), arrays[i : i + count], strict=True))
         return self.setdefault(column, found)
+
+
+class Rows(Sequence[Row]):
+    """The rows of a round in their order, made when one is first asked for."""
+
+    __slots__ = ("_held", "_info", "_rows", "_spans", "num")
+
+    def __init__(self, held: Mapping[int, _Held], spans: list[Span], info: Sequence[Sequence[Any]]) -> None:
+        self._held, self._spans, self._info = held, spans, info
+        self.num = num_rows(spans)
+        self._rows: list[Row] | None = None
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._all()[at]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._all())
+
+    def _all(self) -> list[Row]:
+        if self._rows is None:
+            of = [self._held[group] for group, _, _, count in self._spans for _ in range(count)]
+            starts = [
+                (part * self._held[group].num_samples + first, count) for group, part, first, count in self._spans
+            ]
+            numbers = [number for start, count in starts for number in range(start, start + count)]
+            self._rows = list(map(Row, of, numbers, *self._info))
+        return self._rows
+
+    def packed(self, column: str) -> tuple[np.ndarray, Sequence[int]]:
+        """A column of all rows end to end in their order, flattened, and how many elements each has: a view where they lie so in
+        one record, else a copy."""
+        if len(self._held) == len(self._spans) == 1:
+            (held,) = self._held.values()
+            found = held.packed(column, self.num)
+            if found is not None:
+                return found
+        arrays = [row.array(column) for row in self]
+        return np.concatenate(arrays, axis=None), [array.size for array in arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +180,7 @@ class Round:
     turn: int
     update: int
     closes: bool
-    rows: tuple[Row, ...]
+    rows: Rows
     spans: list[Span]
     ring: str | None
     records: Mapping[tuple[str, int, int], Record]
@@ -323,10 +373,7 @@ class Bus:
         records = {(ring, pos, seq): self._views[ring].read(pos, seq) for ring, pos, seq in named}
         held = {group["group"]: _Held(group, records) for group in fields["groups"]}
         spans = fields["spans"]
-        of = [held[group] for group, _, _, count in spans for _ in range(count)]
-        starts = [(part * held[group].num_samples + first, count) for group, part, first, count in spans]
-        numbers = [number for start, count in starts for number in range(start, start + count)]
-        rows = tuple(map(Row, of, numbers, *fields["info"]))
+        rows = Rows(held, spans, fields["info"])
         plain = {name: fields[name] for name in ("key", "index", "step", "last", "turn", "update", "closes", "ring")}
         return Round(**plain, rows=rows, spans=spans, records=records)
 

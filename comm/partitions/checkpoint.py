@@ -16,7 +16,6 @@ rows that were claimed and not acknowledged are ready again.
 from __future__ import annotations
 
 import asyncio
-import io
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -131,7 +130,7 @@ def _write(file: BinaryIO, batch: Batch, done: dict[str, Any], seq: int) -> None
     n = len(batch)
     record = plan([(0, 0, 0, n)], columns, meta)
     buffer = np.zeros(record.num_bytes, np.uint8)
-    write_payload(record, columns, buffer[record.payload :], io.BytesIO())
+    write_payload(record, columns, buffer[record.payload :])
     header = Header(RECORD, file.tell(), seq, record.num_bytes, len(record.descriptor), 0, 0)
     write_header(buffer.data, 0, header, record.descriptor)
     file.write(buffer.data)

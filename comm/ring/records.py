@@ -21,15 +21,14 @@ a row. What crosses a network has one (`links/`).
 
 from __future__ import annotations
 
-import io
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -50,11 +49,6 @@ _GENERATION = struct.Struct("<QQ")  # pos, seq
 _GENERATION_AT = 8
 _JSON = orjson.OPT_SERIALIZE_NUMPY
 
-# Up to which mean length of a row, and up to which length of a record, gathering pays.
-_SHORT_ROW_BYTES = 64 * 1024
-_JOINED_BYTES = 64 * 1024
-_GATHER_BYTES = 8 * 1024 * 1024
-
 # Upper bounds of JSON text, in bytes. A shape of 4 dimensions below 10**10 has at most 46 with its comma; a length is shorter.
 _SHAPE_BYTES = 48
 _SPAN_BYTES = 67  # of one row; a span of several has fewer than as many of one
@@ -70,11 +64,13 @@ STORAGE = {name: np.dtype(name) for name in _NATIVE} | {name: np.dtype(raw) for 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a record: `arrays[i]` belongs to row `i` and has the numpy dtype `STORAGE[dtype]`."""
+    """One column of a record: `arrays[i]` belongs to row `i` and has the numpy dtype `STORAGE[dtype]`. Packed, with `lengths`,
+    the rows lie end to end in the arrays, most often one, and row `i` is the next `lengths[i]` elements."""
 
     name: str
     dtype: str
     arrays: Sequence[np.ndarray]
+    lengths: Sequence[int] | None = None
 
 
 class ColumnLayout(NamedTuple):
@@ -138,12 +134,16 @@ def plan(spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mappin
     extents: list[tuple[int, int]] = []
     offset = 0
     for column in columns:
-        arrays, dtype = column.arrays, STORAGE.get(column.dtype)
+        arrays, lengths, dtype = column.arrays, column.lengths, STORAGE.get(column.dtype)
         # Most arrays have the very dtype object; comparing others costs more.
-        if len(arrays) != n or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype] or dtype is None:
+        wrong = dtype is None or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype]
+        if dtype is None or wrong or len(arrays if lengths is None else lengths) != n:
             raise ValueError(_column_fault(column, n))
-        if [array.ndim for array in arrays].count(1) == n:
+        if lengths is None and [array.ndim for array in arrays].count(1) == n:
             lengths = [len(array) for array in arrays]
+        elif lengths is not None and (min(lengths) < 0 or sum(lengths) != sum([array.size for array in arrays])):
+            raise ValueError(_column_fault(column, n))
+        if lengths is not None:
             same = next((i for i, layout in enumerate(layouts) if layout[3] == lengths), lengths)
             layouts.append((column.name, column.dtype, offset, same))
             num_bytes = sum(lengths) * dtype.itemsize
@@ -183,49 +183,12 @@ def worst_case_bytes(n: int, columns: Iterable[tuple[str, int, int]], meta_bytes
     return align(HEADER_BYTES + descriptor) + extents
 
 
-def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray, gathered: io.BytesIO) -> None:
-    """Copy every column into its extent of `payload` (uint8).
-
-    A short record is joined and moved as one piece. Small rows are gathered in `gathered`, which the caller keeps, and moved
-    with one copy: it stays in cache, and a copy of megabytes goes around the cache, which together costs less than many short
-    copies into cold memory. Long rows and long records are copied straight in.
-    """
-    size = len(payload)
-    if size <= _JOINED_BYTES:
-        payload.data[:] = b"".join(_pieces(record, columns, size))
-        return
-    if size > _GATHER_BYTES or (columns and size > _SHORT_ROW_BYTES * len(columns) * len(columns[0].arrays)):
-        for column, (start, _) in zip(columns, record.extents, strict=True):
-            for array in column.arrays:
-                end = start + array.nbytes
-                payload[start:end].view(array.dtype)[:] = array.reshape(-1)
-                start = end
-        return
-    end = 0
+def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray) -> None:
+    """Copy every column into its extent of `payload` (uint8)."""
     for column, (start, num_bytes) in zip(columns, record.extents, strict=True):
         if num_bytes:
-            gathered.seek(start)
-            end = start + num_bytes
-            try:
-                gathered.writelines(cast(Sequence[memoryview], column.arrays))
-            except (BufferError, ValueError):  # an array that is not contiguous offers no plain buffer
-                gathered.seek(start)
-                gathered.writelines([np.ascontiguousarray(array).data for array in column.arrays])
-    if end:
-        with gathered.getbuffer() as buffer:
-            payload[:end] = np.frombuffer(buffer, np.uint8, end)
-
-
-def _pieces(record: Plan, columns: Sequence[Column], size: int) -> Iterator[memoryview | bytes]:
-    """Every array in its place, and zeros between the extents."""
-    at = 0
-    for column, (start, num_bytes) in zip(columns, record.extents, strict=True):
-        if start > at:
-            yield bytes(start - at)
-        for array in column.arrays:
-            yield array.data if array.flags.c_contiguous else np.ascontiguousarray(array).data
-        at = start + num_bytes
-    yield bytes(size - at)
+            into = payload[start : start + num_bytes].view(STORAGE[column.dtype])
+            np.concatenate(column.arrays, axis=None, out=into)
 
 
 def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = b"") -> None:
@@ -307,10 +270,15 @@ def _column_bytes(name: str) -> int:
 def _column_fault(column: Column, n: int) -> str:
     if column.dtype not in STORAGE:
         return f"the dtype of column {column.name} must be one of {', '.join(STORAGE)}, got {column.dtype}."
-    if len(column.arrays) != n:
-        return f"column {column.name} must have one array a row, got {len(column.arrays)} for {n} rows."
+    if len(column.arrays if column.lengths is None else column.lengths) != n:
+        what, num = ("array", len(column.arrays)) if column.lengths is None else ("length", len(column.lengths))
+        return f"column {column.name} must have one {what} a row, got {num} for {n} rows."
     wanted = STORAGE[column.dtype]
-    row, found = next((row, array.dtype) for row, array in enumerate(column.arrays) if array.dtype != wanted)
+    wrong = [(row, array.dtype) for row, array in enumerate(column.arrays) if array.dtype != wanted]
+    if not wrong:
+        size = sum(array.size for array in column.arrays)
+        return f"the lengths of column {column.name} must be positive and together {size}, got {column.lengths!r:.200}."
+    row, found = wrong[0]
     return f"arrays of column {column.name} ({column.dtype}) must have dtype {wanted}, got {found} in row {row}."
 
 

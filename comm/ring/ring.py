@@ -26,7 +26,6 @@ behind it. `put` never waits: whoever calls it holds a reservation, and `fits` s
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,6 +38,7 @@ from rondo.comm.ring.records import (
     HEADER_BYTES,
     PAD,
     RECORD,
+    STORAGE,
     Column,
     ColumnLayout,
     Descriptor,
@@ -176,7 +176,6 @@ class RingWriter(RingLog):
         be_settled()
         self._words.store(MAGIC_WORD, RING_MAGIC)
         self._bytes = np.frombuffer(self._data, np.uint8)
-        self._gathered = io.BytesIO()
         self._doorbell_fd = doorbell_fd
         self._num_records = self._num_rows = self._num_bytes = 0
 
@@ -206,7 +205,7 @@ class RingWriter(RingLog):
         if pos != head:
             write_header(self._data, head % self.capacity, Header(PAD, head, seq, pos - head, 0, epoch, attempt))
         at = pos % self.capacity
-        write_payload(record, columns, self._bytes[at + record.payload : at + record.num_bytes], self._gathered)
+        write_payload(record, columns, self._bytes[at + record.payload : at + record.num_bytes])
         header = Header(RECORD, pos, seq, record.num_bytes, len(record.descriptor), epoch, attempt)
         write_header(self._data, at, header, record.descriptor)
         self._words.store(SEQ_WORD, seq)
@@ -296,9 +295,19 @@ class Record:
             arrays = self._rows_of[name] = column_arrays(self._payload, self._layout(name))
         return arrays
 
+    def packed(self, name: str) -> tuple[np.ndarray, Sequence[int]]:
+        """The column `name`, all rows end to end, and how many elements each has; of rows with one dimension, or flattened."""
+        layout = self._layout(name)
+        lengths, dtype = layout.sizes(), STORAGE[layout.dtype]
+        return self._payload[layout.offset : layout.offset + sum(lengths) * dtype.itemsize].view(dtype), lengths
+
     def column(self, name: str, row: int) -> np.ndarray:
         """Row `row` of column `name`, in its shape, with the numpy dtype `records.STORAGE[dtype]`."""
         return self.arrays(name)[row]
+
+    @property
+    def num_rows(self) -> int:
+        return num_rows(self.descriptor.spans)
 
     def dtype(self, name: str) -> str:
         return self._layout(name).dtype

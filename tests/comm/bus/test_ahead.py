@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rondo.comm.bus.ahead import Ahead
@@ -89,6 +90,11 @@ async def test_the_next_round_is_planned_and_held_while_one_is_worked_on_and_so_
             await until(lambda following=following: planned(run, *following))
             for row in made.rows:
                 assert row.array("tokens")[0] == 100 * row.group + row.sample
+            for column in ("tokens", "advantages"):
+                values, lengths = made.rows.packed(column)
+                apart = [row.array(column) for row in made.rows]
+                assert list(lengths) == [len(array) for array in apart]
+                np.testing.assert_array_equal(values, np.concatenate(apart))
             actor.check(made)
             spans += made.spans
         assert [index for index in range(4) if planned(run, 0, index)] == [0, 1, 2]
@@ -146,6 +152,7 @@ async def test_an_error_of_an_early_request_is_raised_to_whoever_takes_its_answe
 
     ahead = Ahead(request, for_ever)
     ahead.ask(0, 1)
+    await asyncio.sleep(0)
     with pytest.raises(ConnectionError, match="gone"):
         await ahead.take(0, 1)
 
@@ -168,6 +175,20 @@ async def test_an_early_request_is_hurried_once_it_is_needed_and_not_before() ->
     assert await ahead.take(0, 1) == 1
 
 
+async def test_what_is_needed_before_the_loop_has_turned_is_asked_for_once_and_not_early() -> None:
+    asked: list[tuple[int, int, bool]] = []
+
+    async def request(step: int, index: int, early: bool) -> int:
+        asked.append((step, index, early))
+        return 10 * step + index
+
+    ahead = Ahead(request, for_ever)
+    ahead.ask(0, 1)
+    assert await ahead.take(0, 1) == 1
+    await asyncio.sleep(0)
+    assert asked == [(0, 1, False)]
+
+
 async def test_whoever_cannot_say_that_it_waits_is_told_so() -> None:
     async def request(step: int, index: int, early: bool) -> None:
         await for_ever()
@@ -177,6 +198,7 @@ async def test_whoever_cannot_say_that_it_waits_is_told_so() -> None:
 
     ahead = Ahead(request, hurry)
     ahead.ask(0, 1)
+    await asyncio.sleep(0)
     with pytest.raises(ConnectionError, match="gone"):
         await ahead.take(0, 1)
 

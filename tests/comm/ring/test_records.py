@@ -98,6 +98,18 @@ def test_a_record_that_would_leave_the_ring_is_refused_before_it_is_read() -> No
             [Column("tokens", "int32", [np.zeros(2, ">i4")] * 2)],
             "arrays of column tokens (int32) must have dtype int32, got >i4 in row 0.",
         ),
+        (
+            [Column("tokens", "int32", [np.zeros(2, np.int32)], [2])],
+            "column tokens must have one length a row, got 1 for 2 rows.",
+        ),
+        (
+            [Column("tokens", "int32", [np.zeros(2, np.int32)], [3, -1])],
+            "the lengths of column tokens must be positive and together 2, got [3, -1].",
+        ),
+        (
+            [Column("tokens", "int32", [np.zeros(2, np.int32)], [2, 1])],
+            "the lengths of column tokens must be positive and together 2, got [2, 1].",
+        ),
         ([tokens(1, 1, 1)], "column tokens must have one array a row, got 3 for 2 rows."),
         ([tokens(1, 1), tokens(2, 2)], "the columns of a record must have different names, got tokens, tokens."),
     ],

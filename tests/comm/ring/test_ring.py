@@ -85,6 +85,20 @@ def test_rows_that_are_not_contiguous_are_put_like_any_other(row_bytes: int) -> 
         np.testing.assert_array_equal(record.column("m", row), array)
 
 
+def test_a_packed_column_comes_back_row_by_row_and_in_one_piece() -> None:
+    values, lengths = np.arange(12, dtype=np.int32), [5, 0, 7]
+    pieces = Column("tokens", "int32", [values[:4], values[4:]], lengths)
+    ring = TestRing(1 << 16)
+    ref = ring.writer.put(
+        [(0, 0, 0, 3)], [pieces, Column("apart", "int32", tokens(*lengths).arrays)], epoch=0, attempt=0
+    )
+    record = ring.view.read(ref.pos, ref.seq)
+    assert [array.tolist() for array in record.arrays("tokens")] == [[0, 1, 2, 3, 4], [], [5, 6, 7, 8, 9, 10, 11]]
+    whole, found = record.packed("tokens")
+    assert whole.tolist() == values.tolist() and list(found) == lengths and not whole.flags.writeable
+    np.testing.assert_array_equal(record.packed("apart")[0], np.concatenate(record.arrays("apart")))
+
+
 def test_long_rows_beside_short_ones_come_back() -> None:
     pixels = [np.full((300, 1176), value, np.float32) for value in range(4)]
     ring = TestRing(1 << 24)

@@ -41,7 +41,7 @@ def put_and_die(segment_fd: int, doorbell_fd: int, moment: str) -> None:
     writer = RingWriter(MemorySegment(fd=segment_fd), doorbell_fd, "r")
     writer.put([(0, 0, 0, 1)], [row(0)], epoch=0, attempt=0)
 
-    def half_a_payload(record: object, columns: list[Column], payload: np.ndarray, gathered: object) -> None:
+    def half_a_payload(record: object, columns: list[Column], payload: np.ndarray) -> None:
         payload[: len(payload) // 2] = 255
         die()
 
