@@ -6,10 +6,12 @@ Every process is real: the coordinator is `python -m rondo.comm.bus.serve`, prod
 with a `Bus`, memory is handed over as in a run (`benchmarks/bus_world.py`). A consumer reads both ends of every column of
 every row, checks the round and commits the step.
 
-- text: 64 rows a put, tokens, log-probs and versions of 256 to 4,096 tokens (28 kB a row); multimodal: 4 rows a put with float32
+- text: 64 rows a put, tokens, log-probs and versions of 256 to 4,096 tokens (28 kB a row), each column put and read in one
+  piece, and again from and into an array a row; multimodal: 4 rows a put with float32
   pixel values (7 MB a row). "limit": one memcpy of a batch that lies in one piece into warm shared memory, and nothing else.
 - CPU counts all processes of the bus: producers, consumers, coordinator and whoever hands memory over.
-- latency: one row of 3 kB, from before its put until its values are under the hand of a consumer that waits for it.
+- latency: one row of 3 kB, from before its put until its values are under the hand of a consumer that waits for it; beside it
+  an echo between two processes that do nothing but ring each other's doorbell (`row_p50_of_floor`).
 - growth: lease, put, claim, get and commit of a step of 512 rows while 100,000 rows wait for their reader, against 1,000.
 - coordinator, put: processor time of the coordinator for one sample's put, 1,024 prompt groups open, 64 ranks waiting for rounds
   and a replica for a lease, every eighth put completing its group (`put_cost_ms`).
@@ -111,15 +113,17 @@ def limit(load: Load) -> Rate:
     return Rate(count / took, (time.process_time() - used) / count * 1e6)
 
 
-async def latencies_us() -> tuple[float, float]:
-    """p50 and p99 of one 3 kB row, put to readable."""
+async def latencies_us() -> tuple[float, float, float]:
+    """p50 and p99 of one 3 kB row, put to readable; p50 of a bare echo through two doorbells after it."""
     load = Load("latency", 1, 1, 1, num_steps=1200, warm_steps=200, tokens=(256, 256), ring_bytes=16 * MIB)
     async with world(load) as made:
         reader = made.start("latency", "actor-0")
         made.start("produce_slowly", "rollout-0")
         end = await asyncio.to_thread(next, told(reader))
         p50, p99 = np.percentile(end["values"], [50, 99])
-        return float(p50), float(p99)
+        made.start("answer", "rollout-0")
+        end = await asyncio.to_thread(next, told(made.start("echo", "actor-0")))
+        return float(p50), float(p99), float(np.percentile(end["values"], 50))
 
 
 # ---- many rows held -------------------------------------------------------------------------------------------------
@@ -331,10 +335,11 @@ async def run(arguments: argparse.Namespace) -> None:
         "text": text(num_steps=110),
         "mm": multimodal(),
         "one": text(1, num_steps=34, warm_steps=4, tokens=(256, 256)),
+        "rows": text(num_steps=110, packed=False),
         "many": text(producers=4, consumers=4, num_steps=70),
     }
     rates: dict[str, list[Rate]] = {name: [] for name in (*loads, "limit text", "limit mm", "tq text", "tq mm")}
-    delays: list[tuple[float, float]] = []
+    delays: list[tuple[float, float, float]] = []
     held: list[tuple[Held, Held]] = []
     puts: list[float] = []
     for _ in range(arguments.repetitions):
@@ -353,6 +358,7 @@ async def run(arguments: argparse.Namespace) -> None:
 
     print(f"{'':36} {'rows/s (least to most)':>34} {'CPU us/row':>12} {'of limit':>8}")
     line("text, 64 rows a put", rates["text"], rates["limit text"])
+    line("text, an array a row", rates["rows"], rates["limit text"])
     line("text, four producers and consumers", rates["many"], rates["limit text"])
     line("text, limit: one memcpy", rates["limit text"])
     line("multimodal, 4 rows a put", rates["mm"], rates["limit mm"])
@@ -361,12 +367,13 @@ async def run(arguments: argparse.Namespace) -> None:
     for name in ("text", "mm"):
         if rates[f"tq {name}"]:
             line(f"TransferQueue, {name}", rates[f"tq {name}"])
-    p50, p99 = (middle(list(values)) for values in zip(*delays, strict=True))
+    p50, p99, bare = (middle(list(values)) for values in zip(*delays, strict=True))
+    of_floor = middle([row / echo for row, _, echo in delays])
     few, many = zip(*held, strict=True)
     ratio = middle([max(b.put_s / a.put_s, b.claim_s / a.claim_s) for a, b in held])
     memory = middle([(b.memory_bytes - a.memory_bytes) / (b.rows - a.rows) for a, b in held])
     status_ms = middle([b.status_s for b in many]) * 1e3
-    print(f"  one 3 kB row, put to readable: p50 {p50:.0f} us, p99 {p99:.0f} us")
+    print(f"  one 3 kB row, put to readable: p50 {p50:.0f} us, p99 {p99:.0f} us; a bare echo p50 {bare:.0f} us")
     print(
         f"  a step of 512 rows, {few[0].rows:,} held: put {middle([a.put_s for a in few]) * 1e3:.2f} ms, claim to commit "
         f"{middle([a.claim_s for a in few]) * 1e3:.2f} ms; {many[0].rows:,} held: "
@@ -392,11 +399,14 @@ async def run(arguments: argparse.Namespace) -> None:
         "text_cpu_us_per_row": round(middle([rate.cpu_us_per_row for rate in rates["text"]]), 2),
         "text_vs_transferqueue": versus("text"),
         "text_of_limit": share("text"),
+        "rows_rows_s": round(middle([rate.rows_s for rate in rates["rows"]])),
+        "rows_cpu_us_per_row": round(middle([rate.cpu_us_per_row for rate in rates["rows"]]), 2),
         "mm_rows_s": round(middle([rate.rows_s for rate in rates["mm"]])),
         "mm_of_limit": share("mm"),
         "mm_vs_transferqueue": versus("mm"),
         "row_p50_us": round(p50, 1),
         "row_p99_us": round(p99, 1),
+        "row_p50_of_floor": round(of_floor, 2),
         "stream_rows_s": round(middle([rate.rows_s for rate in rates["one"]])),
         "many_rows_s": round(middle([rate.rows_s for rate in rates["many"]])),
         "growth_100k": round(ratio, 3),

@@ -1,7 +1,7 @@
 """A whole bus for `benchmarks/bus.py`: the coordinator's process, a supervisor reduced to its memory and its roster, and the
 processes at both ends. Run as a program it is one of those ends:
 
-    python -m benchmarks.bus_world produce|consume|latency '{"folder": ..., "member": "rollout-0", ...}'
+    python -m benchmarks.bus_world produce|consume|latency|echo '{"folder": ..., "member": "rollout-0", ...}'
 
 A producer leases groups and puts them until the run ends; a consumer runs the rounds of every step, reads both ends of each
 column of each row, commits, and prints one line of JSON when the warm-up is over and one at the end.
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rondo.comm.bus.member import Member
 from rondo.comm.bus.rounds import Stream
 from rondo.comm.bus.serve import CONFIG
 from rondo.comm.ring.records import Column, worst_case_bytes
-from rondo.comm.ring.words import Words
+from rondo.comm.ring.words import Words, drain, ring_doorbell
 from rondo.runtime.actors.actor import Actor, endpoint, serve
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.memory.segments import SegmentClient, SegmentServer
@@ -333,11 +333,39 @@ async def produce_slowly(bus: Bus, load: Load) -> None:
     await bus.call("proved", ROLLOUT_READER, 0)
     (row,) = load.samples(1)
     stamp = row["policy_versions"].view(np.int64)
+    made = batches(replace(load, packed=False), [row])  # of the very memory of the row
     while "grants" in (answer := await bus.call("lease", 1, [], deadline_s=600)):
         for grant in answer["grants"]:
             await asyncio.sleep(0.001)
             stamp[0] = time.monotonic_ns()
-            put_group(bus, load, grant, batches(load, [row]))
+            put_group(bus, load, grant, made)
+
+
+async def echo(load: Load, segments: SegmentClient, *, answers: bool) -> None:
+    """One end of a bare echo: a doorbell that wakes one loop, which rings another that wakes the asking one."""
+    for name in ("there", "back"):
+        segments.segment(name, 4096)
+    there, back = segments.doorbell("there"), segments.doorbell("back")
+    heard, rung = (there, back) if answers else (back, there)
+    woken = asyncio.Event()
+
+    def wake() -> None:
+        drain(heard)
+        if answers:
+            ring_doorbell(rung)
+        woken.set()
+
+    asyncio.get_running_loop().add_reader(heard, wake)
+    seen: list[float] = []
+    while answers or len(seen) < load.num_steps:
+        await asyncio.sleep(0.001)
+        woken.clear()
+        sent = time.monotonic_ns()
+        if not answers:
+            ring_doorbell(rung)
+        await woken.wait()
+        seen.append((time.monotonic_ns() - sent) / 1e3)
+    tell("end", len(seen), seen[load.warm_steps :])
 
 
 def tell(what: str, rows: int, values: Sequence[float] = ()) -> None:
@@ -369,6 +397,8 @@ async def _end(what: str, options: dict[str, Any]) -> None:
             ].sum()
     if what == "consume":
         await consume(bus, load, segments)
+    elif what in ("echo", "answer"):
+        await echo(load, segments, answers=what == "answer")
     else:
         await {"produce": produce, "latency": latency, "produce_slowly": produce_slowly}[what](bus, load)
     bus.close()
