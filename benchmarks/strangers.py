@@ -78,6 +78,10 @@ KINDS: dict[str, Callable[[], tuple[str, bytes]]] = {
 }
 
 
+BODIES = {kind: make() for kind, make in KINDS.items()}
+"""Made once: writing them is no time that an honest caller waits for the server."""
+
+
 class Caller:
     """Sends one request after another as its kind says."""
 
@@ -96,7 +100,7 @@ class Caller:
 
     async def hostile(self, kind: str) -> str:
         """How it was answered."""
-        path, body = KINDS[kind]()
+        path, body = BODIES[kind]
         try:
             if kind == "wrong token":
                 return str(

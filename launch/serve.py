@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import secrets
 import signal
 import sys
@@ -111,6 +112,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     model = load_model(path, dtype=dtype, device=device)
     slots = slot_engine(model, num_slots=options.num_slots, max_length=length)
+    gc.freeze()  # what was loaded stays, and is never walked again: that would hold up all callers
     return slots, tokenizer, end_ids(path, tokenizer), length
 
 

@@ -22,6 +22,7 @@ from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.output import OutputReader, Part
 from rondo.roles.serve.pieces import REPLACEMENT, Pieces, pieces_of
 from rondo.roles.serve.requests import Answer, Ask
+from rondo.roles.serve.service import in_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def message_of(form: Form, answer: Answer) -> dict[str, Any]:
     return message
 
 
-def whole_choice(
+async def whole_choice(
     form: Form, tokenizer: Any, index: int, answer: Answer, message: dict[str, Any] | None
 ) -> dict[str, Any]:
     """One sample; `message` is what `message_of` made of it in a chat."""
@@ -82,7 +83,7 @@ def whole_choice(
         choice["message"] = message
     else:
         choice["text"] = answer.text
-    choice["logprobs"] = _log_probs(form, tokenizer, answer, 0)
+    choice["logprobs"] = await _log_probs(form, tokenizer, answer, 0)
     if form.token_ids:
         choice |= {"token_ids": answer.tokens.tolist(), "policy_versions": answer.policy_versions.tolist()}
     return choice
@@ -99,14 +100,14 @@ class ChunkWriter:
         self._num_chars = self._num_tokens = self._num_calls = 0
         self._begun = False
 
-    def chunks(self, answer: Answer) -> list[dict[str, Any]]:
+    async def chunks(self, answer: Answer) -> list[dict[str, Any]]:
         """What the sample so far, or whole, brings: nothing where all that is new is kept back."""
         text = answer.text[self._num_chars :]
         self._num_chars += len(text)
         deltas = (
             self._deltas(text, answer.finish is not None) if self._form.chat else ([{"text": text}] if text else [])
         )
-        extra = self._extra(answer)
+        extra = await self._extra(answer)
         if answer.finish is not None or (extra and not deltas):
             deltas.append({} if self._form.chat else {"text": ""})
         made = []
@@ -134,14 +135,14 @@ class ChunkWriter:
                 found.append({"content" if part.kind == "content" else "reasoning_content": part.text})
         return found
 
-    def _extra(self, answer: Answer) -> dict[str, Any]:
+    async def _extra(self, answer: Answer) -> dict[str, Any]:
         """Log-probs and ids of the tokens that are new."""
         start, self._num_tokens = self._num_tokens, len(answer.tokens)
         if start == self._num_tokens:
             return {}
         found: dict[str, Any] = {}
         if self._form.log_probs:
-            found["logprobs"] = _log_probs(self._form, self._tokenizer, answer, start)
+            found["logprobs"] = await _log_probs(self._form, self._tokenizer, answer, start)
         if self._form.token_ids:
             found["token_ids"] = answer.tokens[start:].tolist()
             found["policy_versions"] = answer.policy_versions[start:].tolist()
@@ -158,7 +159,7 @@ def _call(part: Part) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _log_probs(form: Form, tokenizer: Any, answer: Answer, start: int) -> dict[str, Any] | None:
+async def _log_probs(form: Form, tokenizer: Any, answer: Answer, start: int) -> dict[str, Any] | None:
     """Of the tokens from `start` on, in the endpoint's form."""
     if not form.log_probs:
         return None
@@ -166,13 +167,17 @@ def _log_probs(form: Form, tokenizer: Any, answer: Answer, start: int) -> dict[s
         raise TurnedDown(501, "top_logprobs must be 0 with this engine, which does not tell them. Remove it")
     tokens, values = answer.tokens[start:].tolist(), answer.log_probs[start:].tolist()
     pieces = pieces_of(tokenizer)
-    top = _top(answer, start) if form.num_top else [[] for _ in tokens]
+
+    def others(place: int) -> list[tuple[int, float]]:
+        return likeliest(answer, start + place) if form.num_top else []
+
+    def told(place: int) -> dict[str, Any]:
+        top = [_token(pieces, *other) for other in others(place)]
+        return _token(pieces, tokens[place], values[place]) | {"top_logprobs": top}
+
+    places = range(len(tokens))
     if form.chat:
-        content = [
-            _token(pieces, token, value) | {"top_logprobs": [_token(pieces, *each) for each in likeliest]}
-            for token, value, likeliest in zip(tokens, values, top, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": await in_slices(places, told), "refusal": None}
     texts = list(map(pieces.alone, tokens))
     offsets = [0]
     for text in texts:
@@ -180,19 +185,18 @@ def _log_probs(form: Form, tokenizer: Any, answer: Answer, start: int) -> dict[s
     return {
         "tokens": texts,
         "token_logprobs": values,
-        "top_logprobs": [{pieces.alone(token): value for token, value in each} for each in top]
+        "top_logprobs": await in_slices(places, lambda place: {pieces.alone(token): p for token, p in others(place)})
         if form.num_top
         else None,
         "text_offset": offsets[:-1],
     }
 
 
-def _top(answer: Answer, start: int) -> list[list[tuple[int, float]]]:
+def likeliest(answer: Answer, place: int) -> list[tuple[int, float]]:
+    """The tokens that are known to be likeliest there, with their log-probs."""
     assert answer.top is not None
-    return [
-        [(token, value) for token, value in zip(ids, values, strict=True) if not math.isnan(value)]
-        for ids, values in zip(answer.top.tokens[start:].tolist(), answer.top.log_probs[start:].tolist(), strict=True)
-    ]
+    ids, values = answer.top.tokens[place].tolist(), answer.top.log_probs[place].tolist()
+    return [(token, value) for token, value in zip(ids, values, strict=True) if not math.isnan(value)]
 
 
 def _token(pieces: Pieces, token: int, value: float) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import math
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -20,16 +19,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import orjson
 from aiohttp import web
 
+from rondo.roles.serve.answers import likeliest
 from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.fields import Fields
 from rondo.roles.serve.fields import shown as quoted
 from rondo.roles.serve.limits import MAX_NAME
 from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.requests import Answer, Ask
-from rondo.roles.serve.sampling import asks_of, read_sglang, require_samples, token_ids
-from rondo.roles.serve.service import SESSION, Service, json_answer, session_of, stream_events
+from rondo.roles.serve.sampling import asks_of, read_sglang, require_samples, require_tops, token_ids
+from rondo.roles.serve.service import SESSION, Service, in_slices, json_answer, session_of, stream_events
 from rondo.roles.serve.text import text_of
 from rondo.roles.serve.trajectory import Prompt
 from rondo.runtime.errors import ConfigError
@@ -108,21 +109,20 @@ async def _read(service: Service, session: str | None, fields: Fields) -> _Asked
             prompt = service.prompt_of_tokens(session, token_ids(each, "input_ids", service.max_length))
         made = asks_of(
             sampling, prompt.tokens, rid, tokenizer=service.tokenizer, stop_token_ids=service.stop_token_ids,
-            max_length=service.max_length, priority=priority, session=affinity,
+            max_length=service.max_length, num_top=num_top if log_probs else 0, priority=priority, session=affinity,
         )  # fmt: skip
-        if num_top and log_probs:
-            made = [replace(ask, params=replace(ask.params, num_top=num_top)) for ask in made]
         asked.asks.extend(made)
         asked.prompts.extend([prompt] * len(made))
         asked.wanted.extend([replace(wanted, log_probs=log_probs)] * len(made))
+    require_tops(asked.asks)
     return asked
 
 
 async def _tell(service: Service, request: web.Request, session: str | None, asked: _Asked) -> web.StreamResponse:
     asks, alone = asked.asks, asked.alone and len(asked.asks) == 1
 
-    def shown(index: int, answer: Answer) -> dict[str, Any]:
-        found = _answer(service, asks[index], answer, asked.wanted[index])
+    async def shown(index: int, answer: Answer) -> dict[str, Any]:
+        found = await _answer(service, asks[index], answer, asked.wanted[index])
         return found if alone else found | {"index": index}
 
     def record(index: int, answer: Answer) -> None:
@@ -141,13 +141,13 @@ async def _tell(service: Service, request: web.Request, session: str | None, ask
                     elif len(answer.tokens) < told[index] * _GROWTH:
                         continue
                     told[index] = len(answer.tokens)
-                    yield shown(index, answer)
+                    yield await shown(index, answer)
 
         return await stream_events(request, events())
     answers = await service.requests.answers(asks)
     for index, answer in enumerate(answers):
         record(index, answer)
-    found = [shown(index, answer) for index, answer in enumerate(answers)]
+    found = [await shown(index, answer) for index, answer in enumerate(answers)]
     return json_answer(found[0] if alone else found, {SESSION: session} if session else None)
 
 
@@ -204,7 +204,7 @@ def _rids(value: Any, count: int) -> list[str]:
     return rids
 
 
-def _answer(service: Service, ask: Ask, answer: Answer, wanted: _Wanted) -> dict[str, Any]:
+async def _answer(service: Service, ask: Ask, answer: Answer, wanted: _Wanted) -> dict[str, Any]:
     tokens = answer.tokens.tolist()
     meta: dict[str, Any] = {
         "id": ask.rid,
@@ -217,11 +217,12 @@ def _answer(service: Service, ask: Ask, answer: Answer, wanted: _Wanted) -> dict
     }
     if wanted.log_probs:
         texts = list(map(pieces_of(service.tokenizer).alone, tokens)) if wanted.texts else [None] * len(tokens)
-        meta["output_token_logprobs"] = list(zip(answer.log_probs.tolist(), tokens, texts, strict=True))
+        drawn = list(zip(answer.log_probs.tolist(), tokens, texts, strict=True))
+        meta["output_token_logprobs"] = await in_slices(drawn, tuple)
         meta["output_token_logprobs_length"] = len(tokens)
         meta["input_token_logprobs"] = []
         if ask.params.num_top:
-            meta["output_top_logprobs"], meta["input_top_logprobs"] = _top(service, answer, wanted.texts), []
+            meta["output_top_logprobs"], meta["input_top_logprobs"] = await _top(service, answer, wanted.texts), []
     if answer.finish is not None:
         meta["e2e_latency"] = answer.seconds
         meta["weight_versions"] = spans(answer.policy_versions)
@@ -254,19 +255,15 @@ def spans(versions: np.ndarray) -> list[dict[str, Any]]:
     ]
 
 
-def _top(service: Service, answer: Answer, texts: bool) -> list[list[tuple[float, int, str | None]]]:
-    top = answer.top
-    if top is None:
+async def _top(service: Service, answer: Answer, texts: bool) -> orjson.Fragment:
+    if answer.top is None:
         raise TurnedDown(501, "top_logprobs_num must be 0 with this engine, which does not tell them. Remove it")
     alone = pieces_of(service.tokenizer).alone
-    return [
-        [
-            (value, token, alone(token) if texts else None)
-            for value, token in zip(values, ids, strict=True)
-            if not math.isnan(value)
-        ]
-        for values, ids in zip(top.log_probs.tolist(), top.tokens.tolist(), strict=True)
-    ]
+
+    def told(place: int) -> list[tuple[float, int, str | None]]:
+        return [(value, token, alone(token) if texts else None) for token, value in likeliest(answer, place)]
+
+    return await in_slices(range(len(answer.tokens)), told)
 
 
 def _experts(answer: Answer, start: int) -> str:

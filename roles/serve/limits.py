@@ -10,6 +10,8 @@ MAX_NAME = 256
 """Characters of a name that a caller gives: of a session, of a request."""
 MAX_SAMPLES = 256
 """Samples that one request may ask for, over all of its prompts."""
+MAX_TOPS = 1 << 21
+"""Log-probs of tokens that were not drawn, over all samples: `top_logprobs` of each of `max_tokens`."""
 MAX_MESSAGES = 8192
 MAX_PARTS = 4096
 """Of the content of one message."""

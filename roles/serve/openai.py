@@ -25,7 +25,7 @@ from rondo.roles.serve.calls import call_reader
 from rondo.roles.serve.conversation import arguments_of, messages_of, said_in, tools_of, with_reasoning
 from rondo.roles.serve.fields import Fields, shown
 from rondo.roles.serve.requests import Answer, Ask
-from rondo.roles.serve.sampling import asks_of, read_openai, require_samples, token_ids
+from rondo.roles.serve.sampling import asks_of, read_openai, require_samples, require_tops, token_ids
 from rondo.roles.serve.service import SESSION, Service, json_answer, session_of, stream_events
 from rondo.roles.serve.text import text_of
 from rondo.roles.serve.trajectory import Prompt
@@ -143,6 +143,7 @@ async def _completions(service: Service, session: str | None, fields: Fields) ->
 
 
 async def _answer(service: Service, request: web.Request, asked: _Asked) -> web.StreamResponse:
+    require_tops(asked.asks)
     headers = _headers(asked)
     if asked.stream:
         return await stream_events(request, _events(service, asked), headers)
@@ -152,7 +153,7 @@ async def _answer(service: Service, request: web.Request, asked: _Asked) -> web.
     for index, (ask, answer) in enumerate(zip(asked.asks, answers, strict=True)):
         message = message_of(form, answer) if form.chat else None
         _record(service, asked, ask, answer, message)
-        choices.append(whole_choice(form, service.tokenizer, index, answer, message))
+        choices.append(await whole_choice(form, service.tokenizer, index, answer, message))
     found = form.head(chunk=False) | {"choices": choices, "usage": usage_of(asked.asks, answers)}
     if form.token_ids:
         found["prompt_token_ids"] = asked.asks[0].prompt.tolist()
@@ -169,7 +170,7 @@ async def _events(service: Service, asked: _Asked) -> AsyncGenerator[dict[str, A
                 answers.append(answer)
                 message = message_of(form, answer) if form.chat else None
                 _record(service, asked, asked.asks[index], answer, message)
-            for chunk in writers[index].chunks(answer):
+            for chunk in await writers[index].chunks(answer):
                 yield chunk
     if asked.usage:
         yield form.head(chunk=True) | {"choices": [], "usage": usage_of(asked.asks, answers)}
@@ -198,11 +199,10 @@ def _headers(asked: _Asked) -> dict[str, str]:
 def _asks(
     service: Service, sampling: Any, prompt: Prompt, rid: str, session: str | None, num_top: int, priority: int
 ) -> list[Ask]:
-    asks = asks_of(
+    return asks_of(
         sampling, prompt.tokens, rid, tokenizer=service.tokenizer, stop_token_ids=service.stop_token_ids,
-        max_length=service.max_length, session=session, priority=priority,
+        max_length=service.max_length, num_top=num_top, session=session, priority=priority,
     )  # fmt: skip
-    return [replace(ask, params=replace(ask.params, num_top=num_top)) for ask in asks] if num_top else asks
 
 
 def _prompts(given: Any) -> list[Any]:

@@ -3,8 +3,8 @@
 Owns which process does a piece of work, how much of it may wait and how long it may take. Does not own what is computed
 (`prompt_worker.py`).
 
-    quick    texts of up to `QUICK_CHARS` characters, and templates, for `QUICK_CPU_S` of CPU
-    long     longer texts, and templates that have used that up, for `LONG_CPU_S`
+    quick    what is told in up to `QUICK_BYTES`, for `QUICK_CPU_S` of CPU
+    long     what is longer, and what has used that up, for `LONG_CPU_S`
 
     async with prompt_work("Qwen/Qwen3-8B", num_workers=1) as work:
         text = await work.render({"messages": [...]}, most=32768)
@@ -27,10 +27,10 @@ from rondo.roles.serve.errors import TurnedDown
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.pool import Item, Outcome, Pool
 
-QUICK_CHARS = 1 << 15
+QUICK_BYTES = 1 << 15
 QUICK_CPU_S, LONG_CPU_S = 0.1, 10.0
 MAX_WAITING = {"quick": 1024, "long": 32}
-_DEADLINE_S = {"quick": 15.0, "long": 40.0}
+_DEADLINE_S = {"quick": 5.0, "long": 40.0}
 """Before what cannot be interrupted is ended with its process: on a busy machine a second of CPU takes several."""
 _LOAD_S = 300.0
 _WORKER = "rondo.roles.serve.prompt_worker:open_function"
@@ -49,20 +49,20 @@ class PromptWork:
     async def render(self, asked: Mapping[str, Any], *, most: int) -> str:
         """The text of a conversation: `messages`, `tools`, and what else the template is given. ConfigError for what it cannot
         take, and for more than `most` characters."""
-        text: str = await self._do({"render": dict(asked), "most": most}, "quick", QUICK_CPU_S)
+        text: str = await self._do({"render": dict(asked), "most": most})
         return text
 
     async def encode(self, text: str, *, special: bool, after: int | None = None) -> np.ndarray | None:
         """Its tokens, int32 [T]; with `special` those that the tokenizer puts in front of a prompt too. None for text that no
         tokens say exactly behind the token `after`."""
-        asked = {"encode": text, "special": special, "after": after}
-        found: np.ndarray | None = await self._do(asked, "quick" if len(text) <= QUICK_CHARS else "long", LONG_CPU_S)
+        found: np.ndarray | None = await self._do({"encode": text, "special": special, "after": after})
         return found
 
-    async def _do(self, asked: dict[str, Any], lane: Lane, cpu_s: float) -> Any:
-        outcome = await self._run(lane, _json(asked | {"cpu_s": cpu_s}))
-        if outcome.kind == "OverTime" and lane == "quick":
-            return await self._do(asked, "long", LONG_CPU_S)
+    async def _do(self, asked: dict[str, Any]) -> Any:
+        told = _json(asked | {"cpu_s": QUICK_CPU_S})
+        outcome = await self._run("quick", told) if len(told) <= QUICK_BYTES else None
+        if outcome is None or outcome.kind == "OverTime" or outcome.timed_out:
+            outcome = await self._run("long", _json(asked | {"cpu_s": LONG_CPU_S}))
         if outcome.error is None:
             return outcome.value
         if outcome.kind == "ConfigError":

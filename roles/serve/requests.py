@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -29,7 +30,6 @@ from rondo.roles.engines.stops import Reading
 from rondo.roles.serve.errors import TurnedDown
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
 
-_LEAST_TURN = 8
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
@@ -100,6 +100,41 @@ class _Asked:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class _Turn:
+    """Lets `most` samples of one request into the engine at a time, the others as these leave, in order. `most` is what is the
+    request's share then, at least 1."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        self._most = most
+        self._inside = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        came = asyncio.get_running_loop().create_future()
+        self._waiting.append(came)
+        self._let_in()
+        try:
+            await came
+        except asyncio.CancelledError:
+            if not came.cancelled():
+                self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._inside -= 1
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and self._inside < self._most():
+            came = self._waiting.popleft()
+            if not came.done():
+                came.set_result(None)
+                self._inside += 1
+
+
 OnPart = Callable[[Answer], None]
 
 
@@ -123,7 +158,7 @@ class Requests:
         self._on_new_weights: OnNewWeights = on_new_weights
         self._clock = clock
         self._asked: dict[str, _Asked] = {}
-        self._num_answered = 0
+        self._num_answered = self._num_requests = 0
         self._closing = False
         self.paused: PauseMode | None = None
         self._changed = asyncio.Event()
@@ -141,17 +176,17 @@ class Requests:
 
     async def answers(self, asks: Sequence[Ask]) -> list[Answer]:
         """All of them whole, in order. Where one fails, the others are dropped and its error is raised."""
-        turn = self._turn()
-        tasks = [asyncio.ensure_future(self.answer(ask, turn=turn)) for ask in asks]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            await _drop(tasks)
+        with self._sharing() as turn:
+            tasks = [asyncio.ensure_future(self.answer(ask, turn=turn)) for ask in asks]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                await _drop(tasks)
 
     async def parts(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Answer], None]:
         """(position in `asks`, answer so far) as they grow, and each at last with its `finish`. Close it to drop the rest."""
         newest: dict[int, Answer] = {}  # a slow reader gets fewer, longer parts
-        come, turn = asyncio.Event(), self._turn()
+        come = asyncio.Event()
 
         def put(index: int, answer: Answer) -> None:
             newest[index] = answer
@@ -163,28 +198,34 @@ class Requests:
             finally:
                 come.set()
 
-        tasks = [asyncio.ensure_future(one(index, ask)) for index, ask in enumerate(asks)]
+        with self._sharing() as turn:
+            tasks = [asyncio.ensure_future(one(index, ask)) for index, ask in enumerate(asks)]
+            try:
+                left = len(asks)
+                while left:
+                    await come.wait()
+                    come.clear()
+                    while newest:
+                        index = next(iter(newest))
+                        part = newest.pop(index)
+                        left -= part.finish is not None
+                        yield index, part
+                    for task in tasks:
+                        if task.done():
+                            task.result()
+            finally:
+                await _drop(tasks)
+
+    @contextmanager
+    def _sharing(self) -> Iterator[_Turn]:
+        """While one request is answered."""
+        self._num_requests += 1
         try:
-            left = len(asks)
-            while left:
-                await come.wait()
-                come.clear()
-                while newest:
-                    index = next(iter(newest))
-                    part = newest.pop(index)
-                    left -= part.finish is not None
-                    yield index, part
-                for task in tasks:
-                    if task.done():
-                        task.result()
+            yield _Turn(lambda: max(1, self.engine.stats().num_slots // self._num_requests))
         finally:
-            await _drop(tasks)
+            self._num_requests -= 1
 
-    def _turn(self) -> asyncio.Semaphore:
-        """Lets a part of one request's samples into the engine at a time, so that who asks for one waits for few of them."""
-        return asyncio.Semaphore(max(_LEAST_TURN, self.engine.stats().num_slots // 4))
-
-    async def answer(self, ask: Ask, on_part: OnPart | None = None, *, turn: asyncio.Semaphore | None = None) -> Answer:
+    async def answer(self, ask: Ask, on_part: OnPart | None = None, *, turn: _Turn | None = None) -> Answer:
         """One sample, whole; `on_part` is told of its beginnings. ConfigError for what the engine cannot take. Samples of one
         `turn` wait for each other."""
         if self._closing:

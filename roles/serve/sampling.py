@@ -15,7 +15,7 @@ import numpy as np
 from rondo.roles.engines.engine import SamplingParams
 from rondo.roles.engines.stops import token_stops
 from rondo.roles.serve.fields import Fields, shown
-from rondo.roles.serve.limits import MAX_SAMPLES
+from rondo.roles.serve.limits import MAX_SAMPLES, MAX_TOPS
 from rondo.roles.serve.requests import Ask, one_seed
 from rondo.runtime.errors import ConfigError
 
@@ -88,6 +88,7 @@ def asks_of(
     tokenizer: Any,
     stop_token_ids: Sequence[int],
     max_length: int,
+    num_top: int = 0,
     priority: int = 0,
     session: str | None = None,
 ) -> list[Ask]:
@@ -110,6 +111,7 @@ def asks_of(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         stop_token_ids=tuple(sorted(ends)),
+        num_top=num_top,
     )
     first = Ask(
         rid, prompt, params, one_seed(sampling.seed, 0), stops=sampling.stops, keep_stop=sampling.keep_stop,
@@ -136,6 +138,15 @@ def require_samples(count: int) -> int:
     if count > MAX_SAMPLES:
         raise ConfigError(f"n must be at most {MAX_SAMPLES} over all prompts, got {count}. Ask again for the rest")
     return count
+
+
+def require_tops(asks: Sequence[Ask]) -> None:
+    """ConfigError for a request whose samples could have more likeliest tokens told than anybody reads."""
+    count = sum(ask.params.max_new_tokens * ask.params.num_top for ask in asks)
+    if count > MAX_TOPS:
+        raise ConfigError(
+            f"top_logprobs of all tokens of all samples must be at most {MAX_TOPS}, got {count}. Ask for fewer, or set max_tokens"
+        )
 
 
 def _seed(seed: int | None) -> int:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -30,10 +30,14 @@ from rondo.roles.serve.spans import Span
 from rondo.roles.serve.text import text_of
 from rondo.roles.serve.trajectory import Prompt, Trajectories
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
+from rondo.runtime.reference import uncollected
 from rondo.runtime.waits import wait_for
 
 SESSION = "X-Rondo-Session"
 DONE = b"data: [DONE]\n\n"
+SLICE = 128
+"""Values that are written at a time."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class Service:
     async def _read(self, request: web.Request) -> Any:
         try:
             content = await wait_for(request.read(), name="a body", peer="its caller", deadline_s=BODY_S)
-            return orjson.loads(content) if content else {}
+            return parsed(content) if content else {}
         except DeadlineExceeded as late:
             raise TurnedDown(408, f"a body must come within {BODY_S:g} s, got part of it. Ask again") from late
         except orjson.JSONDecodeError as error:
@@ -131,12 +135,28 @@ def session_of(request: web.Request) -> str | None:
     return name
 
 
+def parsed(content: bytes) -> Any:
+    """The value of JSON, without the garbage collector: a body may have a million values, none of them in a circle, and walking
+    them again and again while they come holds everybody up."""
+    with uncollected():
+        return orjson.loads(content)
+
+
 def json_answer(data: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> web.Response:
     return web.Response(body=dumps(data), status=status, headers=headers, content_type="application/json")
 
 
 def dumps(data: Any) -> bytes:
     return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+async def in_slices(values: Sequence[T], told: Callable[[T], Any]) -> orjson.Fragment:
+    """What is told of each value, as a list in JSON. It is made a slice at a time, so that a long one holds nobody up."""
+    slices = []
+    for start in range(0, len(values), SLICE):
+        slices.append(dumps(list(map(told, values[start : start + SLICE])))[1:-1])
+        await asyncio.sleep(0)
+    return orjson.Fragment(b"[" + b",".join(slices) + b"]")
 
 
 def error_answer(error: Exception) -> web.Response:

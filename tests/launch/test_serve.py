@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import stat
@@ -16,6 +17,7 @@ import openai
 import orjson
 import pytest
 
+from rondo.launch.serve import ServeOptions, _load
 from rondo.models.tiny.qwen3 import build
 
 LIMIT_S = 120.0
@@ -53,6 +55,16 @@ def test_a_model_is_served_and_a_signal_lets_what_is_in_flight_be_answered(tmp_p
         _, told = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0 and "ends: answers what is in flight" in told and "Traceback" not in told
         assert not token_path.exists()
+
+
+def test_what_was_loaded_is_never_walked_by_the_garbage_collector_again(tmp_path: Path) -> None:
+    build(tmp_path / "model", hidden_size=32, num_heads=2, num_kv_heads=1)
+    gc.unfreeze()
+    try:
+        _load(ServeOptions("tiny", num_slots=1, max_length=16), str(tmp_path / "model"))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize(

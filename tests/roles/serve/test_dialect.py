@@ -211,10 +211,14 @@ async def test_of_many_samples_of_one_request_a_few_are_in_the_engine_and_an_abo
         many = asyncio.create_task(served.post("/generate", asking(rid="many", sampling_params={"n": 64})))
         await reached(is_reached)
         stats = served.engine.stats()
-        assert (stats.num_running + stats.num_waiting, served.requests.num_asked) == (8, 64)
+        assert (stats.num_running + stats.num_waiting, served.requests.num_asked) == (4, 64)
+        few = asyncio.create_task(served.post("/generate", asking(1, rid="few", sampling_params={"n": 3})))
+        await until(lambda: len(served.engine.progress()) > 5)
+        assert (len(served.engine.progress()), served.requests.num_asked) == (6, 67)  # its half of the slots at once
         await served.post("/abort_request", {"rid": "many"})
         go_on.set()
         told = await many
+        assert len(await few) == 3
     assert [each["meta_info"]["finish_reason"]["type"] for each in told] == ["abort"] * 64
 
 

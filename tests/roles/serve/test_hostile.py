@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
+import orjson
+
+from rondo.roles.serve.service import SLICE, in_slices, parsed
 from tests.roles.serve.serving import MODEL, TOKEN, prompt_ids, serving, tokenizer
 
 CHAT, TEXTS, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -46,6 +50,11 @@ ASKED: list[tuple[tuple[str, Any], str]] = [
     (chat(tools=[{}] * 1025), "tools must be a list of at most 1024 objects"),
     (chat(stop=["x" * 4097]), "stop must be at most 64 texts of 4096 characters together"),
     (chat(stop=["x"] * 65), "stop must be at most 64 texts"),
+    (chat(n=256, logprobs=True, top_logprobs=20), "top_logprobs of all tokens of all samples must be at most 2097152"),
+    (
+        native(return_logprob=True, top_logprobs_num=32, sampling_params={"n": 256, "max_new_tokens": 500}),
+        "top_logprobs of",
+    ),
     (chat(n=257), "n must be at most 256 over all prompts, got 257"),
     (chat(model="x" * 5000), "model must be text of at most 256 characters, got 'xxx"),
     (chat(**{"x" * 90_000: 1}), "the body must have known fields only, got 'xxx"),
@@ -94,6 +103,33 @@ async def test_a_token_that_is_no_text_is_a_wrong_one() -> None:
     async with serving() as served:
         status, told = await raw(served.url, "/v1/models", b"", authorization=b"Bearer \xff\xfe" + TOKEN.encode())
     assert status == 401 and "must be asked with a valid token" in told
+
+
+def test_a_body_of_many_values_is_read_without_walking_them_again_and_again() -> None:
+    walks: list[str] = []
+    gc.callbacks.append(lambda phase, info: walks.append(phase))
+    try:
+        found = parsed(b"[" + b"[]," * 100_000 + b"[]]")
+        told = list(walks)
+    finally:
+        gc.callbacks.pop()
+    assert len(found) == 100_001 and told.count("start") <= 1 and gc.isenabled()  # 140 times with the collector on
+
+
+async def test_while_a_long_answer_is_written_others_have_their_turn() -> None:
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    told = await in_slices(range(20 * SLICE + 1), lambda place: [place, -0.5])
+    beside.cancel()
+    assert turns >= 20 and orjson.loads(orjson.dumps(told)) == [[place, -0.5] for place in range(20 * SLICE + 1)]
+    assert orjson.dumps(await in_slices([], str)) == b"[]"
 
 
 async def raw(url: str, path: str, body: bytes, authorization: bytes = b"Bearer " + TOKEN.encode()) -> tuple[int, str]:

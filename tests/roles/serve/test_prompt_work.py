@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 
 from rondo.roles.serve import prompt_work as limits
@@ -67,6 +68,29 @@ async def test_who_finds_too_many_waiting_or_brings_what_no_json_holds_is_told()
     with pytest.raises(TurnedDown, match="got a traceback") as told:
         await PromptWork(failing).encode("x", special=False)
     assert told.value.status == 500
+
+
+async def test_who_brings_little_waits_for_nobody_who_brings_much_or_takes_long() -> None:
+    asked: list[str] = []
+    quick = [Outcome("done")]
+
+    async def run(lane: str, told: bytes) -> Outcome:
+        asked.append(f"{lane} {orjson.loads(told)['cpu_s']}")
+        return quick[0] if lane == "quick" else Outcome("done")
+
+    work = PromptWork(run)
+    long = "word " * 10_000
+    await work.render({"messages": HI}, most=99)
+    await work.encode("hi", special=False)
+    assert asked == ["quick 0.1"] * 2
+    asked.clear()
+    await work.render({"messages": [{"role": "user", "content": long}]}, most=99)
+    await work.encode(long, special=False)
+    assert asked == ["long 10.0"] * 2
+    for quick[0] in (Outcome(error="over", kind="OverTime"), Outcome(error="prompt must return", timed_out=True)):
+        asked.clear()
+        assert await work.encode("hi", special=False) == "done"
+        assert asked == ["quick 0.1", "long 10.0"]
 
 
 def test_what_a_template_makes_of_messages_is_about_these() -> None:
