@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rondo.launch.check.target import Target
+    from rondo.runtime.supervision.nursery import Nursery
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -87,11 +90,23 @@ def train(options: argparse.Namespace) -> int:
     kill = tuple(_kill(text, config.num_steps) for text in options.kill)
     roles = {role for group in config.groups for role in group.roles} | {group.name for group in config.groups}
     _known_roles(kill, roles)
-    from rondo.launch.train import TrainOptions, resume_or_start
-    from rondo.launch.train import main as start
+    with _nursery() as nursery:
+        from rondo.launch.train import TrainOptions, resume_or_start
+        from rondo.launch.train import main as start
 
-    run = resume_or_start if options.resume_or_start else start
-    return run(config, TrainOptions(options.config, kill, options.plain))
+        run = resume_or_start if options.resume_or_start else start
+        return run(config, TrainOptions(options.config, kill, options.plain), nursery)
+
+
+@contextmanager
+def _nursery() -> Iterator[Nursery]:
+    """What every run loads for seconds begins to load, beside what this process loads."""
+    from rondo.runtime.supervision.nursery import Nursery
+
+    with tempfile.NamedTemporaryFile(prefix="rondo-nursery-") as log, Nursery() as nursery:
+        nursery.belong(lambda _: (Path(log.name), os.environ))
+        nursery.open()
+        yield nursery
 
 
 def sft(options: argparse.Namespace) -> int:
@@ -101,15 +116,14 @@ def sft(options: argparse.Namespace) -> int:
     config = load(options.config, options.set)
     if config.sft is None:
         raise ConfigError(f"sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to {options.config}")
-    from rondo.launch.train import TrainOptions, fine_tune
+    with _nursery() as nursery:
+        from rondo.launch.train import TrainOptions, fine_tune
 
-    return fine_tune(config, TrainOptions(options.config, (), options.plain))
+        return fine_tune(config, TrainOptions(options.config, (), options.plain), nursery)
 
 
 def check(options: argparse.Namespace) -> int:
     target = _target(options)
-    import tempfile
-
     from rondo.launch.check.check import inspect, memory_order
     from rondo.launch.check.findings import print_findings
     from rondo.launch.code import FOLDER, take
@@ -154,9 +168,10 @@ def resume(options: argparse.Namespace) -> int:
     from rondo.launch.rundir import existing_run
 
     run = existing_run(options.run)
-    from rondo.launch.train import resume as go_on
+    with _nursery() as nursery:
+        from rondo.launch.train import resume as go_on
 
-    return go_on(run, options.set, accept_changes=options.accept_changes)
+        return go_on(run, nursery, options.set, accept_changes=options.accept_changes)
 
 
 def diff(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """RunConfig: everything a run is told, as one validated, frozen tree; and how a config module becomes one.
 
 Owns `RunConfig`, `load` and the JSON form. Does not own the sections, which live beside the code that uses them, nor
-what needs the machine or the data to be looked at: `check.py` does that.
+what needs the machine or the data to be looked at: `check/` does that.
 
     # quickstart.py                            load("quickstart.py", ["train.lr=1e-5", "groups.0.replicas=2"])
     config = RunConfig(name="quickstart", ...)

@@ -42,7 +42,8 @@ def differences(run: Path, config: RunConfig) -> Differences:
     data = None
     if (run / FINGERPRINTS).is_file():
         # There is a checkpoint: what demonstrations show has been learnt.
-        data = Elsewhere(config.model_copy(update={"sft": None})).answer(_LIMIT_S)
+        with Elsewhere(config.model_copy(update={"sft": None})) as opened:
+            data = opened.answer(_LIMIT_S)
     changes = [*_of_versions(environment), *_of_code(run, environment), *_of_data(run, data)]
     notes = [
         f"{each.origin} {became}; the run goes on with its copy"

@@ -48,7 +48,7 @@ from rondo.runtime.records.telling import PROCESS, tell_every, telling
 from rondo.runtime.supervision.machine import Limits
 from rondo.runtime.supervision.nursery import Nursery
 from rondo.runtime.supervision.orders import EXIT_FAILED
-from rondo.runtime.supervision.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig
+from rondo.runtime.supervision.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig, role_modules
 from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
 _PLOT_LIMIT_S = 120.0
@@ -73,28 +73,31 @@ class TrainOptions:
 def main(
     config: RunConfig,
     options: TrainOptions,
+    nursery: Nursery | None = None,
     *,
     groups: tuple[GroupSpec, ...] | None = None,
     before: Callable[[RunDir], None] | None = None,
 ) -> int:
     """Check `config` and run it in a new run directory. The exit code of the run; ConfigError when nothing was started.
 
-    `groups`: other role classes than the plan's, in the same places. `before` sees the directory before anything is started.
+    `nursery`: one that loads already; it ends with the run. `groups`: other role classes than the plan's, in the same places.
+    `before` sees the directory before anything is started.
     """
-    with Nursery() as nursery, _prepared(config, config.name, options, nursery) as (run, admin):
+    groups = groups or group_specs(config)
+    with nursery or Nursery() as nursery, _prepared(config, config.name, options, nursery, groups) as (run, admin):
         if before is not None:
             before(run)
-        return _run(config, run, options, admin, nursery, attempt=0, groups=groups)
+        return _run(config, run, options, admin, nursery, groups, attempt=0)
 
 
-def resume_or_start(config: RunConfig, options: TrainOptions) -> int:
+def resume_or_start(config: RunConfig, options: TrainOptions, nursery: Nursery) -> int:
     """Go on with the newest run of `config`'s name, with the settings it has, where it has a whole checkpoint; else start one.
 
     0 at once where it is done, so that a batch job may be queued again at any moment. ConfigError where it is alive."""
     newest = newest_run(config.run_dir, config.name)
     if newest is None:
         say(f"run {config.name} starts: there is none of that name in {config.run_dir}")
-        return main(config, options)
+        return main(config, options, nursery)
     newest = existing_run(newest)
     summary = read(newest)
     if owner(newest) is None and summary is not None and summary.exit_code == 0:
@@ -104,28 +107,33 @@ def resume_or_start(config: RunConfig, options: TrainOptions) -> int:
         return 0
     if owner(newest) is None and newest_complete(newest / "checkpoints") is None:
         say(f"run {config.name} starts anew: {newest.name} has no whole checkpoint to go on from")
-        return main(config, options)
-    return resume(newest, options=options)
+        return main(config, options, nursery)
+    return resume(newest, nursery, options=options)
 
 
-def fine_tune(config: RunConfig, options: TrainOptions) -> int:
+def fine_tune(config: RunConfig, options: TrainOptions, nursery: Nursery) -> int:
     """`rondo sft`: the warm-up as a job of its own, on the actor's processes alone. Its result is a checkpoint."""
     actor = config.group_of("actor")
     assert actor is not None
     group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft:SftRole",), actor.threads)
     placed = {"extra": {"sft-0": 0} if actor.devices else {}, "ranks": {"sft-0": actor.processes}}
-    with Nursery() as nursery, _prepared(config, f"{config.name}-sft", options, nursery, **placed) as (run, admin):
-        return _run(config, run, options, admin, nursery, attempt=0, groups=(group,))
+    with _prepared(config, f"{config.name}-sft", options, nursery, (group,), **placed) as (run, admin):
+        return _run(config, run, options, admin, nursery, (group,), attempt=0)
 
 
 def resume(
-    path: Path, sets: Sequence[str] = (), *, options: TrainOptions | None = None, accept_changes: bool = False
+    path: Path,
+    nursery: Nursery,
+    sets: Sequence[str] = (),
+    *,
+    options: TrainOptions | None = None,
+    accept_changes: bool = False,
 ) -> int:
     """Go on with the run at `path` from its newest whole checkpoint, under the next attempt. `sets`: other places for roles.
 
     ConfigError when data, packages or code are not those that the run has, unless `accept_changes`.
     """
-    with RunDir.claim(path) as run, Nursery() as nursery:
+    with RunDir.claim(path) as run:
         checkpoint = newest_complete(run.checkpoints)
         if checkpoint is None:
             raise ConfigError(
@@ -141,7 +149,7 @@ def resume(
         with listen(config.admin) as admin:
             say(f"run {run.path.name} goes on from {checkpoint.name}")
             options = options or TrainOptions(run.path / "config.py")
-            return _run(config, run, options, admin, nursery, attempt=run.next_attempt())
+            return _run(config, run, options, admin, nursery, group_specs(config), attempt=run.next_attempt())
 
 
 def _compare(config: RunConfig, run: RunDir, *, accept_changes: bool) -> None:
@@ -202,12 +210,11 @@ def _run(
     options: TrainOptions,
     admin: socket.socket,
     nursery: Nursery,
+    groups: tuple[GroupSpec, ...],
     *,
     attempt: int,
-    groups: tuple[GroupSpec, ...] | None = None,
 ) -> int:
     started = time.time()
-    groups = groups or group_specs(config)
     timeline.begin(run.path, "supervisor", incarnation=attempt, attempt=attempt)
     with _stops_kept() as asked:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -266,7 +273,12 @@ def _stops_kept() -> Iterator[list[str]]:
 
 @contextmanager
 def _prepared(
-    config: RunConfig, name: str, options: TrainOptions, nursery: Nursery, **placed: Mapping[str, int]
+    config: RunConfig,
+    name: str,
+    options: TrainOptions,
+    nursery: Nursery,
+    groups: tuple[GroupSpec, ...],
+    **placed: Mapping[str, int],
 ) -> Iterator[tuple[RunDir, socket.socket]]:
     """A new run directory with all that its processes read, once every check has passed, and the socket of its admin endpoint.
     The folder that a model was built in is gone before anything starts, so that a killed run leaves none."""
@@ -274,7 +286,7 @@ def _prepared(
         with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
             # Checked is what will run: the copy, from its first moment on.
             taken = take(config, options.config_path, Path(folder) / FOLDER)
-            facts = require(taken, Path(folder), nursery, say)
+            facts = require(taken, Path(folder), nursery, say, role_modules(groups))
             kept = resolve(as_kept(taken, Path(folder)))
             admin = stack.enter_context(listen(config.admin))
             run = stack.enter_context(RunDir.create(config.run_dir, name, kept, Path(folder) / FOLDER))

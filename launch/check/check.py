@@ -1,14 +1,14 @@
 """Check: everything that would stop a run, found before it starts. Starts nothing and writes nothing.
 
 Owns the rules that need more than the settings: this machine, the model's files, the data, the user's functions. Rules
-between settings are the settings' own; what another machine would hold is `check_target.py`'s. What needs torch, transformers or
-user code runs in a child process (`check_child.py`), so that the supervisor stays light and code that crashes takes only the
+between settings are the settings' own; what another machine would hold is `target.py`'s. What needs torch, transformers or
+user code runs in a child process (`child.py`), so that the supervisor stays light and code that crashes takes only the
 child with it.
 
     inspect(config) -> findings          `rondo check` prints them all
     inspect(config, target)              `rondo check --nodes 2 --devices 8 ...`: for other machines than this one
     judge(config, facts, memory)         the part without a child
-    require(config, folder, nursery, say) -> facts     `rondo train` raises ConfigError with every error, a line each
+    require(config, folder, nursery, say, modules) -> facts     `rondo train` raises ConfigError with every error, a line each
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ import orjson
 
 from rondo.comm.ring.litmus import litmus
 from rondo.launch.check.child import ANSWER, QUESTION
+from rondo.launch.check.data import Elsewhere, is_made, look_at_order
 from rondo.launch.check.estimate import Shape, routed_bytes
-from rondo.launch.check.findings import Finding
+from rondo.launch.check.findings import Finding, Report
 from rondo.launch.check.sglang import context_of, look_at_sglang
 from rondo.launch.check.target import Target, judge_devices, judge_target, segment_bytes
 from rondo.launch.config import RunConfig, resolve
@@ -69,10 +70,12 @@ class Facts:
     """Of every data set: the number of its rows, and their digest (`roles/data/fingerprints.py`)."""
 
 
-def require(config: RunConfig, folder: Path, nursery: Nursery, say: Callable[[str], None]) -> Facts:
+def require(
+    config: RunConfig, folder: Path, nursery: Nursery, say: Callable[[str], None], modules: Sequence[str] = ()
+) -> Facts:
     """Checks all; ConfigError with every error, a line each, and a line said for every note. A model that is built stays in
-    `folder`, for the run, and what was loaded in `nursery`."""
-    child, facts = _in_child(config, folder, nursery)
+    `folder`, for the run, and what was loaded in `nursery`, which loads `modules` for it meanwhile."""
+    child, facts = _look(config, folder, nursery, modules)
     findings = [*child, *judge(config, facts, free_memory_bytes())]
     errors = [finding.text for finding in findings if finding.level == "error"]
     if errors:
@@ -86,7 +89,7 @@ def require(config: RunConfig, folder: Path, nursery: Nursery, say: Callable[[st
 def inspect(config: RunConfig, target: Target | None = None) -> list[Finding]:
     """Looks at everything, for this machine or for those of `target`; never raises for what it finds."""
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder, Nursery() as nursery:
-        child, facts = _in_child(config, Path(folder), nursery)
+        child, facts = _look(config, Path(folder), nursery)
     if target is None:
         return [*child, *judge(config, facts, free_memory_bytes())]
     sizes = (facts.num_parameters, facts.num_tensors)
@@ -314,16 +317,35 @@ def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator
         yield Finding("ok", f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} that are free ({shown})")
 
 
-def _in_child(config: RunConfig, folder: Path, nursery: Nursery) -> tuple[list[Finding], Facts]:
-    """Runs `check_child.py`; its crash is a finding like any other. A model that is built is written into `folder`."""
+def _look(
+    config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str] = ()
+) -> tuple[list[Finding], Facts]:
+    """What other processes find, beside each other: the child, and one more that makes rows where functions do."""
+    if not is_made(config):
+        return _in_child(config, folder, nursery, modules)
+    with Elsewhere(config) as other:
+        findings, facts = _in_child(config, folder, nursery, modules)
+        if (found := facts.fingerprints) is not None:
+            report = Report()
+            report.look(lambda: look_at_order(found, other), "data")
+            findings += [Finding(**each) for each in report.findings]
+    return findings, facts
+
+
+def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str]) -> tuple[list[Finding], Facts]:
+    """Runs `child.py`; its crash is a finding like any other. A model that is built is written into `folder`."""
     (folder / QUESTION).write_bytes(orjson.dumps(resolve(config)))
     job = Job("rondo.launch.check.child:main", (str(folder),), dict(os.environ), folder / "check.log")
     child: Forked | None = None
 
+    def place(_: int) -> tuple[Path, Mapping[str, str]]:
+        return folder / "nursery.log", os.environ
+
     async def look() -> int:
         nonlocal child
-        nursery.belong(lambda _: (folder / "nursery.log", os.environ), _LOADED)
+        nursery.belong(place, _LOADED)
         child = await nursery.start(job)
+        nursery.belong(place, modules)
         return await wait_for(child.ended(), name="check", peer="its child", deadline_s=_CHILD_S)
 
     process.set_child_subreaper()

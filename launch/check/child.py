@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rondo.launch.check.data import Elsewhere, is_made, look_at_data, look_at_order
+from rondo.launch.check.data import look_at_data
 from rondo.launch.check.findings import Report
 from rondo.launch.config import RunConfig, unresolve
 from rondo.roles.data.datasets import Row
@@ -38,15 +38,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = unresolve(orjson.loads((folder / QUESTION).read_bytes()))
     report = Report()
-    beside = Elsewhere(config) if is_made(config) else None  # while this process loads the model
     tokenizers: list[Any] = []
     rows: list[Row] = []
     report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
     report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
     report.look(lambda: look_at_reward(config, report, rows), "reward.function")
     report.look(lambda: look_at_workflow(config), "rollout.workflow")
-    if beside is not None and "fingerprints" in report.facts:
-        report.look(lambda: look_at_order(report, beside), "data")
     if any(group.devices for group in config.groups):
         import torch
 

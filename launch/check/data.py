@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ def is_made(config: RunConfig) -> bool:
 
 
 class Elsewhere:
-    """The same look in another process, beside this one."""
+    """The same look in another process, beside this one. A context manager that ends it."""
 
     def __init__(self, config: RunConfig) -> None:
         command = [sys.executable, "-m", "rondo.launch.check.data"]
@@ -101,8 +101,6 @@ class Elsewhere:
         try:
             out, err = self._process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
             raise ConfigError(f"data must be opened within {limit_s:g} s, got no end. See what they wait for") from None
         if self._process.returncode != 0:
             last = " | ".join(err.decode(errors="replace").strip().splitlines()[-5:])
@@ -115,12 +113,19 @@ class Elsewhere:
             raise ConfigError(found["error"])
         return found
 
+    def __enter__(self) -> Elsewhere:
+        return self
 
-def look_at_order(report: Report, beside: Elsewhere) -> None:
+    def __exit__(self, *_: object) -> None:
+        with self._process:
+            self._process.kill()
+
+
+def look_at_order(fingerprints: Mapping[str, Any], beside: Elsewhere) -> None:
     """Rows that functions make must be the same, in the same order, in another process: by their places rows are held out."""
     theirs = beside.answer(_BESIDE_S)["fingerprints"]
-    for name, found in report.facts["fingerprints"].items():
-        other = Fingerprint(**theirs[name])
+    for name, fingerprint in fingerprints.items():
+        found, other = Fingerprint(**fingerprint), Fingerprint(**theirs[name])
         if other != found:
             raise ConfigError(
                 f"{name} must be the same rows in the same order in every process, got {found} in one and {other} in another. "

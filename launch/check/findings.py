@@ -25,7 +25,7 @@ class Report:
     """Findings and facts, filled by one look after another."""
 
     def __init__(self) -> None:
-        self.findings: list[dict[str, str]] = []
+        self.findings: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
 
     def add(self, level: str, text: str) -> None:

@@ -1,6 +1,6 @@
 """The sizes of a model from its config.json alone, for estimates. Imports torch; runs in the check's child process.
 
-Owns reading them off a model on the meta device. Does not own what is made of them (`check_estimate.py`).
+Owns reading them off a model on the meta device. Does not own what is made of them (`estimate.py`).
 
     shape_of(empty_model(path))   ->   Shape(vocab_size=151936, decoder=Blocks(num=36, hidden=2560, ...), ...)
 """

@@ -1,6 +1,6 @@
 """Judges a run for other machines than this one: which role group goes where, and whether memory suffices there.
 
-Owns placement on equal nodes, and what each node and device would hold. Does not own the formulas (`check_estimate.py`) nor
+Owns placement on equal nodes, and what each node and device would hold. Does not own the formulas (`estimate.py`) nor
 the rules of the settings among themselves (`check.py`). Starts and asks nothing: a full-size run is judged on a laptop.
 
     target = Target(num_nodes=2, num_devices=8, device_bytes=80 << 30, memory_bytes=1000 << 30)

@@ -18,6 +18,7 @@ stands still is replaced with the next job, and its silence blocks nobody.
 
     with Nursery() as nursery:
         nursery.belong(surroundings.place(NAME, attempt=0), modules=["rondo.roles.actor"])
+        nursery.open()                                              # or else with the first job
         main = await nursery.start(surroundings.group_job(spec, incarnation=1, attempt=0, limits=Limits()))
 """
 
@@ -59,6 +60,8 @@ _GO = b"\n"
 _BELONG = b"="
 _MOST_FDS = 8
 _JOB = "--job"
+_COMMAND = (sys.executable, "-P", __file__)
+"""By its path: below `python -m` lie frames of no module, for which torchrun, which looks at its stack, searches all modules."""
 
 
 Place = Callable[[int], tuple[Path, Mapping[str, str]]]
@@ -115,7 +118,10 @@ class Nursery:
         self._number = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
+        self._told: socket.socket | None = None
+        """Where it says that it has loaded what it was told last."""
         self._loading: asyncio.Task[None] | None = None
+        """Waits for that, once a job does."""
 
     def belong(self, place: Place, modules: Sequence[str] = (), load_s: float = 600.0) -> None:
         """From now on its processes belong there. `modules` are what to load beside torch; one that is not there is passed over.
@@ -133,7 +139,7 @@ class Nursery:
         ):  # it has ended: so says what waits for it
             socket.send_fds(self._orders, [_BELONG], [theirs.fileno(), log.fileno()])
             ours.sendall(json.dumps(self._modules).encode() + b"\n")
-        self._load(ours)
+        self._expect(ours)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -144,11 +150,15 @@ class Nursery:
         """The job's process, which has begun. Cancelled before that, nothing ever begins. WorkerDied and DeadlineExceeded when it
         cannot be had: the next call tries a new nursery."""
         while True:
-            if self._loading is None or _in_vain(self._loading) or (self._loading.done() and self._ended()):
-                self.close()
-                self._open()
+            if self._told is None or (self._loading is not None and self._in_vain(self._loading)):
+                self.open()
+            assert self._told is not None
+            if self._loading is None:
+                self._loading = asyncio.create_task(self._loaded(self._told), name="start of nursery")
+                self._loading.add_done_callback(
+                    lambda done: done.cancelled() or done.exception()
+                )  # those who wait are told
             loading = self._loading
-            assert loading is not None
             await asyncio.shield(loading)
             if loading is self._loading:  # no other job has replaced it meanwhile
                 break
@@ -180,38 +190,45 @@ class Nursery:
         """Ends the nursery; what was forked of it goes on. Safe to call twice."""
         if self._loading is not None:
             self._loading.cancel()
-        if self._orders is not None:
-            self._orders.close()
+        for each in (self._orders, self._told):
+            if each is not None:
+                each.close()
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(
                 subprocess.TimeoutExpired
             ):  # held in the kernel: whoever collects strays collects it
                 self._process.wait(_LAST_S)
-        self._process = self._orders = self._loading = None
+        self._process = self._orders = self._told = self._loading = None
 
     def _ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
-    def _open(self) -> None:
+    def _in_vain(self, loading: asyncio.Task[None]) -> bool:
+        return loading.done() and (loading.cancelled() or loading.exception() is not None or self._ended())
+
+    def open(self) -> None:
+        """Begins to load, at once; a nursery that was open is replaced."""
+        self.close()
         assert self._place is not None, "a nursery belongs somewhere before it starts anything"
         self._number += 1
         self._log, environment = self._place(self._number)
         self._orders, theirs = socket.socketpair()
         self._orders.setblocking(False)
         with theirs:
-            command = [sys.executable, "-m", "rondo.runtime.supervision.nursery", str(theirs.fileno()), *self._modules]
+            command = [*_COMMAND, str(theirs.fileno()), *self._modules]
             # Threads that have nothing to do sleep, unless the user says otherwise: cores are shared with other roles.
             # Whether there is a GPU is asked of the driver's management library while modules load: asking CUDA would begin it.
             environment = {
                 "OMP_WAIT_POLICY": "PASSIVE", **environment, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }  # fmt: skip
             self._process = start(command, environment, self._log, [theirs.fileno()])
-        self._load(self._orders.dup())
+        self._expect(self._orders.dup())
 
-    def _load(self, told: socket.socket) -> None:
-        self._loading = asyncio.get_running_loop().create_task(self._loaded(told), name="start of nursery")
-        self._loading.add_done_callback(lambda done: done.cancelled() or done.exception())  # those who wait are told
+    def _expect(self, told: socket.socket) -> None:
+        if self._told is not None and self._loading is None:
+            self._told.close()  # nobody has asked for it
+        self._told, self._loading = told, None
 
     async def _loaded(self, told: socket.socket) -> None:
         async with waiting("start of nursery", peer=NAME, deadline_s=self._load_s):
@@ -244,10 +261,6 @@ class Nursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _in_vain(loading: asyncio.Task[None]) -> bool:
-    return loading.cancelled() or (loading.done() and loading.exception() is not None)
 
 
 async def _end_of(nursery: subprocess.Popen[bytes]) -> int:
@@ -283,7 +296,7 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
             os.set_inheritable(descriptor, True)
         os.environ[PARENT_PID] = str(supervisor)
         numbers = ",".join(map(str, descriptors))
-        os.execv(sys.executable, [sys.executable, "-m", "rondo.runtime.supervision.nursery", _JOB, numbers, reason])
+        os.execv(sys.executable, [*_COMMAND, _JOB, numbers, reason])
 
 
 def _belong(told: int, log: int) -> None:
@@ -364,6 +377,7 @@ def load(modules: Sequence[str]) -> None:
 
 def main() -> None:
     die_with_parent()
+    sys.path.insert(0, str(Path.cwd()))
     numbers = map(int, (sys.argv[2] if sys.argv[1] == _JOB else sys.argv[1]).split(","))
     if sys.argv[1] == _JOB:
         job = _job(*numbers)

@@ -9,7 +9,7 @@ Everything that the supervisor starts finds itself through the environment varia
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,9 +88,14 @@ class SupervisorConfig:
             )
 
     def loaded(self) -> tuple[str, ...]:
-        """The modules that all processes share. A user's own are loaded by the processes that use them."""
-        roles = (role.partition(":")[0] for group in self.groups for role in group.roles)
-        return tuple(dict.fromkeys([*(name for name in roles if name.startswith("rondo.")), *self.modules]))
+        """The modules that all processes share."""
+        return tuple(dict.fromkeys([*role_modules(self.groups), *self.modules]))
+
+
+def role_modules(groups: Iterable[GroupSpec]) -> tuple[str, ...]:
+    """Where the role classes are that many processes have. A user's own are loaded by the processes that use them."""
+    roles = (role.partition(":")[0] for group in groups for role in group.roles)
+    return tuple(dict.fromkeys(name for name in roles if name.startswith("rondo.")))
 
 
 @dataclass(frozen=True, slots=True)

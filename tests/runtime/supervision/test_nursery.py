@@ -202,6 +202,7 @@ async def test_a_job_that_is_killed_before_it_begins_fails_alone(tmp_path: Path)
     nursery._loading = loop.create_task(asyncio.sleep(0))
     nursery._process = SimpleNamespace(poll=lambda: None)  # without `kill`: it has done nothing
     nursery._orders, theirs = socket.socketpair()
+    nursery._told = nursery._orders
 
     def forked_and_killed() -> None:
         _, (descriptor,), _, _ = socket.recv_fds(theirs, 1, 1)
