@@ -3,15 +3,14 @@
     rondo bench start [--repetitions 3] [--warm-up 120]
 
 Prints, for each repetition, the seconds from the command on at which the run had passed its checks, all processes of all roles
-were there, the warm-up had made its first step and its last, and a step was trained; then one JSON line with the medians, the
-load of the machine, and the processor time of all that was done.
+were there, the warm-up had made its first step and its last, and a step was trained; then one JSON line with the
+medians. `cpu` is the processor time of all that was done.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -36,7 +35,7 @@ def main() -> None:
             print("  ".join(f"{name:>10}" for name in found[0]))
         print("  ".join(f"{seconds:>10.2f}" for seconds in found[-1].values()), flush=True)
     medians = {name: round(statistics.median(each[name] for each in found), 2) for name in found[0]}
-    print(json.dumps(medians | {"repetitions": len(found), "load": round(os.getloadavg()[0], 1)}))
+    print(json.dumps(medians | {"repetitions": len(found)}))
 
 
 def start(warm_up: int) -> dict[str, float]:

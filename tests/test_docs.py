@@ -91,6 +91,7 @@ BY_HAND = {
     "rondo bench ring",
     "rondo bench router_replay",
     "rondo bench shared_prompts",
+    "rondo bench start",
     "rondo bench staleness docs/staleness --steps 100",
     "rondo bench strangers",
     "rondo bench trl --peers-python PEERS_VENV/bin/python",
