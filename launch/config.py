@@ -21,18 +21,20 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from rondo.launch.groups import RoleGroup
+from rondo.launch.groups import RoleGroup, RoleName
 from rondo.roles.config import JobConfig
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import confirm, load_file
-from rondo.runtime.section import Section, explain, nearest, nearest_field, parts_of, references, sections
+from rondo.runtime.section import FunctionRef, Section, explain, nearest, nearest_field, parts_of, references, sections
 
 
 class RunConfig(JobConfig):
     """A whole run: the job that the roles do, where they run, and what watches them."""
 
     groups: tuple[RoleGroup, ...] = Field(min_length=1)
+    roles: dict[RoleName, FunctionRef] = Field(default_factory=dict)
+    """Classes in the place of ours, by the name of their role, most often derived from them."""
     run_dir: Path = Path("runs")
     """The folder that holds run directories; relative to where the run is started."""
     admin: AdminConfig = AdminConfig()
@@ -79,6 +81,11 @@ class RunConfig(JobConfig):
                 raise ValueError(
                     f"groups must hold each role once, got {role!r} in {' and '.join(homes)}. "
                     "Use replicas for more of the same"
+                )
+        for role in self.roles:
+            if self.group_of(role) is None:
+                raise ValueError(
+                    f"roles must name roles of the run, got {role!r}, which no group holds. Add it to a group, or remove it"
                 )
         for role in ("rollout", "actor", "advantages"):
             if self.group_of(role) is None:

@@ -35,7 +35,7 @@ def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
             name=name,
             role=group.name,
             num_processes=group.processes,
-            roles=tuple(ROLE_CLASSES[role] for role in group.roles),
+            roles=tuple(config.roles.get(role, ROLE_CLASSES[role]) for role in group.roles),
             threads=group.threads,
             role_names=group.roles,
             saves="actor" in group.roles and config.train.hot_snapshot,

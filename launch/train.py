@@ -83,11 +83,12 @@ def main(
     `nursery`: one that loads already; it ends with the run. `groups`: other role classes than the plan's, in the same places.
     `before` sees the directory before anything is started.
     """
-    groups = groups or group_specs(config)
-    with nursery or Nursery() as nursery, _prepared(config, config.name, options, nursery, groups) as (run, admin):
+    planned = groups or group_specs(config)
+    with nursery or Nursery() as nursery, _prepared(config, config.name, options, nursery, planned) as (run, admin):
         if before is not None:
             before(run)
-        return _run(config, run, options, admin, nursery, groups, attempt=0)
+        config = _settings_of(run)
+        return _run(config, run, options, admin, nursery, groups or group_specs(config), attempt=0)
 
 
 def resume_or_start(config: RunConfig, options: TrainOptions, nursery: Nursery) -> int:
@@ -140,7 +141,7 @@ def resume(
                 f"RUN must have a whole checkpoint to go on from, got none in {run.checkpoints}. "
                 "Start it again with `rondo train`; set train.save_every to have checkpoints earlier."
             )
-        config = belonging_to(unresolve(read_json(run.config_json)), run.path)
+        config = _settings_of(run)
         read_json(run.path / PREPARED)
         _work_where_it_began(run.path)
         _compare(config, run, accept_changes=accept_changes)
@@ -150,6 +151,11 @@ def resume(
             say(f"run {run.path.name} goes on from {checkpoint.name}")
             options = options or TrainOptions(run.path / "config.py")
             return _run(config, run, options, admin, nursery, group_specs(config), attempt=run.next_attempt())
+
+
+def _settings_of(run: RunDir) -> RunConfig:
+    """As its processes use them: functions are those of the run's own code."""
+    return belonging_to(unresolve(read_json(run.config_json)), run.path)
 
 
 def _compare(config: RunConfig, run: RunDir, *, accept_changes: bool) -> None:

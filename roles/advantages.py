@@ -1,6 +1,6 @@
 """advantages: rewards of whole prompt groups in, one advantage a response token out. CPU only, no model.
 
-Owns the loop; the formulas are in `advantage_functions.py`, picked by the algorithm's record.
+Owns the loop; the formulas are in `algorithms/advantages.py` or the user's own, picked by the algorithm's record.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from itertools import groupby
 import numpy as np
 
 from rondo.comm.bus.bus import Row
-from rondo.roles.algorithms import advantages as advantage_functions
+from rondo.roles.algorithms.advantages import ADVANTAGES, AdvantageFunction, of_tokens
+from rondo.roles.algorithms.algorithm import function_of
 from rondo.roles.job import groups_of, open_job, timed
 from rondo.runtime.worker.context import WorkerContext
 
@@ -27,7 +28,7 @@ class AdvantagesRole:
 
     async def run(self) -> None:
         job = await open_job(self._ctx)
-        compute = advantage_functions.ADVANTAGES[job.config.algorithm.resolved().advantage]
+        compute = function_of(job.config.loss().advantage, ADVANTAGES, "algorithm.advantage")
         await self._ctx.ready()
         async for made in timed(self._ctx, job.bus.stream(self.role, tokens=TOKENS_PER_ROUND)):
             with self._ctx.span("advantages", step=made.step, groups=groups_of(made)):
@@ -42,9 +43,12 @@ class AdvantagesRole:
                 return
 
 
-def _advantages(rows: list[Row], compute: advantage_functions.AdvantageFunction) -> list[np.ndarray]:
-    """float32 [R] for each row of one prompt group: the advantage of its sample among those that have a reward on the tokens that
-    train, 0 elsewhere."""
-    rewards = {row.sample: row.reward for row in rows if row.reward is not None}
-    values = dict(zip(rewards, compute(np.array(list(rewards.values()), np.float32)), strict=True))
-    return [row.array("loss_mask").astype(np.float32) * values.get(row.sample, 0.0) for row in rows]
+def _advantages(rows: list[Row], compute: AdvantageFunction) -> list[np.ndarray]:
+    """float32 [R] for each row of one prompt group: among the samples that have a reward, 0 for the others."""
+    found = [np.zeros(row.response, np.float32) for row in rows]
+    having = [at for at, row in enumerate(rows) if row.reward is not None]
+    masks = [rows[at].array("loss_mask") for at in having]
+    rewards = [row.reward for row in rows if row.reward is not None]
+    for at, advantages in zip(having, of_tokens(compute, rewards, masks) if having else (), strict=True):
+        found[at] = advantages
+    return found

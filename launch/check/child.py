@@ -19,6 +19,7 @@ import orjson
 
 from rondo.launch.check.data import look_at_data
 from rondo.launch.check.findings import Report
+from rondo.launch.check.own import look_at_own
 from rondo.launch.config import RunConfig, unresolve
 from rondo.roles.data.datasets import Row
 from rondo.runtime.errors import ConfigError
@@ -44,6 +45,7 @@ def main() -> None:
     report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
     report.look(lambda: look_at_reward(config, report, rows), "reward.function")
     report.look(lambda: look_at_workflow(config), "rollout.workflow")
+    look_at_own(config, report)
     if any(group.devices for group in config.groups):
         import torch
 

@@ -1,8 +1,8 @@
 """Algorithms: one frozen, declarative record each.
 
 Owns the table, how options of the settings change a record, and what the ratio of a job compares with
-(`old_log_probs_source`). Does not own formulas: an entry names its functions (`advantage_functions.py`, `losses.py`), which
-every process resolves for itself. Imports no torch.
+(`old_log_probs_source`). Does not own formulas: an entry names its functions, of `advantages.py` and `losses.py` or of the
+user's, which every process looks up for itself (`function_of`). Imports no torch.
 
     resolve(AlgorithmConfig(name="dapo", kl_coef=0.02))
         -> Algorithm(name="dapo", advantage="group_mean_std", normalizer="token", clip_high=0.28, kl_coef=0.02, ...)
@@ -13,8 +13,11 @@ it is (`fixed`) is refused, never ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from rondo.runtime.reference import load_reference
 
 if TYPE_CHECKING:
     from rondo.roles.config import AlgorithmConfig
@@ -34,8 +37,11 @@ class Algorithm:
     """What one algorithm computes and needs. Coefficients are without unit; clips are distances of the ratio from 1."""
 
     name: str
-    advantage: Advantage = "group_mean_std"
-    policy_loss: PolicyLoss = "ppo_clip"
+    advantage: Advantage | str = "group_mean_std"
+    policy_loss: PolicyLoss | str = "ppo_clip"
+    correction: str | None = None
+    """What weighs the loss of tokens in the place of importance weights within `tis_*`. These three name functions: one of ours,
+    or 'module:function' / 'file.py:function'."""
     normalizer: Normalizer = "sample"
     """What a step's summed loss is divided by: samples (of token means), tokens, or samples x max_new_tokens."""
     clip_low: float = 0.2
@@ -67,6 +73,11 @@ class Algorithm:
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
+    @property
+    def corrected_by(self) -> str | None:
+        """The function that weighs the loss, if any does."""
+        return "importance" if self.correction is None and self.tis_high is not None else self.correction
+
 
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
@@ -87,9 +98,14 @@ TIS_HIGH = 2.0
 Training)."""
 
 _OPTIONS = (
-    "normalizer", "clip_low", "clip_high", "dual_clip", "kl_coef", "kl", "tis_low", "tis_high", "tis_mode", "tis_level",
-    "normalize_batch",
+    "advantage", "policy_loss", "correction", "normalizer", "clip_low", "clip_high", "dual_clip", "kl_coef", "kl",
+    "tis_low", "tis_high", "tis_mode", "tis_level", "normalize_batch",
 )  # fmt: skip
+
+
+def function_of(name: str, ours: Mapping[Any, Callable[..., Any]], setting: str) -> Callable[..., Any]:
+    """The function that a record names: one of ours, or the user's. ConfigError, which names the setting, where there is none."""
+    return ours[name] if name in ours else load_reference(name, setting)
 
 
 def resolve(config: AlgorithmConfig, *, alike: bool = True) -> Algorithm:
@@ -101,7 +117,7 @@ def resolve(config: AlgorithmConfig, *, alike: bool = True) -> Algorithm:
     """
     record = ALGORITHMS[config.name]
     given: dict[str, Any] = {name: value for name in _OPTIONS if (value := getattr(config, name)) is not None}
-    if not alike and config.old_log_probs == "auto":
+    if not alike and config.old_log_probs == "auto" and config.correction is None:
         given.setdefault("tis_high", TIS_HIGH)
     if config.normalize_batch is not None:
         given["needs_full_step"] = True
@@ -111,7 +127,7 @@ def resolve(config: AlgorithmConfig, *, alike: bool = True) -> Algorithm:
         given["clip_high"] = given["clip_low"]
     for field in record.fixed:
         if field in given and given[field] != getattr(record, field):
-            option = "normalize_std" if field == "advantage" else field
+            option = "normalize_std" if config.normalize_std is not None and field == "advantage" else field
             raise ValueError(
                 f"algorithm.{option} must be left out with algorithm.name {config.name!r}, which stands for "
                 f"{getattr(record, field)!r}, got {getattr(config, option)!r}. "

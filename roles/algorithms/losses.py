@@ -11,30 +11,69 @@ So the actor adds gradients up as rounds come, and divides once by the denominat
 
 Shapes: N response tokens of all samples behind each other, in the order of `lengths` (S samples). Log-probs are natural
 logarithms in float32. Masked tokens are selected out and never multiplied by 0: they may hold anything, NaN too.
+
+A loss and a correction, ours or the user's, see a whole `Batch` and give a number a token, and perhaps what is to be measured:
+
+    def loss(batch, algorithm) -> tensor [N], or (tensor [N], {"clip_fraction": tensor [N], ...})
+    def correction(batch, algorithm) -> weights [N], or (weights [N], {...})
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rondo.roles.algorithms.algorithm import Algorithm, KlEstimator, Normalizer, TisLevel, TisMode
+from rondo.roles.algorithms.algorithm import Algorithm, KlEstimator, Normalizer, function_of
 from rondo.roles.algorithms.sums import LossSums
+from rondo.runtime.errors import Fatal
+
+Measured = Mapping[str, torch.Tensor]
+"""Name -> per token [N]: metrics are the means over unmasked tokens."""
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: beyond, exp overflows, and 0 x inf in the backward of a clipped branch would be NaN."""
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of a micro-batch as losses see them. Tensors are float32 [N] and 0 at masked tokens; `log_probs` and `entropy`
+    carry the gradient. A loss may count on whole samples, and on nothing about which of them share a micro-batch."""
+
+    log_probs: torch.Tensor
+    old_log_probs: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    """bool [N]: the tokens that train."""
+    lengths: Sequence[int]
+    """Response tokens of each of the S samples, masked ones included."""
+    ref_log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] -> float64 [S], over the unmasked tokens of each sample: the same wherever in a micro-batch a sample stands."""
+        kept = torch.where(self.mask, values, 0.0)
+        return torch.stack([part.double().sum() for part in kept.split(list(self.lengths))])
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] -> float64 [S], over the unmasked tokens of each sample; 0 of a sample without any."""
+        counts = [part.sum().clamp(min=1) for part in self.mask.split(list(self.lengths))]
+        return self.sums(values) / torch.stack(counts)
+
+    def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """[S] -> float32 [N]: every token has its sample's."""
+        spans = torch.tensor(self.lengths, device=self.mask.device)
+        return torch.repeat_interleave(values.float(), spans, output_size=len(self.mask))
+
+
+@dataclass(frozen=True, slots=True)
 class ClippedLoss:
-    """Per token [N]: the loss, the ratio pi_theta / pi_old, and whether the clip at either side, or the dual clip, was what
-    counted."""
+    """Per token [N]: the loss, and whether the clip at either side, or the dual clip, was what counted."""
 
     loss: torch.Tensor
-    ratio: torch.Tensor
     clipped_low: torch.Tensor
     clipped_high: torch.Tensor
     clipped_dual: torch.Tensor
@@ -64,45 +103,25 @@ def ppo_clip(
         loss = torch.where(clipped_dual, -dual_clip * advantages, loss)
     clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
-    return ClippedLoss(loss, ratio.detach(), clipped_low, clipped_high, clipped_dual)
+    return ClippedLoss(loss, clipped_low, clipped_high, clipped_dual)
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Per token [N]: the weight of its loss, and whether the ratio was out of bounds."""
-
-    weights: torch.Tensor
-    outside: torch.Tensor
-
-
-def correction(
-    log_ratio: torch.Tensor,
-    keep: torch.Tensor,
-    lengths: Sequence[int],
-    *,
-    low: float,
-    high: float,
-    mode: TisMode,
-    level: TisLevel,
-) -> Correction:
-    """Importance weights from log_ratio = log pi_old - log pi_rollout [N], of the tokens that `keep` chooses.
+def importance(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured]:
+    """Importance weights w from log pi_old - log pi_rollout.
 
     w is the ratio of a token (truncated importance sampling, Yao et al. 2025; masked: IcePop, Ling team 2025), or of its
     sample: "sequence" the product over the sample's tokens, "geometric" that to the power of 1 / tokens (Zheng et al. 2025,
-    GSPO, arXiv 2507.18071, equation 7). Within [low, high] the weight is w; beyond, the nearest bound, or 0 with "mask".
+    GSPO, arXiv 2507.18071, equation 7). Within [tis_low, tis_high] the weight is w; beyond, the nearest bound, or 0 with "mask".
     """
-    log_ratio = torch.where(keep, log_ratio, 0.0)
-    if level != "token":
-        # Sample by sample in float64: the same weight wherever in a micro-batch a sample stands.
-        totals = torch.stack([part.double().sum() for part in log_ratio.split(list(lengths))])
-        if level == "geometric":
-            totals = totals / torch.stack([part.sum().clamp(min=1) for part in keep.split(list(lengths))])
-        spans = torch.tensor(lengths, device=keep.device)
-        log_ratio = torch.repeat_interleave(totals.float(), spans, output_size=len(keep))
+    low, high, masks = algorithm.tis_low, algorithm.tis_high, algorithm.tis_mode == "mask"
+    log_ratio = batch.old_log_probs - batch.rollout_log_probs
+    if algorithm.tis_level != "token":
+        of_samples = batch.means if algorithm.tis_level == "geometric" else batch.sums
+        log_ratio = batch.to_tokens(of_samples(log_ratio))
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     outside = (ratio < low) | (ratio > high)
-    weights = ratio.clamp(low, high) if mode == "truncate" else torch.where(outside, 0.0, ratio)
-    return Correction(weights, outside)
+    weights = torch.where(outside, 0.0, ratio) if masks else ratio.clamp(low, high)
+    return weights, {"tis_weight_mean": weights, "tis_mask_fraction" if masks else "tis_clip_fraction": outside}
 
 
 def kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
@@ -153,39 +172,35 @@ def policy_sums(
     if algorithm.needs_reference and ref_log_probs is None:
         raise ValueError(f"ref_log_probs must be given with kl_coef {algorithm.kl_coef}, got none.")
     keep = mask > 0
-    own = log_probs.detach()
-    old = own if old_log_probs is None else old_log_probs
 
     def chosen(values: torch.Tensor) -> torch.Tensor:
         return torch.where(keep, values, 0.0)
 
-    new, old, rollout = chosen(log_probs), chosen(old), chosen(rollout_log_probs)
-    terms = POLICY_LOSSES[algorithm.policy_loss](algorithm, new, old, chosen(advantages))
-    loss = terms.loss
-    drift, mismatch = new.detach() - old, new.detach() - rollout
-    measured: dict[str, torch.Tensor] = {
-        "clip_fraction": terms.clipped_low | terms.clipped_high,
-        "clip_low_fraction": terms.clipped_low,
-        "clip_high_fraction": terms.clipped_high,
-        "clip_dual_fraction": terms.clipped_dual,
-        "ratio_mean": terms.ratio,
-        "approx_kl": _k3(drift),
-        "mismatch_mean": mismatch.abs(),
-        "mismatch_kl": _k3(mismatch),
-    }
-    if entropy is not None:
-        measured["entropy"] = entropy.detach()
-    if algorithm.tis_high is not None:
-        corrected = correction(
-            old - rollout, keep, lengths, low=algorithm.tis_low, high=algorithm.tis_high,
-            mode=algorithm.tis_mode, level=algorithm.tis_level,
-        )  # fmt: skip
-        loss = loss * corrected.weights
-        share = "tis_clip_fraction" if algorithm.tis_mode == "truncate" else "tis_mask_fraction"
-        measured |= {"tis_weight_mean": corrected.weights, share: corrected.outside}
+    batch = Batch(
+        log_probs=chosen(log_probs),
+        old_log_probs=chosen(log_probs.detach() if old_log_probs is None else old_log_probs),
+        rollout_log_probs=chosen(rollout_log_probs),
+        advantages=chosen(advantages),
+        mask=keep,
+        lengths=lengths,
+        ref_log_probs=None if ref_log_probs is None else chosen(ref_log_probs),
+        entropy=None if entropy is None else chosen(entropy),
+    )
+    drift = batch.log_probs.detach() - batch.old_log_probs
+    mismatch = batch.log_probs.detach() - batch.rollout_log_probs
+    ratio = drift.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss, measured = _per_token(algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss", batch, algorithm)
+    measured |= {
+        "ratio_mean": ratio, "approx_kl": _k3(drift), "mismatch_mean": mismatch.abs(), "mismatch_kl": _k3(mismatch)
+    }  # fmt: skip
+    if batch.entropy is not None:
+        measured["entropy"] = batch.entropy.detach()
+    if algorithm.corrected_by is not None:
+        weights, more = _per_token(algorithm.corrected_by, CORRECTIONS, "algorithm.correction", batch, algorithm)
+        loss, measured = loss * weights.detach(), measured | more
     if algorithm.needs_reference:
-        assert ref_log_probs is not None
-        divergence = kl(new, chosen(ref_log_probs), algorithm.kl)
+        assert batch.ref_log_probs is not None
+        divergence = kl(batch.log_probs, batch.ref_log_probs, algorithm.kl)
         loss = loss + algorithm.kl_coef * divergence
         measured["kl"] = divergence.detach()
 
@@ -195,23 +210,39 @@ def policy_sums(
         "samples": torch.tensor(len(lengths), dtype=torch.float64, device=log_probs.device),
         **{name: chosen(values).sum(dtype=torch.float64) for name, values in measured.items()},
     }
-    maxes = {
-        "ratio_max": chosen(terms.ratio).max().double(),
-        "mismatch_max": mismatch.abs().max().double(),
-    }
+    maxes = {"ratio_max": chosen(ratio).max().double(), "mismatch_max": mismatch.abs().max().double()}
     return LossSums((chosen(loss) * weights).sum(), sums, maxes)
 
 
-def _ppo_clip(
-    algorithm: Algorithm, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor
-) -> ClippedLoss:
-    return ppo_clip(
-        log_probs, old_log_probs, advantages,
+def _per_token(
+    name: str, ours: Mapping[str, Callable[..., Any]], setting: str, batch: Batch, algorithm: Algorithm
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What a loss or a correction gives, and what it measures. Fatal for what is no number a token."""
+    found = function_of(name, ours, setting)(batch, algorithm)
+    values, measured = found if isinstance(found, tuple) else (found, {})
+    for each in (values, *measured.values()):
+        if getattr(each, "shape", None) != batch.mask.shape:
+            raise Fatal(
+                f"{setting} must give tensors with a number for each of {len(batch.mask)} tokens, "
+                f"got {list(each.shape) if isinstance(each, torch.Tensor) else each!r:.80}. Correct it"
+            )
+    return values, {key: each.detach() for key, each in measured.items()}
+
+
+def clipped(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured]:
+    """`ppo_clip` with the bounds of the algorithm."""
+    terms = ppo_clip(
+        batch.log_probs, batch.old_log_probs, batch.advantages,
         clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip,
     )  # fmt: skip
+    return terms.loss, {
+        "clip_fraction": terms.clipped_low | terms.clipped_high, "clip_low_fraction": terms.clipped_low,
+        "clip_high_fraction": terms.clipped_high, "clip_dual_fraction": terms.clipped_dual,
+    }  # fmt: skip
 
 
-POLICY_LOSSES: Mapping[str, Any] = {"ppo_clip": _ppo_clip}
+POLICY_LOSSES: Mapping[str, Callable[..., Any]] = {"ppo_clip": clipped}
+CORRECTIONS: Mapping[str, Callable[..., Any]] = {"importance": importance}
 
 
 def _token_weights(keep: torch.Tensor, lengths: Sequence[int], normalizer: Normalizer) -> torch.Tensor:

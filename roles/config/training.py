@@ -12,10 +12,12 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rondo.roles.algorithms.algorithm import (
     ALGORITHMS,
+    Advantage,
     Algorithm,
     BatchNormalization,
     KlEstimator,
     Normalizer,
+    PolicyLoss,
     TisLevel,
     TisMode,
     resolve,
@@ -54,6 +56,12 @@ class AlgorithmConfig(Section):
     """Mean over samples of token means, mean over tokens, or sum / (samples x max_new_tokens)."""
     normalize_batch: BatchNormalization | None = None
     """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples."""
+    advantage: Advantage | FunctionRef | None = None
+    """`def advantage(rewards, masks)`: from the rewards of a prompt group to numbers for its samples, or for their tokens."""
+    policy_loss: PolicyLoss | FunctionRef | None = None
+    """`def loss(batch, algorithm)`: the loss of every token of some samples."""
+    correction: FunctionRef | None = None
+    """`def correction(batch, algorithm)`: what the loss of every token is weighted with, in the place of `tis_*`."""
     old_log_probs: Literal["auto", "self", "actor_fwd", "rollout"] = "auto"
     """pi_old of the ratio: `algorithms.old_log_probs_source` has the rule for auto. With a name, that and nothing else: no
     correction but one that is set."""
@@ -77,6 +85,12 @@ class AlgorithmConfig(Section):
                 raise ValueError(
                     f"algorithm.tis_high must be set with algorithm.{option}, got only {option} {getattr(self, option)}. "
                     "Set both"
+                )
+        for option, other in (("tis_high", "correction"), ("normalize_std", "advantage")):
+            if getattr(self, option) is not None and getattr(self, other) is not None:
+                raise ValueError(
+                    f"algorithm.{option} must be left out with algorithm.{other}, which decides that, "
+                    f"got {getattr(self, option)}. Remove one of them"
                 )
         if self.tis_high is not None and self.tis_high <= (self.tis_low or 0.0):
             raise ValueError(

@@ -1,4 +1,7 @@
-"""A run in which one role after another is the slowest, for PER steps each. `python -m tests.e2e.slowed FOLDER`"""
+"""A run with roles, advantages and a loss of its own, in which one role after another is the slowest, for PER steps each.
+
+`python -m tests.e2e.slowed FOLDER`
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import sys
 import time
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rondo.launch import train
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import fully_async
-from rondo.launch.plan import group_specs
 from rondo.launch.train import TrainOptions
 from rondo.models.config import ModelConfig
 from rondo.roles.actor import ActorRole
+from rondo.roles.algorithms.algorithm import Algorithm
+from rondo.roles.algorithms.losses import Batch
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.engines.engine import Completion, Request
 from rondo.roles.forward import ActorForwardRole, ReferenceRole
@@ -25,7 +30,6 @@ from rondo.roles.rollout import RolloutRole
 from rondo.roles.sampling.groups import Lease, PromptGroups
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.objective import PolicyObjective
-from rondo.runtime.supervision.spec import GroupSpec
 
 NAME = "slowed"
 ORDER = ("rollout", "reward", "reference", "actor_fwd", "actor")
@@ -44,6 +48,14 @@ def steps_of(role: str) -> str:
     """As `rondo explain --steps` takes them: those that no other slow role reaches into."""
     first = PER * (1 + ORDER.index(role))
     return f"{first + 2}:{first + PER}"
+
+
+def by_token(rewards: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.full(len(mask), reward) for reward, mask in zip(rewards - 0.5, masks, strict=True)])
+
+
+def plain(batch: Batch, algorithm: Algorithm) -> Any:
+    return -batch.log_probs * batch.advantages, {"own_entropy": batch.entropy}
 
 
 class SlowGroups(PromptGroups):
@@ -111,20 +123,18 @@ class SlowActor(ActorRole):
         return trainer
 
 
-ROLES = {"rollout": SlowRollout, "reference": SlowReference, "actor_fwd": SlowActorForward, "actor": SlowActor}
-
-
 def config_of(folder: Path) -> RunConfig:
     return RunConfig(
         name=NAME,
         run_dir=folder,
         num_steps=PER * (1 + len(ORDER)),
+        roles={"rollout": SlowRollout, "reference": SlowReference, "actor_fwd": SlowActorForward, "actor": SlowActor},
         max_staleness=1,
         groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
         model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
         data=DataConfig(rows="tests.e2e.updates:words"),
         reward=RewardConfig(function="tests.e2e.updates:parity"),
-        algorithm=AlgorithmConfig(kl_coef=0.01),
+        algorithm=AlgorithmConfig(kl_coef=0.01, advantage=by_token, policy_loss=plain),
         rollout=RolloutConfig(
             prompts_per_step=2, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=4, num_slots=8
         ),
@@ -132,12 +142,6 @@ def config_of(folder: Path) -> RunConfig:
     )
 
 
-def slowed(spec: GroupSpec) -> GroupSpec:
-    (role,), (path,) = spec.role_names, spec.roles
-    return replace(spec, roles=(f"tests.e2e.slowed:{ROLES[role].__name__}" if role in ROLES else path,))
-
-
 if __name__ == "__main__":
     config = config_of(Path(sys.argv[1]))
-    specs = tuple(map(slowed, group_specs(config)))
-    sys.exit(train.main(config, TrainOptions(Path(__file__), plain=True), groups=specs))
+    sys.exit(train.main(config, TrainOptions(Path(__file__), plain=True)))

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from rondo.launch.report.explain import show
+from rondo.launch.report.records import step_records
 from tests.e2e.runs import ROOT, finish, left_behind, start
 from tests.e2e.slowed import NAME, steps_of
 
@@ -25,6 +26,7 @@ def test_the_role_that_is_slowest_is_named_with_what_to_change(tmp_path: Path, c
     run = tmp_path / NAME
     ended = finish(start([sys.executable, "-m", "tests.e2e.slowed", str(tmp_path)], ROOT), run)
     assert ended.code == 0, ended.output
+    assert all(record["own_entropy"] == record["entropy"] for record in step_records(run / "metrics.jsonl"))
     for role, (text, change) in WORDS.items():
         assert show(run, steps_of(role), as_json=True) == 0
         sys.stdout.flush()

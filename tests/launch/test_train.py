@@ -42,7 +42,7 @@ async def supervise(config, run, options, *_):
 
 @contextlib.contextmanager
 def prepared(config, name, options, nursery, groups):
-    with RunDir.create(Path(sys.argv[1]), name, {}) as run, listen(config.admin) as admin:
+    with RunDir.create(Path(sys.argv[1]), name, train.resolve(config)) as run, listen(config.admin) as admin:
         yield run, admin
 
 def fails(*_, **__):

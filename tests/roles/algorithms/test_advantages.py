@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.roles.algorithms.advantages import ADVANTAGES, group_mean, group_mean_std
+from rondo.roles.algorithms.advantages import ADVANTAGES, group_mean, group_mean_std, of_tokens
+from rondo.runtime.errors import Fatal
 
 
 def test_group_mean_std_by_hand() -> None:
@@ -40,3 +41,22 @@ def test_advantages_of_a_group_sum_to_nothing_and_ignore_a_shift(name: str) -> N
     compute = ADVANTAGES[name]  # type: ignore[index]
     assert compute(rewards).sum() == pytest.approx(0, abs=1e-5)
     np.testing.assert_allclose(compute(rewards + 3), compute(rewards), atol=1e-5)
+
+
+MASKS = [np.array(mask, np.uint8) for mask in ([1, 1, 0], [0, 1])]
+
+
+def test_a_number_a_sample_and_numbers_a_token_reach_the_tokens_that_train() -> None:
+    by_sample = of_tokens(lambda rewards, masks: rewards * 2, [1, 3], MASKS)
+    assert [each.tolist() for each in by_sample] == [[2, 2, 0], [0, 6]]
+    by_token = of_tokens(lambda rewards, masks: np.arange(1, 6), [1, 3], MASKS)
+    assert [each.tolist() for each in by_token] == [[1, 2, 0], [0, 5]]
+    assert {each.dtype.name for each in by_sample + by_token} == {"float32"}
+
+
+@pytest.mark.parametrize("given", [np.zeros(3), np.zeros((2, 1)), np.array([np.nan, 0]), np.float32(0)])
+def test_other_shapes_and_numbers_that_are_not_finite_end_the_run(given: np.ndarray) -> None:
+    with pytest.raises(
+        Fatal, match="must return one finite number for each of 2 samples, or for each of their 5 tokens"
+    ):
+        of_tokens(lambda rewards, masks: given, [1, 3], MASKS)

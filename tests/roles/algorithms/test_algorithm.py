@@ -81,6 +81,19 @@ def test_a_symmetric_clip_stays_symmetric() -> None:
         ({"tis_level": "sequence"}, "algorithm.tis_high must be set with algorithm.tis_level"),
         ({"normalize_batch": "groups"}, "normalize_batch"),
         ({"tis_high": 2.0, "old_log_probs": "rollout"}, "algorithm.old_log_probs must not be 'rollout'"),
+        (
+            {"tis_high": 2.0, "correction": "own.py:weights"},
+            "algorithm.tis_high must be left out with algorithm.correction",
+        ),
+        (
+            {"normalize_std": True, "advantage": "own.py:gae"},
+            "algorithm.normalize_std must be left out with algorithm.advantage",
+        ),
+        (
+            {"name": "dr_grpo", "advantage": "own.py:gae"},
+            "algorithm.advantage must be left out with algorithm.name 'dr_grpo'",
+        ),
+        ({"policy_loss": "ppo"}, "'module:function' or 'file.py:function'"),
         ({"clip_low": 1.0}, "less than 1"),
         ({"dual_clip": 1.0}, "greater than 1"),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rondo.roles.algorithms.algorithm import ALGORITHMS, Algorithm
-from rondo.roles.algorithms.losses import correction, denominator, kl, policy_sums, ppo_clip
+from rondo.roles.algorithms.losses import Batch, denominator, importance, kl, policy_sums, ppo_clip
 from rondo.roles.algorithms.sums import LossSums
 
 GRPO = ALGORITHMS["grpo"]
@@ -173,10 +173,14 @@ def test_no_ratio_makes_a_token_of_negative_advantage_weigh_more_than_three(algo
     ],
 )
 def test_corrections_by_hand(mode: Any, level: Any, weights: list[float], outside: list[int]) -> None:
-    keep = torch.tensor([True, True, True, True, False, True])
-    made = correction(ratios(2, 0.5, 4, 0.25, 99, 0.25), keep, [3, 3], low=0.3, high=1.8, mode=mode, level=level)
-    assert made.weights[keep].tolist() == pytest.approx(weights)
-    assert made.outside[keep].tolist() == [bool(value) for value in outside]
+    keep, zeros = torch.tensor([True, True, True, True, False, True]), torch.zeros(6)
+    old = ratios(2, 0.5, 4, 0.25, 99, 0.25)
+    made = Batch(zeros, old, rollout_log_probs=zeros, advantages=zeros, mask=keep, lengths=[3, 3])
+    algorithm = replace(GRPO, tis_low=0.3, tis_high=1.8, tis_mode=mode, tis_level=level)
+    found, measured = importance(made, algorithm)
+    assert found[keep].tolist() == pytest.approx(weights)
+    share = measured["tis_mask_fraction" if mode == "mask" else "tis_clip_fraction"]
+    assert share[keep].tolist() == [bool(value) for value in outside]
 
 
 def test_kl_estimators_by_hand() -> None:
