@@ -9,8 +9,12 @@ ours that nobody generates beside any more at the end, do not count. Wall second
 another; CPU seconds are those of all processes of a side in that time. A ratio is the median over repetitions of theirs over
 ours.
 
+TRL generates with transformers' `generate`, its default, and as a row of its own with transformers' continuous batching.
 bfloat16: TRL as `bf16=True` makes it (autocast over float32 weights), and as its own row with bfloat16 weights; ours trains with
 `train.dtype`, float32 weights in the optimizer, and generates in bfloat16. The ratio is against the quicker of theirs.
+
+"pretrained": a real model given as a folder, sums through its chat template, sampled freely by both sides; `--lr 2e-5` is of
+its size.
 
 The peer needs an environment of its own:
 
@@ -47,6 +51,7 @@ from rondo.launch.report.records import step_records
 ROOT = Path(__file__).resolve().parent.parent
 PEER = Path(__file__).parent / "peers" / "trl_grpo.py"
 CASES = ("equal", "ragged", "equal_bf16", "ragged_bf16")
+PRETRAINED = (task.PRETRAINED, f"{task.PRETRAINED}_bf16")
 NUM_LEAD, NUM_TAIL, NUM_PEER_LEAD = 3, 3, 1
 """Steps of a block that do not count: ours before the pipeline is full and after generation has ended; theirs to warm up."""
 SAMPLE_S, BLOCK_LIMIT_S = 0.1, 900.0
@@ -161,7 +166,7 @@ def ours(options: argparse.Namespace, scratch: Path, case: str, num_steps: int) 
     load, _, kind = case.partition("_")
     run_dir = Path(tempfile.mkdtemp(dir=scratch))
     spec = {
-        "model": str(scratch / "model"), "run_dir": str(run_dir), "load": load, "mode": options.mode,
+        "model": model_of(options, scratch, load), "run_dir": str(run_dir), "load": load, "mode": options.mode,
         "staleness": options.staleness, "threads": options.threads, "steps": num_steps + NUM_LEAD + NUM_TAIL,
         "dtype": "bfloat16" if kind else "float32", "lr": options.lr, "num_slots": options.num_slots,
         "micro_batch_tokens": options.micro_batch_tokens,
@@ -173,18 +178,22 @@ def ours(options: argparse.Namespace, scratch: Path, case: str, num_steps: int) 
         return block_of(watch, step_records(run / "metrics.jsonl"), NUM_LEAD, NUM_TAIL)
 
 
-def theirs(options: argparse.Namespace, scratch: Path, case: str, num_steps: int, dtype: str, threads: int) -> Block:
-    out = Path(tempfile.mkdtemp(dir=scratch)) / "steps.jsonl"
+def theirs(options: argparse.Namespace, scratch: Path, case: str, dtype: str, threads: int, continuous: bool) -> Block:
+    out, load = Path(tempfile.mkdtemp(dir=scratch)) / "steps.jsonl", case.partition("_")[0]
     spec = {
-        "model": str(scratch / "model"), "out": str(out), "scratch": str(scratch), "load": case.partition("_")[0],
-        "threads": threads, "steps": num_steps + NUM_PEER_LEAD, "dtype": dtype, "lr": options.lr,
-        "micro_batch": options.peer_micro_batch,
+        "model": model_of(options, scratch, load), "out": str(out), "scratch": str(scratch), "load": load,
+        "threads": threads, "steps": options.peer_steps + NUM_PEER_LEAD, "dtype": dtype, "lr": options.lr,
+        "micro_batch": options.peer_micro_batch, "continuous": continuous,
     }  # fmt: skip
     command = [options.peers_python, str(PEER), json.dumps(spec)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["OMP_WAIT_POLICY"] = options.wait_policy
     with watched(command, environment, scratch / "theirs.log") as watch:
         return block_of(watch, [json.loads(line) for line in out.open()], NUM_PEER_LEAD, 0)
+
+
+def model_of(options: argparse.Namespace, scratch: Path, load: str) -> str:
+    return str(Path(options.pretrained).resolve()) if load == task.PRETRAINED else str(scratch / "model")
 
 
 def build_model(folder: Path) -> None:
@@ -215,13 +224,18 @@ def to_reward(block: Block, target: float) -> float | None:
 
 def measure(options: argparse.Namespace, scratch: Path, case: str) -> dict[str, list[Block]]:
     """The blocks of every side for one case, in turns."""
-    kinds = {"theirs": "bfloat16", "theirs_weights": "bfloat16_weights"} if "bf16" in case else {"theirs": "float32"}
+    dtypes = {"theirs": "bfloat16", "theirs_weights": "bfloat16_weights"} if "bf16" in case else {"theirs": "float32"}
+    kinds = {
+        name + "_continuous" * continuous: (dtype, continuous)
+        for name, dtype in dtypes.items()
+        for continuous in (False, True)
+    }
     sides: dict[str, list[Block]] = {}
     for _ in range(options.repetitions):
-        for name, dtype in kinds.items() if options.peers_python else ():
+        for name, (dtype, continuous) in kinds.items() if options.peers_python else ():
             for threads in options.peer_threads:
                 label = name if threads == max(options.peer_threads) else f"{name}_{threads}_thread"
-                block = theirs(options, scratch, case, options.peer_steps, dtype, threads)
+                block = theirs(options, scratch, case, dtype, threads, continuous)
                 told(case, label, block)
                 sides.setdefault(label, []).append(block)
         block = ours(options, scratch, case, options.steps)
@@ -258,7 +272,7 @@ def report_of(options: argparse.Namespace, sides: dict[str, list[Block]]) -> dic
                 for part in parts
                 if part in blocks[0].records[0]
             },
-            "reward_last": round(blocks[-1].records[-1]["reward_mean"], 3),
+            "reward_by_step": [[round(r["reward_mean"], 3) for r in block.records] for block in blocks],
         }
     peers = [side for side in sides if side != "ours"]
     if peers:
@@ -278,7 +292,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers-python", help="an interpreter with torch and trl; without it, only ours")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES + PRETRAINED, default=list(CASES))
+    parser.add_argument(
+        "--pretrained", help="a Hugging Face folder for the cases that name it, SmolLM2-135M-Instruct for one"
+    )
     parser.add_argument("--steps", type=int, default=20, help="steps of ours that count in a block")
     parser.add_argument("--peer-steps", type=int, default=6, help="steps of theirs that count in a block")
     parser.add_argument("--peer-threads", type=int, nargs="+", default=[2], help="the quickest of these counts")
@@ -294,13 +311,15 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--target", type=float, default=0.9, help="the reward that the time to it is told of")
     options = parser.parse_args()
+    if not options.pretrained and set(options.cases) & set(PRETRAINED):
+        parser.error("--pretrained FOLDER is needed by these cases: a Hugging Face folder with a chat template")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it ends the block's processes too
     with tempfile.TemporaryDirectory(prefix="rondo-trl-") as folder:
         scratch = Path(folder)
         build_model(scratch / "model")
         cases = {case: report_of(options, measure(options, scratch, case)) for case in options.cases}
     result: dict[str, Any] = {"benchmark": "trl", "cpus": os.cpu_count(), "machine": platform.machine()}
-    result |= {name: value for name, value in vars(options).items() if name != "peers_python"}
+    result |= {name: value for name, value in vars(options).items() if name not in ("peers_python", "pretrained")}
     result |= {"results": cases}
     for case, report in cases.items():
         if "ratio" in report:

@@ -50,6 +50,10 @@ class ListedRollout(RolloutRole):
     open_groups = ListedGroups
 
 
+def sums() -> list[dict[str, str]]:
+    return [{"prompt": text, "label": answer} for text, answer in task.sums(int(os.environ[STEPS]))]
+
+
 def rows() -> list[dict[str, str]]:
     return [{"prompt": prompt} for prompt in task.prompts(int(os.environ[STEPS]))]
 
@@ -62,6 +66,10 @@ def groups_of(mode: str, threads: int) -> tuple[RoleGroup, ...]:
 
 
 def config_of(spec: dict[str, Any]) -> RunConfig:
+    if forced := spec["load"] != task.PRETRAINED:
+        data = DataConfig(rows="benchmarks.trl_run:rows", label=None, shuffle=False)
+    else:
+        data = DataConfig(rows="benchmarks.trl_run:sums", apply_chat_template=True, shuffle=False)
     return RunConfig(
         name="trl",
         num_steps=spec["steps"],
@@ -69,13 +77,13 @@ def config_of(spec: dict[str, Any]) -> RunConfig:
         groups=groups_of(spec["mode"], spec["threads"]),
         run_dir=Path(spec["run_dir"]),
         model=ModelConfig(path=spec["model"], dtype=spec["dtype"]),
-        data=DataConfig(rows="benchmarks.trl_run:rows", label=None, shuffle=False),
-        reward=RewardConfig(function="benchmarks.trl_task:reward"),
+        data=data,
+        reward=RewardConfig(function=f"benchmarks.trl_task:{'reward' if forced else 'sum_reward'}"),
         algorithm=AlgorithmConfig(name="grpo"),
         rollout=RolloutConfig(
             prompts_per_step=task.NUM_PROMPTS,
             samples_per_prompt=task.NUM_SAMPLES,
-            max_prompt_tokens=task.NUM_PROMPT_TOKENS,
+            max_prompt_tokens=task.NUM_PROMPT_TOKENS if forced else task.NUM_CHAT_TOKENS,
             max_new_tokens=task.longest(spec["load"]),
             num_slots=spec["num_slots"],
         ),
@@ -88,7 +96,9 @@ def config_of(spec: dict[str, Any]) -> RunConfig:
 def main(spec: dict[str, Any]) -> int:
     os.environ |= {LOAD: spec["load"], STEPS: str(spec["steps"] + 2)}
     config = config_of(spec)
-    specs = tuple(map(listed, group_specs(config)))
+    specs = group_specs(config)
+    if spec["load"] != task.PRETRAINED:
+        specs = tuple(map(listed, specs))
     return train(config, TrainOptions(Path(__file__), plain=True), groups=specs)
 
 

@@ -2,19 +2,25 @@
 
 Owns these three. Imports the standard library only, since the peer's interpreter has no rondo.
 
-Lengths are forced, so that both sides make equally many tokens whatever they sample: "equal" gives every answer
-`NUM_EQUAL` tokens; "ragged" draws them log-normal (sigma 0.8), none beyond `NUM_LONGEST`, with the same mean. The list holds
-for position and sample: prompt 9's third answer has one length, on both sides and in every repetition.
+"pretrained" is sums of two numbers for a model that has learnt to chat: their text and their reward are real, and answers end
+where the model ends them. For the others lengths are forced, so that both sides make equally many tokens whatever they sample:
+"equal" gives every answer `NUM_EQUAL` tokens; "ragged" draws them log-normal (sigma 0.8), none beyond `NUM_LONGEST`, with the
+same mean. The list holds for position and sample: prompt 9's third answer has one length, on both sides and in every
+repetition.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import re
 
 NUM_PROMPTS, NUM_SAMPLES = 8, 8
 """Prompts of a step, and answers to each."""
 NUM_PROMPT_TOKENS = 16
+PRETRAINED = "pretrained"
+NUM_CHAT_TOKENS, NUM_CHAT_ANSWER = 64, 24
+"""Of "pretrained": the most tokens of a prompt in its chat template, and of an answer."""
 NUM_EQUAL, NUM_LONGEST, SIGMA = 64, 256, 0.8
 VOCAB = 4096
 
@@ -22,6 +28,24 @@ VOCAB = 4096
 def prompts(num_steps: int) -> list[str]:
     """One for each prompt of the run, each of 16 bytes, which are 16 tokens."""
     return [(f"{index:03d} " * 8)[:NUM_PROMPT_TOKENS] for index in range(num_steps * NUM_PROMPTS)]
+
+
+def sums(num_steps: int) -> list[tuple[str, str]]:
+    """A question and its answer for each prompt of a run of "pretrained"."""
+    draw = random.Random(0)
+    pairs = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(num_steps * NUM_PROMPTS)]
+    return [(f"What is {a} + {b}? Answer with the number only.", str(a + b)) for a, b in pairs]
+
+
+def sum_score(response: str, answer: str) -> float:
+    """1 where the last number of the response is the sum, and 0.1 for any number at all."""
+    numbers = re.findall(r"\d+", response)
+    return 1.0 if numbers and numbers[-1] == answer else 0.1 * bool(numbers)
+
+
+def sum_reward(response: str, label: str, *, prompt: str, metadata: object) -> float:
+    """`sum_score`, as a run's settings name a reward function."""
+    return sum_score(response, label)
 
 
 def answer_lengths(load: str, position: int) -> list[int]:
@@ -35,7 +59,7 @@ def answer_lengths(load: str, position: int) -> list[int]:
 
 
 def longest(load: str) -> int:
-    return NUM_EQUAL if load == "equal" else NUM_LONGEST
+    return {"equal": NUM_EQUAL, PRETRAINED: NUM_CHAT_ANSWER}.get(load, NUM_LONGEST)
 
 
 def token_names() -> list[str]:

@@ -2,8 +2,9 @@
 
     PEERS_VENV/bin/python benchmarks/peers/trl_grpo.py '{"model": "...", "out": "...", "load": "equal", "threads": 2, ...}'
 
-GRPOTrainer with its default generation (transformers' `generate`). The one change: a logits processor gives every answer its
-length of the list, by forbidding the end token before and forcing it there. Seconds are wall, CPU seconds are this process's.
+GRPOTrainer with its default generation (transformers' `generate`), or with transformers' continuous batching (`"continuous":
+true`). The one change gives every answer its length of the list: a logits processor that forbids the end token before and
+forces it there, or a request's own number of tokens and no end token. Seconds are wall, CPU seconds are this process's.
 """
 
 from __future__ import annotations
@@ -113,8 +114,27 @@ class Told(TrainerCallback):  # type: ignore[misc]
         self.out.flush()
 
 
+def listed_requests(trainer: GRPOTrainer) -> None:
+    """Each request of continuous batching makes as many tokens as the list says; they are numbered in the order of the batch."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    add = ContinuousBatchingManager.add_request
+
+    def listed(self: Any, input_ids: list[int], request_id: str, **others: Any) -> Any:
+        row = int(request_id.removeprefix("req_"))
+        first = trainer.state.global_step * task.NUM_PROMPTS
+        length = task.answer_lengths(SPEC["load"], first + row // task.NUM_SAMPLES)[row % task.NUM_SAMPLES]
+        return add(self, input_ids, request_id, **others | {"max_new_tokens": length, "eos_token_id": -1})
+
+    ContinuousBatchingManager.add_request = listed
+
+
 def reward(completions: list[str], **columns: Any) -> list[float]:
-    scores = [task.score(completion) for completion in completions]
+    if SPEC["load"] == task.PRETRAINED:
+        answers = [completion[0]["content"] for completion in completions]  # type: ignore[index] # chat in, chat out
+        scores = [task.sum_score(answer, label) for answer, label in zip(answers, columns["label"], strict=True)]
+    else:
+        scores = [task.score(completion) for completion in completions]
     rewards.extend(scores)
     return scores
 
@@ -133,8 +153,16 @@ def main() -> None:
         lr_scheduler_type="constant", adam_beta2=0.95, max_grad_norm=1.0, weight_decay=0.0, loss_type="grpo", beta=0.0,
         max_steps=SPEC["steps"], shuffle_dataset=False, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
         bf16=kind == "bfloat16", gradient_checkpointing=False, disable_tqdm=True, dataloader_pin_memory=False,
+        use_transformers_continuous_batching=SPEC["continuous"],
+        transformers_continuous_batching_config={"max_memory_percent": 0.1} if SPEC["continuous"] else None,
     )  # fmt: skip
-    rows = Dataset.from_dict({"prompt": task.prompts(SPEC["steps"] + 2)})
+    forced = SPEC["load"] != task.PRETRAINED
+    if forced:
+        rows = Dataset.from_dict({"prompt": task.prompts(SPEC["steps"] + 2)})
+    else:
+        asked, answers = zip(*task.sums(SPEC["steps"] + 2), strict=True)
+        chats = [[{"role": "user", "content": text}] for text in asked]
+        rows = Dataset.from_dict({"prompt": chats, "label": answers})
     with Path(SPEC["out"]).open("a", encoding="utf-8") as out:
         trainer = Timed(
             model=model, reward_funcs=reward, args=arguments, train_dataset=rows, processing_class=tokenizer,
@@ -148,7 +176,10 @@ def main() -> None:
             ends = LogitsProcessorList([Ends(lengths, tokenizer.eos_token_id)])
             return generate(*args, **kwargs, logits_processor=ends)
 
-        model.generate = listed
+        if forced:
+            model.generate = listed
+        if forced and SPEC["continuous"]:
+            listed_requests(trainer)
         trainer.train()
 
 
