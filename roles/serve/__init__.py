@@ -1,6 +1,7 @@
 """An HTTP server over any engine: SGLang's dialect, and OpenAI's for agents.
 
 app            the application: who may ask, how large a body may be, which routes there are; and listening
+answering      the way of a request of either dialect, and what is recorded of it
 generate       SGLang's /generate; control, its health, information, pause and weights; sampling, the parameters
 openai         /v1/chat/completions and /v1/completions over fields and conversation (what was asked), output (reasoning, tool
                calls) and answers

@@ -26,20 +26,51 @@ from rondo.roles.serve.service import in_slices
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How one request wants its answer. `chat`: with messages, not bare text; `calls` reads those of tools, where there are any;
-    `reasoning`: the prompt ended inside of it."""
+class Told:
+    """`Form` of one request. `chat`: with messages, not bare text; `calls` reads those of tools, where there are any;
+    `reasoning`: the prompt ended inside of it; `usage`: a stream ends with it."""
 
     id: str
     model: str
     version: int
+    tokenizer: Any
+    asks: Sequence[Ask]
     chat: bool
     log_probs: bool
     num_top: int
     token_ids: bool
+    usage: bool
     calls: CallReader | None = None
     reasoning: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    _writers: dict[int, ChunkWriter] = field(default_factory=dict)
+
+    async def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [await self._choice(index, answer) for index, answer in enumerate(answers)]
+        found = self.head(chunk=False) | {"choices": choices, "usage": self._usage(answers)}
+        return found | ({"prompt_token_ids": self.asks[0].prompt.tolist()} if self.token_ids else {})
+
+    async def part(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+        return await self._writers.setdefault(index, ChunkWriter(self, index)).chunks(answer)
+
+    def end(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        return [self.head(chunk=True) | {"choices": [], "usage": self._usage(answers)}] if self.usage else []
+
+    def reply(self, answer: Answer) -> dict[str, Any] | None:
+        """The assistant's message."""
+        if not self.chat:
+            return None
+        reader = OutputReader(calls=self.calls, reasoning=self.reasoning)
+        parts = reader.feed(answer.text) + reader.finish()
+        content = "".join(part.text for part in parts if part.kind == "content")
+        reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+        calls = [_call(part) for part in parts if part.kind == "call"]
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def head(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
@@ -48,53 +79,29 @@ class Form:
             "system_fingerprint": f"rondo-policy-{self.version}",
         }  # fmt: skip
 
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        """Tokens; a prompt with several samples counts once."""
+        prompts = {ask.rid: int(ask.prompt.size) for ask in self.asks}
+        num_prompt, num_new = sum(prompts.values()), sum(len(answer.tokens) for answer in answers)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
-def usage_of(asks: Sequence[Ask], answers: Sequence[Answer]) -> dict[str, int]:
-    """Tokens; a prompt with several samples counts once."""
-    prompts = {ask.rid: int(ask.prompt.size) for ask in asks}
-    num_prompt, num_new = sum(prompts.values()), sum(len(answer.tokens) for answer in answers)
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-
-
-def message_of(form: Form, answer: Answer) -> dict[str, Any]:
-    """The assistant's message."""
-    reader = OutputReader(calls=form.calls, reasoning=form.reasoning)
-    parts = reader.feed(answer.text) + reader.finish()
-    content = "".join(part.text for part in parts if part.kind == "content")
-    reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
-    calls = [_call(part) for part in parts if part.kind == "call"]
-    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-async def whole_choice(
-    form: Form, tokenizer: Any, index: int, answer: Answer, message: dict[str, Any] | None
-) -> dict[str, Any]:
-    """One sample; `message` is what `message_of` made of it in a chat."""
-    choice: dict[str, Any] = {
-        "index": index,
-        "finish_reason": _reason(answer, bool(message and "tool_calls" in message)),
-    }
-    if message is not None:
-        choice["message"] = message
-    else:
-        choice["text"] = answer.text
-    choice["logprobs"] = await _log_probs(form, tokenizer, answer, 0)
-    if form.token_ids:
-        choice |= {"token_ids": answer.tokens.tolist(), "policy_versions": answer.policy_versions.tolist()}
-    return choice
+    async def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """One sample."""
+        message = self.reply(answer)
+        reason = _reason(answer, bool(message and "tool_calls" in message))
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason}
+        choice |= {"text": answer.text} if message is None else {"message": message}
+        choice["logprobs"] = await _log_probs(self, answer, 0)
+        if self.token_ids:
+            choice |= {"token_ids": answer.tokens.tolist(), "policy_versions": answer.policy_versions.tolist()}
+        return choice
 
 
 class ChunkWriter:
     """The chunks of one sample of a stream: each tells what is new since the one before."""
 
-    def __init__(self, form: Form, tokenizer: Any, index: int) -> None:
+    def __init__(self, form: Told, index: int) -> None:
         self._form = form
-        self._tokenizer = tokenizer
         self._index = index
         self._reader = OutputReader(calls=form.calls, reasoning=form.reasoning)
         self._num_chars = self._num_tokens = self._num_calls = 0
@@ -142,7 +149,7 @@ class ChunkWriter:
             return {}
         found: dict[str, Any] = {}
         if self._form.log_probs:
-            found["logprobs"] = await _log_probs(self._form, self._tokenizer, answer, start)
+            found["logprobs"] = await _log_probs(self._form, answer, start)
         if self._form.token_ids:
             found["token_ids"] = answer.tokens[start:].tolist()
             found["policy_versions"] = answer.policy_versions[start:].tolist()
@@ -159,14 +166,14 @@ def _call(part: Part) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-async def _log_probs(form: Form, tokenizer: Any, answer: Answer, start: int) -> dict[str, Any] | None:
+async def _log_probs(form: Told, answer: Answer, start: int) -> dict[str, Any] | None:
     """Of the tokens from `start` on, in the endpoint's form."""
     if not form.log_probs:
         return None
     if form.num_top and answer.top is None and len(answer.tokens):
         raise TurnedDown(501, "top_logprobs must be 0 with this engine, which does not tell them. Remove it")
     tokens, values = answer.tokens[start:].tolist(), answer.log_probs[start:].tolist()
-    pieces = pieces_of(tokenizer)
+    pieces = pieces_of(form.tokenizer)
 
     def others(place: int) -> list[tuple[int, float]]:
         return likeliest(answer, start + place) if form.num_top else []

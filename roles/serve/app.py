@@ -16,12 +16,14 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from rondo.roles.engines.engine import Engine, Kind
 from rondo.roles.serve import control as own
+from rondo.roles.serve.answering import answered
 from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.generate import generate
 from rondo.roles.serve.limits import BODY_BYTES_A_TOKEN, MIN_BODY_BYTES
@@ -157,12 +159,12 @@ def _with_service(service: Service, route: Route) -> Handler:
 
 _refuse, _not_supported = own.not_supported, own.NOT_SUPPORTED
 _ROUTES: tuple[tuple[str, str, Route], ...] = (
-    ("POST", "/v1/chat/completions", chat),
-    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", partial(answered, read=chat)),
+    ("POST", "/v1/completions", partial(answered, read=completions)),
     ("GET", "/v1/models", own.models),
     ("GET", "/v1/models/{model:.+}", own.models),
-    ("POST", "/generate", generate),
-    ("PUT", "/generate", generate),
+    ("POST", "/generate", partial(answered, read=generate)),
+    ("PUT", "/generate", partial(answered, read=generate)),
     ("POST", "/abort_request", own.abort_request),
     ("POST", "/pause_generation", own.pause_generation),
     ("POST", "/continue_generation", own.continue_generation),

@@ -13,15 +13,14 @@ from __future__ import annotations
 import base64
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import orjson
-from aiohttp import web
 
+from rondo.roles.serve.answering import Asked, prompt_of
 from rondo.roles.serve.answers import likeliest
 from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.fields import Fields
@@ -29,10 +28,8 @@ from rondo.roles.serve.fields import shown as quoted
 from rondo.roles.serve.limits import MAX_NAME
 from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.requests import Answer, Ask
-from rondo.roles.serve.sampling import asks_of, read_sglang, require_samples, require_tops, token_ids
-from rondo.roles.serve.service import SESSION, Service, in_slices, json_answer, session_of, stream_events
-from rondo.roles.serve.text import text_of
-from rondo.roles.serve.trajectory import Prompt
+from rondo.roles.serve.sampling import read_sglang, require_samples
+from rondo.roles.serve.service import Service, in_slices
 from rondo.runtime.errors import ConfigError
 
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -46,37 +43,43 @@ _GROWTH = 1.02
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the answer to one ask is to hold. `prompt` is told where the caller wants it back."""
+class _Told:
+    """`Form` of one request. `alone`: one prompt, not in a batch; `log_probs`: the `rid`s that want them; `prompt`: it is told
+    too."""
 
-    log_probs: bool
+    service: Service
+    asks: Sequence[Ask]
+    alone: bool
+    log_probs: Collection[str]
     texts: bool
     prompt: bool
     experts: bool
     experts_from: int
+    told: dict[int, int] = field(default_factory=dict)
+    """Of each sample of a stream, how many tokens it told."""
+
+    async def whole(self, answers: Sequence[Answer]) -> Any:
+        found = [await self._shown(index, answer) for index, answer in enumerate(answers)]
+        return found[0] if self.alone and len(found) == 1 else found
+
+    async def part(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+        if answer.finish is None and len(answer.tokens) < self.told.get(index, 0) * _GROWTH:
+            return []
+        self.told[index] = len(answer.tokens)
+        return [await self._shown(index, answer)]
+
+    def end(self, answers: Sequence[Answer]) -> list[Any]:
+        return []
+
+    def reply(self, answer: Answer) -> None:
+        """Of bare text there is none."""
+
+    async def _shown(self, index: int, answer: Answer) -> dict[str, Any]:
+        found = await _answer(self, self.asks[index], answer)
+        return found if self.alone and len(self.asks) == 1 else found | {"index": index}
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One request as it was read: its samples, the prompt and the form of each, and whether they came as one alone."""
-
-    asks: list[Ask]
-    prompts: list[Prompt]
-    wanted: list[_Wanted]
-    alone: bool
-    stream: bool
-
-
-async def generate(service: Service, request: web.Request) -> web.StreamResponse:
-    session = session_of(request)
-    with service.trajectories.calling(session):
-        async with service.body(request) as body:
-            asked = await _read(service, session, Fields(body, "the body"))
-            del body
-        return await _tell(service, request, session, asked)
-
-
-async def _read(service: Service, session: str | None, fields: Fields) -> _Asked:
+async def generate(service: Service, session: str | None, fields: Fields) -> tuple[Asked, _Told]:
     for name, neutral in _OFF.items():
         fields.off(name, *neutral)
     given, is_batch = _prompts(fields)
@@ -91,64 +94,24 @@ async def _read(service: Service, session: str | None, fields: Fields) -> _Asked
     if fields.integer("logprob_start_len", -1) != -1:
         raise ConfigError("logprob_start_len must be -1, since log-probs of the prompt are not computed. Remove it")
     num_top = fields.integer("top_logprobs_num", 0, least=0)
-    stream, priority = fields.flag("stream"), fields.integer("priority", 0)
-    affinity = session or fields.text("session_id")
-    wanted = _Wanted(
-        False,
+    asked = Asked(session, fields.flag("stream"))
+    priority, affinity = fields.integer("priority", 0), fields.text("session_id")
+    rids = _rids(fields.take("rid"), count)
+    told = _Told(
+        service,
+        asked.asks,
+        not is_batch,
+        {rid for rid, log_probs in zip(rids, wants, strict=True) if log_probs},
         fields.flag("return_text_in_logprobs"),
         fields.flag("return_prompt_token_ids"),
         fields.flag("return_routed_experts"),
         fields.integer("routed_experts_start_len", 0, least=0),
     )
-    rids = _rids(fields.take("rid"), count)
-    asked = _Asked([], [], [], not is_batch, stream)
     for rid, each, sampling, log_probs in zip(rids, given, samplings, wants, strict=True):
-        if isinstance(each, str):
-            prompt = await service.prompt(session, each, special=True)
-        else:
-            prompt = service.prompt_of_tokens(session, token_ids(each, "input_ids", service.max_length))
-        made = asks_of(
-            sampling, prompt.tokens, rid, tokenizer=service.tokenizer, stop_token_ids=service.stop_token_ids,
-            max_length=service.max_length, num_top=num_top if log_probs else 0, priority=priority, session=affinity,
-        )  # fmt: skip
-        asked.asks.extend(made)
-        asked.prompts.extend([prompt] * len(made))
-        asked.wanted.extend([replace(wanted, log_probs=log_probs)] * len(made))
-    require_tops(asked.asks)
-    return asked
-
-
-async def _tell(service: Service, request: web.Request, session: str | None, asked: _Asked) -> web.StreamResponse:
-    asks, alone = asked.asks, asked.alone and len(asked.asks) == 1
-
-    async def shown(index: int, answer: Answer) -> dict[str, Any]:
-        found = await _answer(service, asks[index], answer, asked.wanted[index])
-        return found if alone else found | {"index": index}
-
-    def record(index: int, answer: Answer) -> None:
-        if session is not None:
-            text = text_of(service.tokenizer, answer.tokens, after=int(asks[index].prompt[-1]))
-            service.trajectories.record(session, asked.prompts[index], asks[index], answer, text)
-
-    if asked.stream:
-
-        async def events() -> AsyncGenerator[dict[str, Any], None]:
-            told = [0] * len(asks)
-            async with aclosing(service.requests.parts(asks)) as parts:
-                async for index, answer in parts:
-                    if answer.finish is not None:
-                        record(index, answer)
-                    elif len(answer.tokens) < told[index] * _GROWTH:
-                        continue
-                    told[index] = len(answer.tokens)
-                    yield await shown(index, answer)
-
-        return await stream_events(request, events())
-    answers = await service.requests.answers(asks)
-    for index, answer in enumerate(answers):
-        record(index, answer)
-    found = [await shown(index, answer) for index, answer in enumerate(answers)]
-    return json_answer(found[0] if alone else found, {SESSION: session} if session else None)
+        prompt = await prompt_of(service, session, each, "input_ids")
+        top = num_top if log_probs else 0
+        asked.ask(service, sampling, prompt, rid, num_top=top, priority=priority, affinity=affinity)
+    return asked, told
 
 
 def _prompts(fields: Fields) -> tuple[list[Any], bool]:
@@ -204,7 +167,8 @@ def _rids(value: Any, count: int) -> list[str]:
     return rids
 
 
-async def _answer(service: Service, ask: Ask, answer: Answer, wanted: _Wanted) -> dict[str, Any]:
+async def _answer(wanted: _Told, ask: Ask, answer: Answer) -> dict[str, Any]:
+    service = wanted.service
     tokens = answer.tokens.tolist()
     meta: dict[str, Any] = {
         "id": ask.rid,
@@ -215,7 +179,7 @@ async def _answer(service: Service, ask: Ask, answer: Answer, wanted: _Wanted) -
         "num_retractions": answer.num_retractions,
         "weight_version": str(answer.policy_versions[-1] if len(tokens) else service.engine.version),
     }
-    if wanted.log_probs:
+    if ask.rid in wanted.log_probs:
         texts = list(map(pieces_of(service.tokenizer).alone, tokens)) if wanted.texts else [None] * len(tokens)
         drawn = list(zip(answer.log_probs.tolist(), tokens, texts, strict=True))
         meta["output_token_logprobs"] = await in_slices(drawn, tuple)

@@ -1,8 +1,8 @@
 """OpenAI's /v1/chat/completions and /v1/completions.
 
-Owns their fields, how a conversation becomes a prompt, and the record of a session's calls. Does not own sampling
-(`requests.py`) or the form of answers (`answers.py`). A field that would change the answer and is not supported is refused; those
-that would not, such as `user` or `store`, may be sent.
+Owns their fields, and how a conversation becomes a prompt. Does not own the way of a request (`answering.py`) or the objects of
+answers (`answers.py`). A field that would change the answer and is not supported is refused; those that would not, such as `user`
+or `store`, may be sent.
 
     POST /v1/chat/completions   X-Rondo-Session: task-7     {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -13,65 +13,25 @@ wherever the text does (`trajectory.py`).
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from aiohttp import web
-
-from rondo.roles.serve.answers import ChunkWriter, Form, message_of, usage_of, whole_choice
+from rondo.roles.serve.answering import Asked, prompt_of
+from rondo.roles.serve.answers import Told
 from rondo.roles.serve.calls import call_reader
-from rondo.roles.serve.conversation import arguments_of, messages_of, said_in, tools_of, with_reasoning
+from rondo.roles.serve.conversation import arguments_of, messages_of, tools_of, with_reasoning
 from rondo.roles.serve.fields import Fields, shown
-from rondo.roles.serve.requests import Answer, Ask
-from rondo.roles.serve.sampling import asks_of, read_openai, require_samples, require_tops, token_ids
-from rondo.roles.serve.service import SESSION, Service, json_answer, session_of, stream_events
-from rondo.roles.serve.text import text_of
-from rondo.roles.serve.trajectory import Prompt
+from rondo.roles.serve.sampling import read_openai, require_samples
+from rondo.roles.serve.service import Service
 from rondo.runtime.errors import ConfigError
 
-REUSED = "X-Rondo-Reused-Tokens"
-PARTED = "X-Rondo-Parted"
 _MAX_TOP = 20
-_IGNORED = frozenset(
-    (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prediction",
-    )
-)
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One request as it was read: its samples, how they are answered, and what is recorded of them."""
-
-    form: Form
-    asks: Sequence[Ask]
-    prompts: Mapping[str, Prompt]
-    session: str | None
-    messages: Sequence[Any] | None
-    stream: bool
-    usage: bool
-
-
-async def chat(service: Service, request: web.Request) -> web.StreamResponse:
-    session = session_of(request)
-    with service.trajectories.calling(session):
-        async with service.body(request) as body:
-            asked = await _chat(service, session, Fields(body, "the body"))
-            del body
-        return await _answer(service, request, asked)
-
-
-async def _chat(service: Service, session: str | None, fields: Fields) -> _Asked:
+async def chat(service: Service, session: str | None, fields: Fields) -> tuple[Asked, Told]:
     service.require_model(fields.text("model"))
     tokenizer = service.tokenizer
     messages = messages_of(fields.take("messages"), tokenizer.chat_template)
@@ -93,25 +53,16 @@ async def _chat(service: Service, session: str | None, fields: Fields) -> _Asked
     text = await service.work.render(arguments | {"messages": messages, "tools": tools}, most=service.max_chars)
     prompt = await service.prompt(session, text, special=False)
     rid = f"chatcmpl-{uuid.uuid4().hex}"
-    asks = _asks(service, sampling, prompt, rid, session, num_top, priority)
+    asked = Asked(session, stream, messages)
+    asked.ask(service, sampling, prompt, rid, num_top=num_top, priority=priority)
     calls = None if tools is None else call_reader(tokenizer.chat_template, tools)
-    form = Form(
-        rid, service.model_name, service.engine.version, True, log_probs, num_top, with_ids, calls=calls,
-        reasoning=text.rstrip().endswith("<think>"),
+    return asked, Told(
+        rid, service.model_name, service.engine.version, tokenizer, asked.asks, True, log_probs, num_top, with_ids, usage,
+        calls, reasoning=text.rstrip().endswith("<think>"),
     )  # fmt: skip
-    return _Asked(form, asks, {rid: prompt}, session, messages, stream, usage)
 
 
-async def completions(service: Service, request: web.Request) -> web.StreamResponse:
-    session = session_of(request)
-    with service.trajectories.calling(session):
-        async with service.body(request) as body:
-            asked = await _completions(service, session, Fields(body, "the body"))
-            del body
-        return await _answer(service, request, asked)
-
-
-async def _completions(service: Service, session: str | None, fields: Fields) -> _Asked:
+async def completions(service: Service, session: str | None, fields: Fields) -> tuple[Asked, Told]:
     service.require_model(fields.text("model"))
     given = _prompts(fields.take("prompt"))
     sampling, priority = read_openai(fields), fields.integer("priority", 0)
@@ -127,81 +78,13 @@ async def _completions(service: Service, session: str | None, fields: Fields) ->
     if sampling.max_new_tokens is None:
         sampling = replace(sampling, max_new_tokens=16)  # OpenAI's default here
     require_samples(len(given) * sampling.num_samples)
-    rid = f"cmpl-{uuid.uuid4().hex}"
-    asks: list[Ask] = []
-    prompts: dict[str, Prompt] = {}
+    rid, asked = f"cmpl-{uuid.uuid4().hex}", Asked(session, stream)
     for number, each in enumerate(given):
-        if isinstance(each, str):
-            prompt = await service.prompt(session, each, special=True)
-        else:
-            prompt = service.prompt_of_tokens(session, token_ids(each, "prompt", service.max_length))
-        name = f"{rid}-{number}"
-        prompts[name] = prompt
-        asks += _asks(service, sampling, prompt, name, session, num_top or 0, priority)
-    form = Form(rid, service.model_name, service.engine.version, False, num_top is not None, num_top or 0, with_ids)
-    return _Asked(form, asks, prompts, session, None, stream, usage)
-
-
-async def _answer(service: Service, request: web.Request, asked: _Asked) -> web.StreamResponse:
-    require_tops(asked.asks)
-    headers = _headers(asked)
-    if asked.stream:
-        return await stream_events(request, _events(service, asked), headers)
-    form = asked.form
-    answers = await service.requests.answers(asked.asks)
-    choices = []
-    for index, (ask, answer) in enumerate(zip(asked.asks, answers, strict=True)):
-        message = message_of(form, answer) if form.chat else None
-        _record(service, asked, ask, answer, message)
-        choices.append(await whole_choice(form, service.tokenizer, index, answer, message))
-    found = form.head(chunk=False) | {"choices": choices, "usage": usage_of(asked.asks, answers)}
-    if form.token_ids:
-        found["prompt_token_ids"] = asked.asks[0].prompt.tolist()
-    return json_answer(found, headers)
-
-
-async def _events(service: Service, asked: _Asked) -> AsyncGenerator[dict[str, Any], None]:
-    form = asked.form
-    writers = [ChunkWriter(form, service.tokenizer, index) for index in range(len(asked.asks))]
-    answers: list[Answer] = []
-    async with aclosing(service.requests.parts(asked.asks)) as parts:
-        async for index, answer in parts:
-            if answer.finish is not None:
-                answers.append(answer)
-                message = message_of(form, answer) if form.chat else None
-                _record(service, asked, asked.asks[index], answer, message)
-            for chunk in await writers[index].chunks(answer):
-                yield chunk
-    if asked.usage:
-        yield form.head(chunk=True) | {"choices": [], "usage": usage_of(asked.asks, answers)}
-
-
-def _record(service: Service, asked: _Asked, ask: Ask, answer: Answer, message: dict[str, Any] | None) -> None:
-    if asked.session is not None:
-        text = text_of(service.tokenizer, answer.tokens, after=int(ask.prompt[-1]))
-        said = b"" if message is None else said_in(message)
-        service.trajectories.record(
-            asked.session, asked.prompts[ask.rid], ask, answer, text, messages=asked.messages, reply=message, said=said
-        )
-
-
-def _headers(asked: _Asked) -> dict[str, str]:
-    if asked.session is None:
-        return {}
-    prompts = list(asked.prompts.values())
-    found = {SESSION: asked.session, REUSED: str(sum(prompt.reused_tokens for prompt in prompts))}
-    parted = next((prompt.parted for prompt in prompts if prompt.parted is not None), None)
-    if parted is not None:
-        found[PARTED] = parted.encode("ascii", "backslashreplace").decode()
-    return found
-
-
-def _asks(
-    service: Service, sampling: Any, prompt: Prompt, rid: str, session: str | None, num_top: int, priority: int
-) -> list[Ask]:
-    return asks_of(
-        sampling, prompt.tokens, rid, tokenizer=service.tokenizer, stop_token_ids=service.stop_token_ids,
-        max_length=service.max_length, num_top=num_top, session=session, priority=priority,
+        prompt = await prompt_of(service, session, each, "prompt")
+        asked.ask(service, sampling, prompt, f"{rid}-{number}", num_top=num_top or 0, priority=priority)
+    return asked, Told(
+        rid, service.model_name, service.engine.version, service.tokenizer, asked.asks, False, num_top is not None,
+        num_top or 0, with_ids, usage,
     )  # fmt: skip
 
 

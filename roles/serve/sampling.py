@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rondo.roles.engines.engine import SamplingParams
-from rondo.roles.engines.stops import token_stops
 from rondo.roles.serve.fields import Fields, shown
 from rondo.roles.serve.limits import MAX_SAMPLES, MAX_TOPS
-from rondo.roles.serve.requests import Ask, one_seed
+from rondo.roles.serve.requests import Ask
 from rondo.runtime.errors import ConfigError
 
 _DEFAULT_NEW_TOKENS = 128
@@ -78,48 +76,6 @@ def _read(fields: Fields, *, limit: str, default: int | None, seed: str) -> Samp
     fields.off("min_p", 0)
     fields.off("logit_bias", {})
     return found
-
-
-def asks_of(
-    sampling: Sampling,
-    prompt: np.ndarray,
-    rid: str,
-    *,
-    tokenizer: Any,
-    stop_token_ids: Sequence[int],
-    max_length: int,
-    num_top: int = 0,
-    priority: int = 0,
-    session: str | None = None,
-) -> list[Ask]:
-    """The samples of one prompt (int32 [T]). `stop_token_ids` end every answer but one that ignores them. ConfigError for a
-    prompt that leaves no room in `max_length` tokens."""
-    room = max_length - prompt.size
-    if prompt.size < 1 or room < 1:
-        raise ConfigError(f"the prompt must have 1 to {max_length - 1} tokens, got {prompt.size}. Shorten it")
-    if sampling.max_new_tokens is not None and sampling.max_new_tokens > room:
-        raise ConfigError(
-            f"prompt and new tokens must fit into {max_length} tokens, got {prompt.size} + {sampling.max_new_tokens}. "
-            "Shorten the prompt, or ask for fewer tokens"
-        )
-    ends = set(sampling.stop_token_ids) | set(() if sampling.ignore_eos else stop_token_ids)
-    if sampling.stops:
-        ends |= set(token_stops(tokenizer, sampling.stops).values())
-    params = SamplingParams(
-        max_new_tokens=sampling.max_new_tokens or room,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=tuple(sorted(ends)),
-        num_top=num_top,
-    )
-    first = Ask(
-        rid, prompt, params, one_seed(sampling.seed, 0), stops=sampling.stops, keep_stop=sampling.keep_stop,
-        skip_special_tokens=sampling.skip_special_tokens, priority=priority, session=session,
-    )  # fmt: skip
-    return [first] + [
-        replace(first, index=index, seed=one_seed(sampling.seed, index)) for index in range(1, sampling.num_samples)
-    ]
 
 
 def token_ids(value: Any, name: str, most: int) -> np.ndarray:
