@@ -129,6 +129,7 @@ async def _serve(
     from rondo.roles.engines.embedded.embedded import EmbeddedEngine
     from rondo.roles.serve.app import listening, server
     from rondo.roles.serve.prompt_work import prompt_work
+    from rondo.roles.serve.service import Service
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
@@ -140,10 +141,10 @@ async def _serve(
     engine = EmbeddedEngine(slots, compute)
     try:
         async with prompt_work(path) as work:
-            app = server(
-                engine, tokenizer, work, model_name=name, token=token, max_length=length, model_path=path,
-                stop_token_ids=stop_ids,
-            )  # fmt: skip
+            service = Service(
+                engine, tokenizer, work, name, max_length=length, model_path=path, stop_token_ids=stop_ids
+            )
+            app = server(service, token)
             with _signals() as asked:
                 async with listening(app, options.host, options.port) as url:
                     print(f"serving {name} at {url}  token: {token_path}", flush=True)

@@ -79,7 +79,7 @@ class Asked:
                 f"prompt and new tokens must fit into {most} tokens, got {tokens.size} + {sampling.max_new_tokens}. "
                 "Shorten the prompt, or ask for fewer tokens"
             )
-        ends = set(sampling.stop_token_ids) | set(() if sampling.ignore_eos else service.stop_token_ids)
+        ends = set(sampling.stop_token_ids) | set(() if sampling.ignore_eos else service.stop_token_ids or ())
         if sampling.stops:
             ends |= set(token_stops(service.tokenizer, sampling.stops).values())
         params = SamplingParams(

@@ -3,7 +3,7 @@
 Owns who may ask (a bearer token, compared in constant time), how large a body may be, the routes, and the end: drain, then close.
 Does not own the engine, which whoever made it closes.
 
-    app = server(engine, tokenizer, work, model_name="m", token=token, max_length=4096)
+    app = server(Service(engine, tokenizer, work, "m", max_length=4096), token)
     async with listening(app, "127.0.0.1", 0) as url: ...
 
 Invariant: without the token nobody learns more than whether the server is up. A caller that leaves takes its request along.
@@ -21,17 +21,13 @@ from typing import Any
 
 from aiohttp import web
 
-from rondo.roles.engines.engine import Engine, Kind
 from rondo.roles.serve import control as own
 from rondo.roles.serve.answering import answered
 from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.generate import generate
 from rondo.roles.serve.limits import BODY_BYTES_A_TOKEN, MIN_BODY_BYTES
 from rondo.roles.serve.openai import chat, completions
-from rondo.roles.serve.prompt_work import PromptWork
-from rondo.roles.serve.requests import Requests
 from rondo.roles.serve.service import Service, error_answer
-from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.admin.http_log import HTTP_LOG, WRONGLY_ASKED
 from rondo.runtime.errors import ConfigError, RondoError
 
@@ -45,38 +41,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 
 
-def server(
-    engine: Engine,
-    tokenizer: Any,
-    work: PromptWork,
-    *,
-    model_name: str,
-    token: str | Sequence[str],
-    max_length: int,
-    model_path: str = "",
-    stop_token_ids: Sequence[int] | None = None,
-    kind: Kind = "agent",
-    control: bool = True,
-    seeds: bool = True,
-    tells_experts: bool = False,
-    max_body_bytes: int | None = None,
-    trajectories: Trajectories | None = None,
-) -> web.Application:
-    """The application. `work` makes prompts, with the same tokenizer. `token`: any of these must be shown. `max_length`: tokens
-    of prompt and answer together; the bytes of a body follow from it unless they are given.
-
-    `stop_token_ids` end every answer; by default the tokenizer's end of sequence does. `control` False refuses what changes
-    the engine for others: pauses, weights, the abort of everything. `seeds`: whether the engine honours them.
-    `tells_experts`: whether its completions have their routed experts.
-    """
-    if stop_token_ids is None:
-        stop_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    service = Service(
-        engine, tokenizer, Requests(engine, tokenizer, kind=kind), work, trajectories or Trajectories(), model_name,
-        model_path or model_name, max_length, tuple(stop_token_ids), control, seeds, tells_experts,
-    )  # fmt: skip
-    tokens = [token] if isinstance(token, str) else list(token)
-    most = max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_A_TOKEN * max_length)
+def server(service: Service, *tokens: str) -> web.Application:
+    """The application. Any of the tokens must be shown."""
+    most = service.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_A_TOKEN * service.max_length)
     app = web.Application(middlewares=[_guard(tokens)], client_max_size=most)
     app[SERVICE] = service
     for method, path, route in _ROUTES:

@@ -22,6 +22,7 @@ from rondo.roles.config import EndpointConfig
 from rondo.roles.engines.engine import Engine
 from rondo.roles.serve.app import listening, server
 from rondo.roles.serve.prompt_work import prompt_work
+from rondo.roles.serve.service import Service
 from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.records.telling import telling
@@ -63,11 +64,12 @@ async def endpoint(
         max_age_s=config.max_age_s, idle_s=config.idle_s,
     )  # fmt: skip
     async with prompt_work(model_path, num_workers=config.prompt_workers) as work:
-        app = server(
-            engine, tokenizer, work, model_name=model_name, token=tokens, max_length=max_length, model_path=model_path,
+        service = Service(
+            engine, tokenizer, work, model_name, max_length=max_length, model_path=model_path,
             stop_token_ids=stop_token_ids, control=False, seeds=seeds, tells_experts=tells_experts,
             max_body_bytes=config.max_body_bytes, trajectories=kept,
         )  # fmt: skip
+        app = server(service, *tokens)
         async with listening(app, config.host, port, earlier=earlier, drain_s=_DRAIN_S) as url:
             told = {
                 "group": name, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(),

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from rondo.roles.engines.engine import Completion, Engine, Kind, OnNewWeights, Prefix, Request, SamplingParams, Top
+from rondo.roles.engines.engine import Completion, Engine, Prefix, Request, SamplingParams, Top
 from rondo.roles.engines.stops import Reading
 from rondo.roles.serve.errors import TurnedDown
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
@@ -139,24 +139,11 @@ OnPart = Callable[[Answer], None]
 
 
 class Requests:
-    """`name` sets its requests apart from others in the same engine; `kind` is what they are there."""
+    """Those of one server. In the engine they are an agent's, named apart from others there, and no new weights end them."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Any,
-        *,
-        kind: Kind = "agent",
-        name: str = "http",
-        on_new_weights: OnNewWeights = "continue",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self._kind: Kind = kind
-        self._name = name
-        self._on_new_weights: OnNewWeights = on_new_weights
-        self._clock = clock
         self._asked: dict[str, _Asked] = {}
         self._num_answered = self._num_requests = 0
         self._closing = False
@@ -233,12 +220,12 @@ class Requests:
         if ask.key in self._asked:
             raise ConfigError(f"rid must be unique among the requests in flight, got {ask.rid!r} twice. Rename one")
         self._num_answered += 1
-        asked = self._asked[ask.key] = _Asked(ask, self._reading(ask), f"{self._name}/{self._num_answered}/{ask.key}")
-        began = self._clock()
+        asked = self._asked[ask.key] = _Asked(ask, self._reading(ask), f"http/{self._num_answered}/{ask.key}")
+        began = time.monotonic()
         try:
             async with turn or nullcontext():
                 done = await self._sample(asked, on_part)
-            return self._whole(asked, done, self._clock() - began)
+            return self._whole(asked, done, time.monotonic() - began)
         finally:
             del self._asked[ask.key]
             self._changed.set()
@@ -250,8 +237,7 @@ class Requests:
         """The engine's completion, over retractions and interruptions."""
         ask = asked.ask
         request = Request(
-            asked.request_id, ask.prompt, ask.params, ask.seed, kind=self._kind, on_new_weights=self._on_new_weights,
-            priority=ask.priority, session=ask.session,
+            asked.request_id, ask.prompt, ask.params, ask.seed, kind="agent", priority=ask.priority, session=ask.session,
             progress=(lambda so_far: self._grown(asked, so_far, on_part)) if on_part or ask.stops else None,
         )  # fmt: skip
         done = _nothing(request)

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,28 +40,39 @@ SLICE = 128
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Service:
-    """One server. `control`: whether who asks may pause it and change its weights; not so where a run owns the engine.
+    """One server. `work` makes prompts, with the same tokenizer. `max_length` is in tokens, prompt included; the bytes of a
+    body follow from it unless they are given.
 
-    `seeds`: whether the engine's draws are decided by the seed of a request. `tells_experts`: whether its answers have their
-    routed experts. `max_length` is in tokens, prompt included.
+    `stop_token_ids` end every answer; by default the tokenizer's end of sequence does. `control` False refuses what changes the
+    engine for others: pauses, weights, the abort of everything. `seeds`: whether the engine's draws are decided by the seed of a
+    request. `tells_experts`: whether its answers have their routed experts.
     """
 
     engine: Engine
     tokenizer: Any
-    requests: Requests
     work: PromptWork
-    trajectories: Trajectories
     model_name: str
-    model_path: str
+    _: KW_ONLY
     max_length: int
-    stop_token_ids: tuple[int, ...]
-    control: bool
-    seeds: bool
-    tells_experts: bool
+    model_path: str = ""
+    stop_token_ids: tuple[int, ...] | None = None
+    control: bool = True
+    seeds: bool = True
+    tells_experts: bool = False
+    max_body_bytes: int | None = None
+    trajectories: Trajectories = field(default_factory=Trajectories)
+    requests: Requests = field(init=False)
     started: float = field(default_factory=time.time)
     _long: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_BODIES))
+
+    def __post_init__(self) -> None:
+        self.requests = Requests(self.engine, self.tokenizer)
+        self.model_path = self.model_path or self.model_name
+        if self.stop_token_ids is None:
+            end = self.tokenizer.eos_token_id
+            self.stop_token_ids = () if end is None else (end,)
 
     @property
     def max_chars(self) -> int:

@@ -23,10 +23,11 @@ from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine
 from rondo.roles.engines.embedded.slots import Batch, SlotEngine
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.serve.app import SERVICE, listening, server
+from rondo.roles.serve.app import listening, server
 from rondo.roles.serve.prompt_work import Lane, PromptWork
 from rondo.roles.serve.prompt_worker import do
 from rondo.roles.serve.requests import Requests
+from rondo.roles.serve.service import Service
 from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.pool import Outcome
@@ -200,13 +201,11 @@ async def serving(
         slots = SlotEngine(speaker, num_slots=num_slots, max_length=max_length, experts=experts)
         engine = EmbeddedEngine(slots, compute, turn_s=turn_s)
         settings |= {"tells_experts": experts is not None}
-        app = server(
-            engine, own, work or in_thread(own), model_name=MODEL, token=TOKEN, max_length=max_length, **settings
-        )
+        service = Service(engine, own, work or in_thread(own), MODEL, max_length=max_length, **settings)
+        app = server(service, TOKEN)
         try:
             async with listening(app, "127.0.0.1", 0) as url, SGLangClient(url, api_key=TOKEN) as client:
                 async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as agent:
-                    service = app[SERVICE]
                     yield Served(url, client, agent, engine, speaker, service.requests, service.trajectories)
         finally:
             await engine.close()
