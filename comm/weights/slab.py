@@ -19,6 +19,7 @@ bucket: two slots have the same checksum when they hold the same tensors in the 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 
@@ -58,14 +59,32 @@ class WeightSlab:
         self._view = segment.view(readonly=readonly)
         self._words = Words(self._view, 0, num_slots * _NUM_WORDS)
 
-    def write(self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES) -> SlotWriter:
-        """Begin to overwrite `slot`, which nobody may hold; from here until `finish` it is readable for nobody."""
+    def write(
+        self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES, summed: bool = True
+    ) -> SlotWriter:
+        """Begin to overwrite `slot`, which nobody may hold; from here until `finish` it is readable for nobody.
+
+        Without `summed` only the manifest has a checksum.
+        """
         words = _SlotWords(self._words, self._index(slot))
         words.store(_STATE, _WRITING)
         words.store(_ATTEMPT, attempt)
         words.store(_VERSION, version)
-        packer = Packer(self._block(slot), checksums=True, bucket_bytes=bucket_bytes)
+        packer = Packer(self._block(slot), checksums=summed, bucket_bytes=bucket_bytes)
         return SlotWriter(words, packer, self._block(slot))
+
+    def complete(self) -> dict[int, tuple[int, int]]:
+        """Version -> (slot, checksum), of all slots that are complete."""
+        found = {}
+        for slot in range(self.num_slots):
+            words = _SlotWords(self._words, slot)
+            if words.load(_STATE) == _COMPLETE:
+                found[words.load(_VERSION)] = slot, words.load(_CHECKSUM)
+        return found
+
+    def clear(self, slot: int) -> None:
+        """What lies in `slot` counts no more."""
+        _SlotWords(self._words, self._index(slot)).store(_STATE, _EMPTY)
 
     def read(
         self, slot: int, *, attempt: int, version: int, checksum: int, num_threads: int = 1
@@ -104,9 +123,7 @@ class WeightSlab:
             )
         found_checksum = manifest_checksum(block[at : at + num_bytes])
         if found_checksum != checksum:
-            raise CorruptData(
-                f"the manifest of weight slot {slot} must have checksum {checksum}, got {found_checksum}."
-            )
+            raise CorruptData(f"the manifest of version {version} must have checksum {checksum}, got {found_checksum}.")
         return block, block[at : at + num_bytes]
 
     def close(self) -> None:
@@ -142,12 +159,12 @@ class SlotWriter:
         """As `add`, but the caller copies: the bytes of `tensor` belong to `block` from the first to the second."""
         return self._open().place(name, tensor)
 
-    def finish(self, checksums: list[int] | None = None) -> int:
+    def finish(self, checksums: list[int] | None = None, extra: dict[str, Any] | None = None) -> int:
         """Complete the slot. Returns the version's checksum (64 bits), which a reader must name.
 
-        `checksums` of all buckets, from whoever has summed them while it copied.
+        `checksums` of all buckets, from whoever has summed them while it copied; `extra`, JSON-able, stands in the manifest.
         """
-        at, num_bytes = self._open().finish(checksums=checksums)
+        at, num_bytes = self._open().finish(extra, checksums=checksums)
         checksum = manifest_checksum(self.block[at : at + num_bytes])
         for index, value in ((_MANIFEST_AT, at), (_MANIFEST_BYTES, num_bytes), (_CHECKSUM, checksum)):
             self._words.store(index, value)
