@@ -6,9 +6,7 @@ Owns the translation only; settings are `config.py`'s, processes the supervisor'
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -67,8 +65,8 @@ def first_devices(groups: Iterable[RoleGroup]) -> dict[str, int]:
 
 
 def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) -> CoordinatorConfig:
-    """The rules of this run; num_rows: rows to train on, which `num_passes` turns into the end of the data; routed_bytes: what
-    a sample has for the experts of each of its tokens."""
+    """The rules of this run, which `CoordinatorConfig.load` reads back from their JSON. num_rows: rows to train on, which
+    `num_passes` turns into the end of the data; routed_bytes: what a sample has for the experts of each of its tokens."""
     roles = {role for group in config.groups for role in group.roles}
     rollout, passes, evaluation = config.rollout, config.data.num_passes, config.evaluation
     actor, source = config.group_of("actor"), config.group_of("rollout")
@@ -104,8 +102,3 @@ def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) 
         evaluate_every=evaluation.every if evaluation is not None else None,
         num_pinned=config.num_pinned,
     )
-
-
-def coordinator_json(config: CoordinatorConfig) -> dict[str, Any]:
-    """What `CoordinatorConfig.load` reads back."""
-    return asdict(config)

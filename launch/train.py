@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
-from rondo.launch.plan import coordinator_config, coordinator_json, first_devices, group_specs, model_modules
+from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
 from rondo.launch.provider import RunProvider, serve_trace
 from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
@@ -45,10 +45,9 @@ from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records import timeline
 from rondo.runtime.records.telling import PROCESS, tell_every, telling
-from rondo.runtime.supervision.machine import Limits
 from rondo.runtime.supervision.nursery import Nursery
-from rondo.runtime.supervision.orders import EXIT_FAILED
-from rondo.runtime.supervision.spec import GroupSpec, Outcome, ServiceSpec, SupervisorConfig, role_modules
+from rondo.runtime.supervision.orders import EXIT_FAILED, Limits
+from rondo.runtime.supervision.spec import GroupSpec, Outcome, SupervisorConfig, role_modules
 from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
 _PLOT_LIMIT_S = 120.0
@@ -205,7 +204,7 @@ def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str], nursery: N
     prepared = read_json(run.path / PREPARED)
     write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.groups)})
     rules = coordinator_config(changed, facts.num_rows, routed_bytes(changed, facts.shape))
-    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))
+    write_json(run.path / COORDINATOR_CONFIG, rules)
     run.write_settings(resolve(as_kept(changed, run.path)))
     return changed
 
@@ -238,20 +237,8 @@ def _run(
 
 def _sum_up(run: Path, outcome: Outcome, wall_s: float, started: float) -> None:
     """The run's result: on the disk as far as it can be, and on stdout in any case."""
-    summary = summarize(
-        run,
-        exit_code=outcome.exit_code,
-        wall_s=wall_s,
-        attempt=outcome.attempt,
-        first_cause=outcome.first_cause,
-        restarts=_by_role(outcome.restarts),
-        recovery_s=outcome.recovery_s,
-        memory_bytes=outcome.memory_bytes,
-        cores=outcome.cores,
-        cpu_share=outcome.cpu_share,
-        started=started,
-        untold={**outcome.untold, **PROCESS.counts()},
-    )
+    told = {"wall_s": wall_s, "restarts": _by_role(outcome.restarts), "untold": {**outcome.untold, **PROCESS.counts()}}
+    summary = summarize(run, started=started, **(asdict(outcome) | told))
     with telling("summary.json"):
         write(run, summary)
     with telling("curves.png"):
@@ -319,7 +306,7 @@ def _prepare(
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
     rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
     write_json(run.path / FINGERPRINTS, facts.fingerprints)
-    write_json(run.path / COORDINATOR_CONFIG, coordinator_json(rules))
+    write_json(run.path / COORDINATOR_CONFIG, rules)
 
 
 async def _supervise(
@@ -393,22 +380,13 @@ async def _tell_steps(run: Path) -> None:
 def _supervisor_config(
     config: RunConfig, run: RunDir, options: TrainOptions, attempt: int, groups: tuple[GroupSpec, ...]
 ) -> SupervisorConfig:
-    limits, path = config.supervision, Path(read_json(run.path / PREPARED)["model_path"])
+    limits, path = config.supervision.model_dump(), Path(read_json(run.path / PREPARED)["model_path"])
     return SupervisorConfig(
         run_dir=run.path,
         groups=groups,
-        coordinator=ServiceSpec("coordinator", "rondo.comm.bus.serve"),
+        coordinator="rondo.comm.bus.serve",
         attempt=attempt,
-        limits=Limits(
-            max_restarts=limits.max_restarts,
-            restart_window_s=limits.restart_window_s,
-            max_global_restarts=limits.max_global_restarts,
-            start_s=limits.start_s,
-            load_s=limits.load_s,
-            silence_s=limits.silence_s,
-            grace_s=limits.grace_s,
-            no_progress_s=limits.no_progress_s,
-        ),
+        limits=Limits(**{name: limits[name] for name in limits.keys() & {each.name for each in fields(Limits)}}),
         modules=model_modules(path if config.model.build is None else run.path / path),
         kill=options.kill,
         finds_state=config.train.hot_snapshot,

@@ -38,21 +38,11 @@ def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interv
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """What of `one` lies outside of `other`; both as `union` gives them."""
-    left: list[Interval] = []
-    j = 0
-    for start, end in one:
-        at = start
-        while j < len(other) and other[j][1] <= at:
-            j += 1
-        k = j
-        while k < len(other) and other[k][0] < end:
-            if other[k][0] > at:
-                left.append((at, other[k][0]))
-            at = max(at, other[k][1])
-            k += 1
-        if at < end:
-            left.append((at, end))
-    return left
+    if not (one and other):
+        return list(one)
+    ends = [one[0][0], *(end for _, end in other)]
+    starts = [*(start for start, _ in other), one[-1][1]]
+    return intersect(one, list(zip(ends, starts, strict=True)))
 
 
 def length(intervals: Iterable[Interval]) -> int:

@@ -94,17 +94,11 @@ def summarize(
     exit_code: int,
     wall_s: float,
     attempt: int = 0,
-    first_cause: str | None = None,
-    restarts: Mapping[str, int] | None = None,
-    recovery_s: Mapping[str, float] | None = None,
-    memory_bytes: Mapping[str, int] | None = None,
-    cores: Mapping[str, float] | None = None,
-    cpu_share: float | None = None,
     started: float | None = None,
-    untold: Mapping[str, int] | None = None,
+    **outcome: Any,
 ) -> Summary:
-    """Reads a run directory. What the files do not hold comes from the supervisor's outcome; `started` is the wall-clock
-    time of its start, in seconds since the epoch."""
+    """Reads a run directory. What the files do not hold comes from the supervisor's outcome, under the names that it has here;
+    `started` is the wall-clock time of its start, in seconds since the epoch."""
     metrics = run / "metrics.jsonl"
     steps, evaluations = step_records(metrics), evaluation_records(metrics)
     since = started if started is not None else 0.0  # a resumed run has steps from before
@@ -128,19 +122,13 @@ def summarize(
         failed_rewards=failed_rewards(steps, evaluations),
         left_out=left_out(run / "events.jsonl"),
         log_prob_gap=largest_gaps(steps),
-        restarts=dict(restarts or {}),
-        recovery_s=dict(recovery_s or {}),
         first_step_s=first_time - started if first_time is not None and started is not None else None,
         longest_wait_s=_mean([record["longest_wait_s"] for record in steps if "longest_wait_s" in record]),
         staleness_tokens=dict(
             sum((collections.Counter(r.get("staleness_tokens", {})) for r in steps), collections.Counter())
         ),
         waits_s=waits_by_role(read_records(metrics)),
-        memory_bytes=dict(memory_bytes or {}),
-        cores=dict(cores or {}),
-        cpu_share=cpu_share,
-        first_cause=first_cause,
-        untold=dict(untold or {}),
+        **outcome,
     )
 
 

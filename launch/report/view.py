@@ -16,8 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rondo.launch.machine import show_bytes
 from rondo.launch.report.records import evaluation_figures, shown_reward
@@ -25,6 +24,8 @@ from rondo.runtime.records.telling import tell_every, telling
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from rondo.runtime.supervision.spec import GroupView
 
 _REFRESH_S = 0.25
 _NUM_EVENTS = 6
@@ -37,37 +38,7 @@ _COUNTED = frozenset({"metrics", "committed"})
 _HIDDEN = frozenset({"time", "source", "kind"})
 
 
-class GroupView(Protocol):
-    """What is shown of a role group or service."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def state(self) -> object: ...
-
-    @property
-    def restarts(self) -> int: ...
-
-    @property
-    def rss_bytes(self) -> int: ...
-
-
-Groups = Callable[[], Sequence[GroupView]]
-
-
-class View(Protocol):
-    """Both views. `on_event` takes the supervisor's records; `run` draws until it is cancelled."""
-
-    def on_event(self, record: Mapping[str, Any]) -> None: ...
-
-    async def run(self) -> None: ...
-
-    def __enter__(self) -> View: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+Groups = Callable[[], "Sequence[GroupView]"]
 
 
 @dataclass(slots=True)
@@ -119,7 +90,8 @@ class Progress:
 def open_view(
     name: str, num_steps: int, groups: Groups, *, plain: bool = False, console: Console | None = None
 ) -> LiveView | PlainView:
-    """The live view on a terminal, plain lines elsewhere or where asked for."""
+    """The live view on a terminal, plain lines elsewhere or where asked for. `on_event` of both takes the supervisor's records;
+    `run` draws until it is cancelled."""
     if plain or (console is None and not sys.stdout.isatty()):
         return PlainView(num_steps)
     from rich.console import Console
@@ -145,9 +117,7 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
 
@@ -183,14 +153,12 @@ class LiveView:
 
     def __enter__(self) -> LiveView:
         with telling("view"):
-            self._live.__enter__()
+            self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with telling("view"):
-            self._live.__exit__(kind, error, trace)
+            self._live.stop()
 
     def render(self) -> RenderableType:
         """The picture now: progress, reward, role groups, last events."""

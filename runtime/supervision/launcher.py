@@ -31,7 +31,6 @@ from rondo.runtime.supervision.spec import (
     RUN_DIR,
     STORE,
     GroupSpec,
-    ServiceSpec,
 )
 
 TORCHRUN_MAIN = "torch.distributed.run:main"
@@ -122,11 +121,10 @@ class Surroundings:
         log = self.log_path(name, incarnation, attempt)
         return Job(STORE_MAIN, (), environment, log, (fd,))
 
-    def start_service(self, spec: ServiceSpec, incarnation: int, attempt: int) -> subprocess.Popen[bytes]:
+    def start_service(self, name: str, module: str, incarnation: int, attempt: int) -> subprocess.Popen[bytes]:
         """Starts a plain Python process."""
-        command = [sys.executable, "-m", spec.module, *spec.args]
-        environment = {**self.environment(spec.name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
-        return start(command, environment, self.log_path(spec.name, incarnation, attempt))
+        environment = {**self.environment(name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
+        return start([sys.executable, "-m", module], environment, self.log_path(name, incarnation, attempt))
 
 
 def reason_to_exec(spec: GroupSpec) -> str:

@@ -1,7 +1,6 @@
 """Spec: what the supervisor is given, and what it gives back. Frozen data, no behaviour.
 
-    role group   processes of one torchrun, each with the same role classes     GroupSpec("actor-0", "actor", 2, ...)
-    service      one plain process that serves the role groups                  ServiceSpec("coordinator", "rondo.comm.bus.serve")
+    GroupSpec("actor-0", "actor", 2, ...)       a role group: processes of one torchrun, each with the same role classes
 
 Everything that the supervisor starts finds itself through the environment variables named here.
 """
@@ -34,15 +33,6 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*(-\d+)?")
 
 
 @dataclass(frozen=True)
-class ServiceSpec:
-    """`python -m module *args`. It answers as an actor at `<name>.sock` and calls the supervisor's `ready`."""
-
-    name: str
-    module: str
-    args: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class GroupSpec:
     """One role group. `roles` name its classes, "package.module:Class" or "/path/file.py:Class"; every rank runs all."""
 
@@ -64,7 +54,8 @@ class SupervisorConfig:
 
     run_dir: Path
     groups: tuple[GroupSpec, ...]
-    coordinator: ServiceSpec
+    coordinator: str
+    """Its module, run as a plain process, which answers as an actor at `coordinator.sock` and calls the supervisor's `ready`."""
     limits: Limits = field(default_factory=Limits)
     attempt: int = 0
     """The first attempt of this supervisor's life; a resumed run goes on counting."""
@@ -78,14 +69,12 @@ class SupervisorConfig:
     """Faults on purpose: (role, group or service; step): SIGKILLed once, when that many steps are committed."""
 
     def __post_init__(self) -> None:
-        names = [STORE_NAME, self.coordinator.name, *(group.name for group in self.groups)]
+        names = [STORE_NAME, COORDINATOR_NAME, *(group.name for group in self.groups)]
         for name in names:
             if names.count(name) > 1 or not _NAME.fullmatch(name):
                 raise ConfigError(f"names of role groups must differ and look like 'actor-0', got {name!r}")
-        if self.coordinator.name != COORDINATOR_NAME or not self.groups:
-            raise ConfigError(
-                f"a run must have a service {COORDINATOR_NAME!r} and at least one role group, got {names}"
-            )
+        if not self.groups:
+            raise ConfigError("a run must have at least one role group, got none")
 
     def loaded(self) -> tuple[str, ...]:
         """The modules that all processes share."""

@@ -202,7 +202,7 @@ class Supervisor(Actor):
         life = Incarnation(name, number, log, heartbeat, self)
         self._lives[name] = life
         if name == COORDINATOR_NAME:
-            self._begin(life, around.start_service(self._config.coordinator, number, order.attempt))
+            self._begin(life, around.start_service(name, self._config.coordinator, number, order.attempt))
             return
         if name == STORE_NAME:
             job = around.store_job(name, number, order.attempt, self._estate.store_socket.fileno())

@@ -14,7 +14,7 @@ from rondo.comm.bus.index import Index
 from rondo.launch.config import RunConfig, override
 from rondo.launch.groups import RoleGroup
 from rondo.launch.modes import colocate, fully_async, hybrid
-from rondo.launch.plan import coordinator_config, coordinator_json, group_specs
+from rondo.launch.plan import coordinator_config, group_specs
 from rondo.models.config import ModelConfig
 from rondo.roles.algorithms.algorithm import ALGORITHMS
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
@@ -76,7 +76,7 @@ def test_every_combination_can_be_planned(mode: str, name: str, staleness: int, 
         assert {role for spec in specs for role in spec.role_names} >= {"rollout", "actor", "advantages"}
         assert [spec.saves for spec in specs] == ["actor" in spec.role_names for spec in specs]
         file = tmp_path / "coordinator.json"
-        file.write_bytes(orjson.dumps(coordinator_json(coordinator_config(config, num_rows=100))))
+        file.write_bytes(orjson.dumps(coordinator_config(config, num_rows=100)))
         rules = CoordinatorConfig.load(file).rules
         actor = rules.streams[-1]
         assert (actor.name, actor.mini_batches, actor.passes) == ("actor", *updates)

@@ -12,9 +12,7 @@ from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision import launcher
 from rondo.runtime.supervision.launcher import Surroundings, reason_to_exec, used_incarnations
 from rondo.runtime.supervision.orders import Limits
-from rondo.runtime.supervision.spec import GroupSpec, ServiceSpec, SupervisorConfig
-
-SERVE = ServiceSpec("coordinator", "rondo.comm.bus.serve")
+from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
 
 
 def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnation(tmp_path: Path) -> None:
@@ -86,9 +84,9 @@ def test_incarnations_that_were_used_are_read_from_the_logs(tmp_path: Path) -> N
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path, name: str) -> None:
     groups = (GroupSpec("rollout-0", "rollout", 1, ("m:R",)), GroupSpec(name, "x", 1, ("m:R",)))
     with pytest.raises(ConfigError, match="names of role groups must differ and look like 'actor-0', got "):
-        SupervisorConfig(tmp_path, groups, SERVE)
+        SupervisorConfig(tmp_path, groups, "rondo.comm.bus.serve")
 
 
 def test_a_run_needs_a_role_group(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one role group"):
-        SupervisorConfig(tmp_path, (), SERVE)
+        SupervisorConfig(tmp_path, (), "rondo.comm.bus.serve")

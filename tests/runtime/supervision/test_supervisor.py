@@ -24,7 +24,7 @@ import pytest
 from rondo.runtime.processes import process
 from rondo.runtime.records.ledger import Ledger
 from rondo.runtime.supervision.orders import Kill, Note
-from rondo.runtime.supervision.spec import GroupSpec, ServiceSpec, SupervisorConfig
+from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
 from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
 HERE = Path(__file__).parent
@@ -480,7 +480,7 @@ def test_what_follows_a_note_is_done_also_where_it_cannot_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = GroupSpec("actor-0", "actor", 1, ("tiny_roles:Idle",))
-    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator=ServiceSpec("coordinator", "none"))
+    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator="none")
 
     def on_event(record: Record) -> None:
         raise BrokenPipeError
@@ -503,7 +503,7 @@ async def test_a_journal_that_waits_for_room_is_no_hang_and_a_saving_that_does_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = GroupSpec("actor-0", "actor", 1, ("tiny_roles:Idle",))
-    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator=ServiceSpec("coordinator", "none"))
+    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator="none")
     supervisor, progress = Supervisor(config), list[float]()
     monkeypatch.setattr(supervisor._machine, "progressed", progress.append)
     supervisor._ledger = Ledger(tmp_path, lambda record: None)

@@ -12,7 +12,7 @@ import orjson
 import uvloop
 
 from rondo.runtime.supervision.orders import Limits
-from rondo.runtime.supervision.spec import GroupSpec, ServiceSpec, SupervisorConfig
+from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
 from rondo.runtime.supervision.supervisor import Supervisor
 
 ROLES = Path(__file__).with_name("tiny_roles.py")
@@ -32,7 +32,7 @@ def main(text: str) -> int:
     config = SupervisorConfig(
         run_dir=Path(given["run_dir"]),
         groups=groups,
-        coordinator=ServiceSpec("coordinator", "tiny_coordinator"),
+        coordinator="tiny_coordinator",
         limits=Limits(**given["limits"]),
         modules=tuple(given["modules"]),
         kill=tuple((role, step) for role, step in given["kill"]),
