@@ -16,13 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.formats import version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,12 +64,8 @@ def machine() -> dict[str, Any]:
     fields = dict(line.split(":", 1) for line in told.partition("\n\n")[0].splitlines() if ":" in line)
     known = {name.strip(): value.strip() for name, value in fields.items()}
     flags = known.get("flags", known.get("Features", "")).split()
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "numpy", "uvloop", "aiohttp", "orjson"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found = {name: version_of(name) for name in ("torch", "transformers", "numpy", "uvloop", "aiohttp", "orjson")}
+    versions = {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
     return {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "processor": known.get("model name", platform.machine()), "cores": len(os.sched_getaffinity(0)),

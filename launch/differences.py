@@ -7,7 +7,6 @@ only noted. Owns the comparison, and what is written down when changes are accep
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from rondo.launch.rundir import PRIVATE, read_json, write_json
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.roles.data.fingerprints import Fingerprint
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.formats import version_of
 
 _LIMIT_S = 600.0
 
@@ -66,7 +66,7 @@ def refuse(found: Differences) -> None:
 def accept(run: Path, config: RunConfig, found: Differences) -> None:
     """The run has these from now on. environment.json keeps what was accepted, and when."""
     environment = read_json(run / "environment.json")
-    packages = {name: _version(name) for name in environment["packages"]}
+    packages = {name: version_of(name) for name in environment["packages"]}
     environment |= {
         "python": platform.python_version(),
         "packages": {name: version for name, version in packages.items() if version is not None},
@@ -85,7 +85,7 @@ def accept(run: Path, config: RunConfig, found: Differences) -> None:
 def _of_versions(environment: Mapping[str, Any]) -> Iterator[str]:
     versions = {"python": environment["python"], **environment["packages"]}
     for name, was in versions.items():
-        now = platform.python_version() if name == "python" else _version(name)
+        now = platform.python_version() if name == "python" else version_of(name)
         if now != was:
             yield f"{name} was {was}, and is {now or 'gone'}"
 
@@ -110,10 +110,3 @@ def _of_data(run: Path, data: Mapping[str, Any] | None) -> Iterator[str]:
 def _became(file: Path, was: str | None) -> str | None:
     now = digest(file)
     return None if now == was else "was changed" if now is not None else "is gone"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

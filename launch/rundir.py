@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -242,10 +241,7 @@ def environment(run: Path) -> dict[str, Any]:
     its code imports."""
     from rondo.launch.code import imported  # not for whoever only reads a run directory
 
-    versions = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions = {name: version for name in _PACKAGES if (version := formats.version_of(name)) is not None}
     return {
         "time": time.time(),
         "command": sys.argv,

@@ -26,10 +26,15 @@ CHECKPOINT = 1
 @functools.cache
 def release() -> str:
     """The release that runs here."""
+    return version_of("rondo-rl") or "unknown"
+
+
+def version_of(package: str) -> str | None:
+    """Of what is installed; None where it is not."""
     try:
-        return importlib.metadata.version("rondo-rl")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return None
 
 
 def stamp(number: int) -> dict[str, Any]:

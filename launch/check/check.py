@@ -31,7 +31,7 @@ from rondo.launch.check.data import Elsewhere, is_made, look_at_order
 from rondo.launch.check.estimate import Shape, routed_bytes
 from rondo.launch.check.findings import Finding, Report
 from rondo.launch.check.sglang import context_of, look_at_sglang
-from rondo.launch.check.target import Target, judge_devices, judge_target, segment_bytes
+from rondo.launch.check.target import Target, group_bytes, judge_devices, judge_target, segment_bytes
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
@@ -183,7 +183,7 @@ def _ring(config: RunConfig, routed: int) -> Iterator[Finding]:
     """A rollout ring must hold at least one prompt group of the greatest length, with its media; `routed`: bytes of each token's
     experts."""
     samples, row, media = config.rollout.samples_per_prompt, row_bytes(config.rollout, routed), media_bytes(config)
-    needed = samples * row + media
+    needed = group_bytes(config, routed)
     if needed > config.bus.ring_bytes:
         beside = f" and media of up to {media}" if media else ""
         way = ", or lower media.max_group_bytes" if media else ""
@@ -296,14 +296,10 @@ def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
 
 
 def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator[Finding]:
-    """All shared memory must fit beside each other, with one step of the longest samples."""
+    """All shared memory must fit beside each other."""
     if facts.num_parameters is None or facts.num_tensors is None:
         return
     parts = segment_bytes(config, facts.num_parameters, facts.num_tensors, facts.shape)
-    rollout = config.rollout
-    row = row_bytes(rollout, routed_bytes(config, facts.shape))
-    group = rollout.samples_per_prompt * row + media_bytes(config)
-    parts["one step of the longest samples"] = rollout.prompts_per_step * group
     needed = sum(parts.values())
     shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
     if needed > limit:

@@ -155,16 +155,17 @@ def segment_bytes(
     shape: Shape | None = None,
     processes: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Shared memory by kind, in bytes: all of it is reserved at the start; and the copy of a checkpoint while it is written.
-    Of the whole run, or of a node with so many `processes` of each group. Without a `shape` every parameter is taken to be
-    trained."""
+    """Shared memory by kind, in bytes, all of it reserved at the start; and beside it one step of the longest samples, and the
+    copy of a checkpoint while it is written. Of the whole run, or of a node with so many `processes` of each group. Without a
+    `shape` every parameter is taken to be trained."""
     if processes is None:
         processes = {group.name: group.replicas * group.processes for group in config.groups}
     groups = [(group, processes.get(group.name, 0)) for group in config.groups]
     width = 2 if config.model.dtype == "bfloat16" else 4
     takes_weights = any(number and _TAKES_WEIGHTS & set(group.roles) for group, number in groups)
+    rings = sum(n for group, n in groups if "rollout" in group.roles)
     found = {
-        "rollout rings": sum(n for group, n in groups if "rollout" in group.roles) * config.bus.ring_bytes,
+        "rollout rings": rings * config.bus.ring_bytes,
         "column rings": sum(n for group, n in groups if _WRITERS & set(group.roles) and "rollout" not in group.roles)
         * config.bus.column_ring_bytes,
         # Every tensor starts at a multiple of 64 bytes.
@@ -177,7 +178,15 @@ def segment_bytes(
         found["hot snapshots"] = _SNAPSHOTS * versions
     if config.train.save_every is not None:
         found["checkpoint being written"] = versions
+    if rings:
+        longest = group_bytes(config, routed_bytes(config, shape))
+        found["one step of the longest samples"] = config.rollout.prompts_per_step * longest
     return found
+
+
+def group_bytes(config: RunConfig, routed: int) -> int:
+    """Of a prompt group of the greatest length, with its media. `routed`: of each token's experts."""
+    return config.rollout.samples_per_prompt * row_bytes(config.rollout, routed) + media_bytes(config)
 
 
 def _snapshot(config: RunConfig, num_parameters: int, shape: Shape | None, num_ranks: int) -> int:
@@ -209,10 +218,6 @@ def _judge_node(
             loading += number * estimate.loading
         else:
             computing += number * estimate.needed
-    if any(counts[group.name] for group in config.groups if "rollout" in group.roles):
-        rollout = config.rollout
-        row = rollout.samples_per_prompt * row_bytes(rollout, routed_bytes(config, shape)) + media_bytes(config)
-        parts["one step of the longest samples"] = rollout.prompts_per_step * row
     parts |= {"processes": programs, "computing on the CPU": computing, "models while they load": loading}
     needed = sum(parts.values())
     if needed > target.memory_bytes:

@@ -18,7 +18,7 @@ from rondo.launch.check import child as check_child
 from rondo.launch.check.check import Facts, inspect, judge, memory_order
 from rondo.launch.check.estimate import Blocks, Shape, generating_bytes, routed_bytes, training_bytes
 from rondo.launch.check.findings import Finding
-from rondo.launch.check.target import segment_bytes
+from rondo.launch.check.target import group_bytes, segment_bytes
 from rondo.launch.config import RunConfig, load
 from rondo.launch.plan import coordinator_config
 from rondo.launch.rundir import RunDir
@@ -273,6 +273,7 @@ def test_segments_are_counted_for_every_rank_that_writes(make: Make) -> None:
         "column rings": config.bus.column_ring_bytes,
         "weight slab": 0,
         "hot snapshots": 0,
+        "one step of the longest samples": config.rollout.prompts_per_step * group_bytes(config, 0),
     }
 
 
