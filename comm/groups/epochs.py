@@ -210,11 +210,6 @@ def split(member: str) -> tuple[str, int]:
     return group, int(rank)
 
 
-def members_of(group: str, num_ranks: int) -> tuple[str, ...]:
-    """The members of one role group, in rank order."""
-    return tuple(f"{group}/{rank}" for rank in range(num_ranks))
-
-
 def lives_of(rows: Sequence[Sequence[object]]) -> tuple[Life, ...]:
     """Lives as they came over a wire: [group, rank, incarnation] each."""
     return tuple(Life(str(group), int(str(rank)), int(str(incarnation))) for group, rank, incarnation in rows)

@@ -54,11 +54,13 @@ _MOST_HELD = 1 << 16
 
 
 class Span:
-    """One activity, recorded when it ends, however it ends. Made by `span`."""
+    """One activity, recorded when it ends, however it ends. Made by `span`; without a timeline it is recorded nowhere."""
 
     __slots__ = ("_timeline", "args", "lane", "name", "start_ns", "step")
 
-    def __init__(self, timeline: Timeline, name: str, lane: str, step: int | None, args: dict[str, Any] | None) -> None:
+    def __init__(
+        self, timeline: Timeline | None, name: str, lane: str, step: int | None, args: dict[str, Any] | None
+    ) -> None:
         self._timeline = timeline
         self.name = name
         self.lane = lane
@@ -67,41 +69,25 @@ class Span:
 
     def tell(self, *, step: int | None = None, **args: Any) -> None:
         """Adds what is known by now."""
+        if self._timeline is None:
+            return
         if step is not None:
             self.step = step
         self.args = {**(self.args or {}), **args}
 
     def __enter__(self) -> Span:
         timeline = self._timeline
-        self.start_ns = timeline.clock()
-        timeline.opened[id(self)] = self
+        if timeline is not None:
+            self.start_ns = timeline.clock()
+            timeline.opened[id(self)] = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         timeline = self._timeline
+        if timeline is None:
+            return
         del timeline.opened[id(self)]
         timeline.add((self.name, self.lane, self.start_ns, timeline.clock() - self.start_ns, self.step, self.args, 0))
-
-
-class _Nothing(Span):
-    """What `span` gives while nothing is recorded."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        pass
-
-    def tell(self, *, step: int | None = None, **args: Any) -> None:
-        pass
-
-    def __enter__(self) -> Span:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
 
 
 class Timeline:
@@ -300,26 +286,22 @@ def begin(run_dir: Path, group: str, rank: int = 0, incarnation: int = 0, attemp
     return made
 
 
-def stop(timeline: Timeline) -> None:
-    """No span is recorded any more, if `timeline` is that of this process."""
-    global _current
-    if _current is timeline:
-        _current = None
-        waits.PROCESS.on_end, waits.PROCESS.notable_s = None, float("inf")
-
-
 def end() -> None:
     """Writes down the rest and records no more. Safe to call without a `begin`, and twice."""
-    timeline = _current
+    global _current
+    timeline, _current = _current, None
     if timeline is not None:
-        stop(timeline)
+        waits.PROCESS.on_end, waits.PROCESS.notable_s = None, float("inf")
         timeline.close()
+
+
+_NOWHERE = Span(None, "", "", None, None)
 
 
 def span(name: str, lane: str, step: int | None = None, **args: Any) -> Span:
     """`with span("train", "actor", step=3): ...`; costs nothing where this process records no timeline."""
     timeline = _current
-    return _NOTHING if timeline is None else Span(timeline, name, lane, step, args or None)
+    return _NOWHERE if timeline is None else Span(timeline, name, lane, step, args or None)
 
 
 def figures(name: str, values: Mapping[str, float]) -> None:
