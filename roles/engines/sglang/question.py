@@ -20,6 +20,8 @@ from rondo.runtime.errors import ConfigError
 
 PART_TOKENS = 128
 """A server hands tokens from one of its processes to the next every 50 anyway; a part costs a write there and a read here."""
+STOP_TOKENS = 16
+"""Of the run's own samples whose text is read for stop strings: so many at most are made behind one in vain."""
 _SEEDS = 1 << 31
 
 
@@ -76,8 +78,8 @@ def body_of(request: Request, rid: str, room: int, found: Capabilities) -> dict[
         sampling["stop_token_ids"] = list(params.stop_token_ids)
     else:
         sampling["ignore_eos"] = True
-    if request.progress is None and found.tells_new_tokens:
-        sampling["stream_interval"] = PART_TOKENS
+    if found.tells_new_tokens and (request.progress is None or request.kind in ("train", "evaluation")):
+        sampling["stream_interval"] = PART_TOKENS if request.progress is None else STOP_TOKENS
     if found.seeds:
         sampling["sampling_seed"] = request.seed % _SEEDS
     body: dict[str, Any] = {

@@ -170,7 +170,7 @@ async def test_what_was_told_of_a_sample_is_kept_when_its_server_dies(tmp_path: 
         await engine.update_weights(4, {})
         rig.newest = 5
         rig.hold.touch()
-        asking = asyncio.create_task(engine.generate(replace(request("r"), progress=progress)))
+        asking = asyncio.create_task(engine.generate(replace(request("r"), kind="agent", progress=progress)))
         async with waiting("two tokens", peer="server", deadline_s=DEADLINE_S):
             await two.wait()
         rig.kill()
@@ -189,7 +189,9 @@ async def test_a_stream_is_cancelled_as_any_request_and_ends_with_what_was_told(
     two = asyncio.Event()
     async with kept([rig.engine]):
         rig.hold.touch()
-        asked = replace(request("r", 1000), progress=lambda so_far: two.set() if len(so_far.tokens) == 2 else None)
+        asked = replace(
+            request("r", 1000), kind="agent", progress=lambda so_far: two.set() if len(so_far.tokens) == 2 else None
+        )
         asking = asyncio.create_task(rig.engine.generate(asked))
         await two.wait()
         rig.engine.cancel("r")

@@ -15,6 +15,7 @@ import pytest
 from rondo.roles.engines.engine import Completion, Prefix
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.one_server import SGLangEngine
+from rondo.roles.engines.sglang.question import body_of
 from rondo.roles.engines.sglang.stream import Growing
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError
 from rondo.runtime.waits import PROCESS
@@ -101,6 +102,19 @@ async def test_engines_of_one_server_never_give_a_call_the_name_of_another() -> 
             await each.generate(request(progress=lambda _: None))
         names = [json.loads(asked.partition(b"\r\n\r\n")[2])["rid"] for asked in server.asked]
     assert len(names) == len({*names}) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "read", "every"),
+    [("train", False, 128), ("train", True, 16), ("evaluation", True, 16), ("agent", True, None)],
+)
+def test_parts_come_as_often_as_somebody_has_a_use_for_them(kind: Any, read: bool, every: int | None) -> None:
+    made = engine(SGLangClient("http://127.0.0.1:1"), tells_new_tokens=True)
+    asked = replace(request(progress=print if read else None), kind=kind)
+    sampling = body_of(asked, "r", 8, made.capabilities)["sampling_params"]
+    assert sampling.get("stream_interval") == every
+    untold = replace(made.capabilities, tells_new_tokens=False)  # it may not know the word
+    assert "stream_interval" not in body_of(asked, "r", 8, untold)["sampling_params"]
 
 
 class Streams:
