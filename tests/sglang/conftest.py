@@ -16,10 +16,10 @@ import pytest
 
 from rondo.launch.sglang_env import has_sglang
 from rondo.roles.engines.sglang.owned import FOLDER
-from tests.sglang.servers import Served, launch, moe, serve
+from tests.sglang.servers import Served, environment, launch, moe, serve
 
 _HERE = Path(__file__).parent
-_LIMIT_S = 1200
+_LIMIT_S = 600
 """Of a test and what it shares with others, which on two busy cores takes minutes to start."""
 
 
@@ -60,12 +60,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     started with, as version -1, when a test begins that leaves them so."""
     folder = tmp_path_factory.mktemp("sglang")
     model = moe(folder / "model")
-    with (
-        asyncio.Runner() as runner,
-        serve(
-            runner, launch(model, {"enable-return-routed-experts": True, "enable-priority-scheduling": True}), folder
-        ) as made,
-    ):
+    tells = {"enable-return-routed-experts": True, "enable-priority-scheduling": True}
+    how = launch(model, tells, environment=environment(forks=False))
+    with asyncio.Runner() as runner, serve(runner, how, folder) as made:
         yield made
     left = [path.name for path in FOLDER.glob(f"*rondo_server_{os.getpid()}_*")]
     assert not left, "what servers name in shared memory goes with them"

@@ -22,7 +22,9 @@ from rondo.roles.engines.sglang.server import Launch, SGLangServer
 from rondo.roles.engines.sglang.weights import weight_path
 
 SHIM = Path(__file__).parent / "shim"
-START_S = 600.0
+START_S = 240.0
+GRACE_S = 0.1
+"""A server that is asked to leave looks every five seconds whether it was."""
 _SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -43,9 +45,12 @@ def python() -> str:
     return str(Path(os.environ["SGLANG_VENV"]) / "bin" / "python")
 
 
-def environment() -> dict[str, str]:
-    """What a server needs here: the shim, where there is no GPU."""
-    return {} if torch.cuda.is_available() else {"PYTHONPATH": str(SHIM)}
+def environment(*, forks: bool = True) -> dict[str, str]:
+    """What a server needs here: the shim, where there is no GPU. `forks`: it starts in a third of the time, by another way than
+    that of servers in use; tests of a server's processes themselves start theirs without."""
+    if torch.cuda.is_available():
+        return {}
+    return {"PYTHONPATH": str(SHIM), **({"RONDO_SHIM_FORK": "1"} if forks else {})}
 
 
 def moe(folder: Path, seed: int = 0) -> Path:
@@ -99,7 +104,7 @@ class Served:
 @contextmanager
 def serve(runner: asyncio.Runner, how: Launch, folder: Path) -> Iterator[Served]:
     """The server as long as the body runs; `runner`'s loop is left alone meanwhile."""
-    server = SGLangServer(how, log=folder / "server.log", folder=folder, name="served")
+    server = SGLangServer(how, log=folder / "server.log", folder=folder, name="served", grace_s=GRACE_S)
 
     async def start() -> tuple[str, Capabilities]:
         client = await server.start(START_S)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -244,7 +245,13 @@ async def test_a_wrong_key_is_refused(served: Served) -> None:
             await client.post("/generate", {"input_ids": [5]}, deadline_s=STEP_S)
 
 
-def test_the_key_is_in_no_command_line_and_no_environment(served: Served) -> None:
+def kept_in_shared_memory(processes: list[psutil.Process]) -> list[str]:
+    """Their files there that have a name, and would stay there when these processes are killed."""
+    lines = [line for each in processes for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()]
+    return [line for line in lines if re.search("/dev/shm/(sgl|sem)", line) and not line.endswith("(deleted)")]
+
+
+def test_a_server_shows_its_key_and_a_name_in_shared_memory_nowhere(served: Served) -> None:
     pid = served.server.pid
     assert pid is not None
     leader = psutil.Process(pid)
@@ -252,6 +259,7 @@ def test_the_key_is_in_no_command_line_and_no_environment(served: Served) -> Non
     assert len(family) >= 3
     for process in family:
         assert served.key not in " ".join([*process.cmdline(), *process.environ().values()])
+    assert kept_in_shared_memory(family) == []
     assert served.server.log.stat().st_mode & 0o077 == 0
 
 

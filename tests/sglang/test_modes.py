@@ -9,8 +9,8 @@ import openai
 import orjson
 
 from tests.e2e import omni
-from tests.e2e.runs import finish, left_behind, read_until, start
-from tests.sglang.test_run import CONFIG, events, line
+from tests.e2e.runs import left_behind, start
+from tests.sglang.served_runs import events, finish, line, read_until
 
 OMNI = Path(omni.__file__)
 ALONE = (
@@ -28,8 +28,7 @@ def server_log(run_dir: Path) -> str:
 
 def test_a_server_gives_its_memory_to_the_trainer_in_turn_in_a_run_that_sees_and_hears(tmp_path: Path) -> None:
     sets = (*ALONE, "rollout.sglang.release_memory=True", 'rollout.sglang.arguments={"log-level-http": "info"}')
-    chosen = [part for text in sets for part in ("--set", text)]
-    ended = finish(start(line(tmp_path, *chosen, config=OMNI), tmp_path), tmp_path / "omni", limit_s=900)
+    ended = finish(start(line(tmp_path, *sets, config=OMNI), tmp_path), tmp_path / "omni")
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
@@ -53,8 +52,7 @@ def test_each_of_two_processes_that_generate_and_train_in_turn_has_a_server_of_i
         "rollout.sglang.release_memory=True", 'rollout.sglang.arguments={"log-level-http": "info"}',
         "rollout.endpoint.max_sessions=2",
     )  # fmt: skip
-    chosen = [part for text in sets for part in ("--set", text)]
-    ended = finish(start(line(tmp_path, *chosen, config=CONFIG), tmp_path), tmp_path / "small", limit_s=900)
+    ended = finish(start(line(tmp_path, *sets), tmp_path), tmp_path / "small")
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
@@ -72,10 +70,9 @@ def test_a_server_of_two_ranks_serves_a_run_and_its_agents_with_proved_weights(t
         "rollout.sglang.tensor_parallel=2", "rollout.sglang.weights=tensor", "rollout.sglang.pause=retract",
         "rollout.on_new_weights=recompute", "max_staleness=1", "rollout.endpoint.max_sessions=8",
     )  # fmt: skip
-    chosen = [part for text in sets for part in ("--set", text)]
-    running = start(line(tmp_path, *chosen, config=CONFIG), tmp_path)
+    running = start(line(tmp_path, *sets), tmp_path)
     run_dir = tmp_path / "small"
-    read_until(running, "step=1/8")
+    read_until(running, run_dir, "step=1/8")
     [record] = (run_dir / "endpoints").glob("*.json")
     told = orjson.loads(record.read_bytes())
     token = Path(told["token_path"]).read_text().strip()
@@ -87,7 +84,7 @@ def test_a_server_of_two_ranks_serves_a_run_and_its_agents_with_proved_weights(t
         chunks = list(agent.completions.create(**asked, stream=True, extra_headers=session, extra_body=extra))
         with_token = {"headers": {"Authorization": f"Bearer {token}"}}
         kept: Any = agent.get(f"{told['url']}/rondo/trajectories/agent", cast_to=object, options=with_token)
-    ended = finish(running, run_dir, limit_s=900)
+    ended = finish(running, run_dir)
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)

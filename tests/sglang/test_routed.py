@@ -8,16 +8,16 @@ from pathlib import Path
 import orjson
 
 from tests.e2e.routed import NAME, NUM_STEPS
-from tests.e2e.runs import ROOT, finish, left_behind, start
+from tests.e2e.runs import ROOT, left_behind, start
+from tests.sglang.served_runs import events, finish
 from tests.sglang.servers import environment, python
-from tests.sglang.test_run import events
 
 
 def test_experts_that_a_server_tells_are_replayed_also_of_samples_that_new_weights_abort(tmp_path: Path) -> None:
     sglang = {"python": python(), "environment": environment(), "pause": "abort"}
     sets = [f"rollout.sglang={orjson.dumps(sglang).decode()}", "rollout.max_interruptions=null"]
     running = start([sys.executable, "-m", "tests.e2e.routed", str(tmp_path), "hybrid", *sets], ROOT)
-    ended = finish(running, tmp_path / NAME, limit_s=900)
+    ended = finish(running, tmp_path / NAME)
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)

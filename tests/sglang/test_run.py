@@ -3,89 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import orjson
 import psutil
 from safetensors.torch import load_file
 
-from tests.e2e.runs import finish, left_behind, read_until, start
-from tests.sglang.servers import Served, environment, python
-
-CONFIG = Path(__file__).parent / "small.py"
-
-
-def line(folder: Path, *arguments: str, interpreter: str | None = None, config: Path = CONFIG) -> list[str]:
-    sets = {
-        "run_dir": str(folder),
-        "rollout.sglang.python": interpreter or python(),
-        "rollout.sglang.environment": orjson.dumps(environment()).decode(),
-    }
-    chosen = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
-    return [sys.executable, "-m", "rondo.launch.cli", "train", str(config), *chosen, *arguments]
-
-
-def kept_in_shared_memory(processes: list[psutil.Process]) -> list[str]:
-    """Their files there that have a name, and would stay there when these processes are killed."""
-    lines = [line for each in processes for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()]
-    return [line for line in lines if re.search("/dev/shm/(sgl|sem)", line) and not line.endswith("(deleted)")]
-
-
-def family_of(folder: Path) -> list[psutil.Process]:
-    """The processes of the one server of this run."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        text = " ".join(process.info["cmdline"] or ())
-        if "sglang.launch_server" in text and "guard.py" not in text and str(folder) in run_dir_of(process):
-            found.append(process)
-    [launcher] = found
-    return [launcher, *launcher.children(recursive=True)]
-
-
-def run_dir_of(process: psutil.Process) -> str:
-    try:
-        return process.environ().get("RONDO_RUN_DIR", "")
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return ""
+from tests.e2e.runs import left_behind, start
+from tests.sglang.served_runs import CONFIG, events, finish, launchers, line, read_until
+from tests.sglang.servers import Served
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run_dir / "events.jsonl").read_bytes().splitlines()
-    return [event for event in map(orjson.loads, lines) if event["kind"] == kind]
-
-
-def test_neither_a_killed_server_nor_a_killed_rollout_loses_a_sample_or_leaves_a_process(
-    tmp_path: Path,
-) -> None:
-    running = start(line(tmp_path, "--kill", "rollout@5"), tmp_path)
-    read_until(running, "step=1/8")
-    first = family_of(tmp_path)
-    assert len(first) >= 3 and kept_in_shared_memory(first) == []
-    first[0].send_signal(signal.SIGKILL)
-    read_until(running, "step=4/8")  # its successor generates by now
-    assert alive(first) == []
-    second = family_of(tmp_path)
-    read_until(running, "step=8/8")  # and that of the rollout which was killed at step 5
-    assert alive(second) == []
-    ended = finish(running, tmp_path / "small", limit_s=600)
+def test_neither_killed_servers_nor_a_killed_rollout_lose_a_sample_or_leave_a_process(tmp_path: Path) -> None:
+    """Of two servers one is killed, and then the other; and the rollout, with the successors of both."""
+    run_dir = tmp_path / "small"
+    running = start([*line(tmp_path, "rollout.sglang.num_servers=2"), "--kill", "rollout@6"], tmp_path)
+    read_until(running, run_dir, "step=1/8")
+    first, second = ([each, *each.children(recursive=True)] for each in launchers(tmp_path))
+    assert len(first) >= 3
+    first[0].kill()
+    read_until(running, run_dir, "step=3/8")  # one is enough to go on
+    second[0].kill()
+    read_until(running, run_dir, "step=5/8")  # without any, the run waits for the first one's successor
+    assert alive([*first, *second]) == []
+    successors = [process for each in launchers(tmp_path) for process in (each, *each.children(recursive=True))]
+    read_until(running, run_dir, "step=8/8")  # and for those of the rollout that was killed at step 6
+    assert alive(successors) == []
+    ended = finish(running, run_dir)
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
     assert summary["samples_trained"] == summary["samples_admitted"] == 8 * 4 * 4
     assert summary["restarts"] == {"rollout": 1} and summary["steps"] == 8
-    [gone], [back] = events(ended.run_dir, "sglang_gone"), events(ended.run_dir, "sglang_back")
-    assert gone["why"] == "killed by SIGKILL"
-    assert [event["version"] for event in events(ended.run_dir, "sglang")] == ["0.5.23"] * 3
-    print(f"a killed server serves again, with proved weights, after {back['after_s']:.1f} s")
+    assert {event["why"] for event in events(run_dir, "sglang_gone")} == {"killed by SIGKILL"}
+    assert {event["version"] for event in events(run_dir, "sglang")} == {"0.5.23"}
+    print(
+        "a killed server serves again, with proved weights, after",
+        [e["after_s"] for e in events(run_dir, "sglang_back")],
+    )
     print(f"log-prob difference to the trainer over a run, dense, float32: {summary['log_prob_gap']}")
     assert summary["log_prob_gap"]["all"] < 1e-5
     assert left_behind(tmp_path) == []
@@ -106,7 +67,7 @@ def test_a_run_uses_a_server_that_runs_already_evaluates_beside_it_and_leaves_it
     chosen = [part for text in sets for part in ("--set", text)]
     pid = served.server.pid
     running = start([sys.executable, "-m", "rondo.launch.cli", "train", str(CONFIG), *chosen], tmp_path)
-    ended = finish(running, tmp_path / "small", limit_s=900)
+    ended = finish(running, tmp_path / "small")
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"], summary["restarts"]) == (0, 0, {})

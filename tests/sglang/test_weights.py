@@ -27,7 +27,7 @@ from rondo.roles.engines.sglang.weights_buckets import Bucket, pack
 from rondo.runtime.errors import PeerGone
 from rondo.runtime.processes.process import kill_session
 from tests.roles.engines.engines import full_log_probs, request
-from tests.sglang.servers import START_S, Served, launch, moe, python
+from tests.sglang.servers import GRACE_S, START_S, Served, launch, moe, python
 
 WAYS = ["disk", "tensor", "distributed"]
 CALL_S = 300.0
@@ -116,7 +116,9 @@ async def test_log_probs_become_those_of_other_weights_and_exactly_the_first_one
 async def test_both_ranks_of_a_tensor_parallel_server_get_and_prove_weights_by_every_path(
     served: Served, first: Tensors, other: Tensors, tmp_path: Path
 ) -> None:
-    server = SGLangServer(launch(served.model, tensor_parallel=2), log=tmp_path / "log", folder=tmp_path, name="two")
+    server = SGLangServer(
+        launch(served.model, tensor_parallel=2), log=tmp_path / "log", folder=tmp_path, name="two", grace_s=GRACE_S
+    )
     client = await server.start(START_S)
     try:
         before = await log_probs(client)
@@ -304,7 +306,7 @@ async def test_a_server_killed_during_an_update_ends_it_and_the_next_server_gets
 ) -> None:
     model = moe(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
-    server = SGLangServer(launch(model), log=tmp_path / "server.log", folder=tmp_path, name="killed")
+    server = SGLangServer(launch(model), log=tmp_path / "server.log", folder=tmp_path, name="killed", grace_s=GRACE_S)
     for way in ("distributed", "tensor"):
         started = await server.start(START_S)
         try:
