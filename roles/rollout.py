@@ -60,8 +60,9 @@ class RolloutRole:
         config, limits = job.config, job.config.reward
         self._progress = Progress(limits.deadline_s)
         self._rewards = RewardPool(
-            limits.function, num_workers=limits.num_workers, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s
-        )
+            limits.function, per=limits.per, num_workers=limits.num_workers, deadline_s=limits.deadline_s,
+            load_deadline_s=ctx.load_s,
+        )  # fmt: skip
         media = None if config.media is None else MediaPool(job.model_path, config.media, load_deadline_s=ctx.load_s)
         keep = None
         if config.rollout.keep is not None:

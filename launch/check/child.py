@@ -44,7 +44,7 @@ def main() -> None:
     report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
     report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
     report.look(lambda: look_at_reward(config, report, rows), "reward.function")
-    report.look(lambda: look_at_workflow(config), "rollout.workflow")
+    look_at_sampling(config, report)
     look_at_own(config, report)
     if any(group.devices for group in config.groups):
         import torch
@@ -64,11 +64,17 @@ def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> No
     async def scored() -> list[tuple[str, RewardResult]]:
         load_s = config.supervision.load_s
         found: list[tuple[str, RewardResult]] = []
-        async with RewardPool(reward.function, deadline_s=reward.deadline_s, load_deadline_s=load_s) as pool:
-            for row, answer in [(each, answer) for each in rows for answer in _answers_to(each)]:
-                [result] = await pool.score([RewardItem(answer, row.label, row.prompt, row.metadata)])
-                found.append((f"the answer {answer!r} to {row.name}", result))
-                if result.timed_out:  # others would last as long
+        tried: list[tuple[Row, Sequence[str]]] = [(row, _answers_to(row)) for row in rows]
+        if reward.per == "response":
+            tried = [(row, [answer]) for row, answers in tried for answer in answers]
+        async with RewardPool(
+            reward.function, per=reward.per, deadline_s=reward.deadline_s, load_deadline_s=load_s
+        ) as pool:
+            for row, answers in tried:
+                results = await pool.score([RewardItem(each, row.label, row.prompt, row.metadata) for each in answers])
+                places = [f"the answer {answer!r} to {row.name}" for answer in answers]
+                found += zip(places, results, strict=True)
+                if results[-1].timed_out:  # others would last as long
                     break
         return found
 
@@ -99,11 +105,15 @@ def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> No
             )
 
 
-def look_at_workflow(config: RunConfig) -> None:
-    """It can be loaded and called."""
+def look_at_sampling(config: RunConfig, report: Report) -> None:
+    """The workflow and the filter can be loaded and called."""
+    from rondo.roles.sampling.filters import open_keep
     from rondo.roles.sampling.workflow import open_workflow
 
-    open_workflow(config.rollout.workflow)
+    workflow, keep = config.rollout.workflow, config.rollout.keep
+    report.look(lambda: open_workflow(workflow), "rollout.workflow")
+    if keep is not None:
+        report.look(lambda: open_keep(keep), "rollout.keep")
 
 
 def _answers_to(row: Row) -> tuple[str, ...]:

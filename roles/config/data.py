@@ -189,7 +189,11 @@ class RewardConfig(Section):
 
     function: FunctionRef
     """`def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log. It
-    may ask for `finish_reason`, `num_tokens` and `max_new_tokens` by name too."""
+    may ask for `finish_reason`, `num_tokens` and `max_new_tokens` by name too. An `async def` is awaited in the rollout process,
+    for all responses beside each other."""
+    per: Literal["response", "group"] = "response"
+    """'group': the function is given a list of the responses of a whole prompt group, and lists of what it asks for, and returns
+    a list of as many scores. What fails there fails for all of them."""
     num_workers: int = Field(1, ge=1)
     """Processes for each rollout replica."""
     deadline_s: float = Field(10.0, gt=0)

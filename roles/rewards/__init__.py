@@ -1,4 +1,4 @@
 """Scores, by the user's own functions.
 
-pool           who asks; worker, the killable process in which they run
+pool           who asks; function, where they run: in killable processes, or here; worker, what such a process does
 """

@@ -1,14 +1,14 @@
-"""Rewards: scores prompt groups in killable processes, so that a reward function that fails harms only itself.
+"""Rewards: scores prompt groups, so that a reward function that fails harms only itself.
 
-Owns what is sent to a reward function, and what a score or a failure looks like. Does not own the processes and their
-deadlines (`runtime/processes/pool.py`), what they run (`reward_worker.py`) or what a failed score means for its prompt group
-(the rollout role decides).
+Owns what is sent to a reward function, and what a score or a failure looks like. Does not own where it runs, and its deadline
+(`function.py`), how it is called (`worker.py`) or what a failed score means for its prompt group (the rollout role decides).
 
     async with RewardPool("rewards.py:exact", num_workers=2, deadline_s=10, load_deadline_s=1800) as pool:
         results = await pool.score([RewardItem("1234", label="1234", prompt="s3142>"), ...])    # one result an item
 
-Invariant: `score` returns one result an item, in order, whatever the function does. Everything of a prompt group travels as
-one frame: a group of 8 trivial rewards costs 0.3 ms of CPU, both sides together.
+Invariant: `score` returns one result an item, in order, whatever the function does. Where it scores whole prompt groups, what
+fails fails for all of one. Everything of a prompt group travels as one frame: a group of 8 trivial rewards costs 0.3 ms of CPU,
+both sides together.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.worker import ASKED_FOR
-from rondo.runtime.processes.pool import Item, Outcome, Pool
+from rondo.runtime.processes.pool import Item, Outcome
 from rondo.runtime.values import encode
 
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
     """One response to score. `label` and `metadata` come from the data set and reach the function as they are. How the response
-    ended (one of `FINISHES`), its tokens and their limit reach one that asks for them by name (`reward_worker.ASKED_FOR`)."""
+    ended (one of `FINISHES`), its tokens and their limit reach one that asks for them by name (`worker.ASKED_FOR`)."""
 
     response: str
     label: Any = None
@@ -62,25 +63,33 @@ class RewardStats:
 
 
 class RewardPool:
-    """`num_workers` processes that run `function`. All methods belong to one event loop, on the main thread."""
+    """`function`, in `num_workers` processes where it is a plain one. `per` "group": it is given all items of a call at once. All
+    methods belong to one event loop, on the main thread."""
 
     def __init__(
-        self, function: str, *, num_workers: int = 1, deadline_s: float = 10.0, load_deadline_s: float
+        self,
+        function: str,
+        *,
+        per: Literal["response", "group"] = "response",
+        num_workers: int = 1,
+        deadline_s: float = 10.0,
+        load_deadline_s: float,
     ) -> None:
-        self._pool = Pool(
+        self._per_group = per == "group"
+        self._function = UserFunction(
             "rondo.roles.rewards.worker:open_function",
-            {"function": function},
+            {"function": function, "per": per},
             work="reward",
             source="reward.function",
             num_workers=num_workers,
             deadline_s=deadline_s,
             load_deadline_s=load_deadline_s,
         )
-        self._num_unsent = 0
+        self._num_scored = self._num_errors = self._num_timed_out = 0
 
     async def start(self) -> None:
-        """Starts the workers. ConfigError when the function cannot be loaded, with what its module raised."""
-        await self._pool.start()
+        """Loads the function. ConfigError when it cannot be, with what its module raised."""
+        await self._function.start()
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """One result an item, in order; never raises for what the function does.
@@ -88,25 +97,46 @@ class RewardPool:
         Raises Closed after `close`, and the pool's own error (ConfigError, WorkerDied) when workers cannot be had any
         more.
         """
-        encoded = [encoded_item(item) for item in items]
-        outcomes = iter(await self._pool.run([item for item in encoded if isinstance(item, Item)]))
-        self._num_unsent += sum(isinstance(item, RewardResult) for item in encoded)
-        return [_result(next(outcomes)) if isinstance(item, Item) else item for item in encoded]
+        results = await (self._score_group(items) if self._per_group else self._score_each(items))
+        num_scored, num_timed_out = (
+            sum(each.score is not None for each in results),
+            sum(each.timed_out for each in results),
+        )
+        self._num_scored += num_scored
+        self._num_timed_out += num_timed_out
+        self._num_errors += len(results) - num_scored - num_timed_out
+        return results
+
+    async def _score_each(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        encoded = [_encoded(item, item.response, [getattr(item, name) for name in ASKED_FOR]) for item in items]
+        outcomes = iter(await self._function.run([item for item in encoded if isinstance(item, Item)]))
+        found = (next(outcomes) if isinstance(item, Item) else item for item in encoded)
+        return [_result(outcome, None if outcome.error is not None else outcome.value) for outcome in found]
+
+    async def _score_group(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Of the samples of one prompt, whose label, prompt and metadata are the same."""
+        if not items:
+            return []
+        told = [[getattr(item, name) for item in items] for name in ASKED_FOR]
+        encoded = _encoded(items[0], [item.response for item in items], told)
+        [outcome] = await self._function.run([encoded]) if isinstance(encoded, Item) else [encoded]
+        if outcome.error is None and len(outcome.value) != len(items):
+            text = (
+                f"reward must return one score a response, {len(items)}, got {len(outcome.value)}. Score each of them"
+            )
+            outcome = Outcome(error=text, brief=text)
+        scores = [None] * len(items) if outcome.error is not None else outcome.value
+        return [_result(outcome, score) for score in scores]
 
     def stats(self) -> RewardStats:
-        pool = self._pool.stats()
+        pool = self._function.stats()
         return RewardStats(
-            pool.num_done,
-            pool.num_errors + self._num_unsent,
-            pool.num_timed_out,
-            pool.num_restarts,
-            pool.num_waiting,
-            pool.pids,
+            self._num_scored, self._num_errors, self._num_timed_out, pool.num_restarts, pool.num_waiting, pool.pids
         )
 
     async def close(self) -> None:
         """Kills every worker and waits until none is left. Callers of `score` get Closed. May be called twice."""
-        await self._pool.close()
+        await self._function.close()
 
     async def __aenter__(self) -> RewardPool:
         await self.start()
@@ -118,19 +148,18 @@ class RewardPool:
         await self.close()
 
 
-def _result(outcome: Outcome) -> RewardResult:
-    score, details = (None, {}) if outcome.error is not None else outcome.value
+def _result(outcome: Outcome, scored: Sequence[Any] | None) -> RewardResult:
+    score, details = scored or (None, {})
     return RewardResult(score, details, outcome.error, outcome.timed_out, outcome.brief)
 
 
-def encoded_item(item: RewardItem) -> Item | RewardResult:
-    """The item as it travels, or the result that says why it cannot."""
+def _encoded(item: RewardItem, response: Any, told: list[Any]) -> Item | Outcome:
+    """What travels to the function, or the outcome that says why it cannot."""
     try:
-        told = [getattr(item, name) for name in ASKED_FOR]
-        return Item.of([item.response, item.label, item.prompt, item.metadata, told])
+        return Item.of([response, item.label, item.prompt, item.metadata, told])
     except TypeError:
         problem = problem_of({"prompt": item.prompt, "label": item.label, "metadata": item.metadata})
-        return RewardResult(None, {}, problem, brief=problem)
+        return Outcome(error=problem, brief=problem)
 
 
 def problem_of(values: Mapping[str, Any]) -> str | None:

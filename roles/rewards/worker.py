@@ -1,13 +1,15 @@
 """What a reward worker runs: the user's reward function on one item, and what its result must look like.
 
-Owns loading the function, the waiting for one that is `async`, and checking what it returns. Does not own the process around it
-(`runtime/processes/pool_worker.py`) or what a failed score means (`rewards.py`). Imports the standard library and orjson, and
-what the user's module imports.
+Owns loading the function, how it is called, and checking what it returns. Does not own the process around it
+(`runtime/processes/pool_worker.py`), which functions need none (`function.py`) or what a failed score means (`pool.py`). Imports
+the standard library and orjson, and what the user's module imports.
 
-    score = open_function("rewards.py:exact")
+    score = in_worker("rondo.roles.rewards.worker:open_function", {"function": "rewards.py:exact"})
     score(["1234", "1234", "s3142>", {}, ["stop", 5, 64]])      # [1.0, {}]: score, details
 
-A function is called with response, label, prompt and metadata, and with those of `ASKED_FOR` that are among its parameters.
+A function is called with response, label, prompt and metadata, and with those of `ASKED_FOR` that are among its parameters. One
+over a whole prompt group is called with the responses of all its samples in the place of one, and lists in those of `ASKED_FOR`;
+it returns as many scores.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import load_reference
@@ -24,6 +26,7 @@ from rondo.runtime.values import Encoded, encode
 
 ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens")
 """What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, and their limit."""
+IS_ASYNC = "is it async?"
 _SHOWN_CHARACTERS = 80
 
 
@@ -31,8 +34,31 @@ class RewardError(RondoError, ValueError):
     """A reward function returned what is no score."""
 
 
-def open_function(function: str) -> Callable[[list[Any]], Encoded]:
-    """The function that scores one item. ConfigError for one that cannot be called as rewards are."""
+class Opened(NamedTuple):
+    """A function of the user's: `call` gives it an item, and returns what it returns; `check` makes of that what travels, or
+    raises what is wrong with it."""
+
+    call: Callable[[Any], Any]
+    check: Callable[[Any], Encoded]
+    is_async: bool
+
+
+def in_worker(open_function: str, settings: Mapping[str, Any]) -> Callable[[Any], Encoded]:
+    """What a process of the user's function runs on an item, and waits for where that is to be awaited. The item `IS_ASYNC` asks
+    whether the function is to be awaited at all."""
+    opened: Opened = load_reference(open_function, "the function of a pool")(**settings)
+
+    def run(item: Any) -> Encoded:
+        if item == IS_ASYNC:
+            return encode(opened.is_async)
+        value = opened.call(item)
+        return opened.check(_loop().run_until_complete(_awaited(value)) if hasattr(value, "__await__") else value)
+
+    return run
+
+
+def open_function(function: str, per: str = "response") -> Opened:
+    """The function that scores one item, of one response or of a group's. ConfigError for one that cannot be called so."""
     reward = load_reference(function, "reward.function")
     if inspect.isclass(reward):
         raise ConfigError(
@@ -45,19 +71,19 @@ def open_function(function: str) -> Callable[[list[Any]], Encoded]:
         signature.bind("", "", prompt="", metadata={}, **dict.fromkeys(names))
     except TypeError as error:
         raise ConfigError(
-            f"reward.function must take (response, label, *, prompt, metadata), got {function} ({error}). "
-            "Change its parameters"
+            f"reward.function must take ({per if per == 'response' else 'responses'}, label, *, prompt, metadata), got "
+            f"{function} ({error}). Change its parameters"
         ) from error
     except ValueError:
         pass  # a builtin without a signature
 
-    def score(item: list[Any]) -> Encoded:
+    def score(item: list[Any]) -> Any:
         response, label, prompt, metadata, told = item
         more = {name: value for name, value in zip(ASKED_FOR, told, strict=True) if name in names}
-        value = reward(response, label, prompt=prompt, metadata=metadata, **more)
-        return scored(_loop().run_until_complete(_awaited(value)) if hasattr(value, "__await__") else value)
+        return reward(response, label, prompt=prompt, metadata=metadata, **more)
 
-    return score
+    is_async = inspect.iscoroutinefunction(reward)
+    return Opened(score, scored if per == "response" else scored_group, is_async)
 
 
 def _takes(signature: inspect.Signature, name: str) -> bool:
@@ -67,8 +93,22 @@ def _takes(signature: inspect.Signature, name: str) -> bool:
     return kinds.get(name) in by_name or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
+def scored_group(values: Any) -> Encoded:
+    """[[score, details], ...] of what a reward function returned for a prompt group."""
+    if not hasattr(values, "__iter__") or isinstance(values, str | dict):
+        raise RewardError(
+            f"reward must return a list of one score a response, got {_shown(values)}. Or set reward.per to 'response'"
+        )
+    return encode([_checked(value) for value in values])
+
+
 def scored(value: Any) -> Encoded:
-    """[score, details] of what a reward function returned. RewardError for what is no finite number."""
+    """[score, details] of what a reward function returned."""
+    return encode(_checked(value))
+
+
+def _checked(value: Any) -> list[Any]:
+    """[score, details]. RewardError for what is no finite number."""
     details: dict[Any, Any] = {}
     if isinstance(value, dict):
         if "score" not in value:
@@ -81,9 +121,10 @@ def scored(value: Any) -> Encoded:
     if not math.isfinite(score):
         raise RewardError(f"reward must return a finite number, got {score}. Return a number for such a response too")
     try:
-        return encode([score, details])
+        encode(details)
     except TypeError:
-        return encode([score, {_kept(name): _kept(detail, name) for name, detail in details.items()}])
+        details = {_kept(name): _kept(detail, name) for name, detail in details.items()}
+    return [score, details]
 
 
 def _number(value: Any) -> float:
@@ -97,7 +138,10 @@ def _number(value: Any) -> float:
     elif value is None:
         got, way = "None", "Let each of its paths return one"
     elif isinstance(value, list | tuple):
-        got, way = _shown(value), "It is given one response a call: return its score alone"
+        got, way = (
+            _shown(value),
+            "It is given one response a call: return its score alone",
+        )
     else:
         got, way = _shown(value), "Convert it with float()"
     raise RewardError(f"reward must return a number or a dict with 'score', got {got}. {way}")

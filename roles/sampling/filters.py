@@ -1,6 +1,6 @@
 """Filters: which whole prompt groups are trained; another prompt takes the place of one that is not.
 
-Owns what a filter sees of a group's samples, ours and the user's, and the process that the user's runs in. Does not own what
+Owns what a filter sees of a group's samples, ours and the user's. Does not own where the user's runs (`roles/rewards/`) or what
 becomes of the group (`groups.py`).
 
     def keep(samples):      # rollout.keep; [{"reward": 1.0, "finish_reason": "stop", "num_tokens": 12}, ...]
@@ -11,12 +11,16 @@ A reward is None where it failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rondo.roles.rewards.function import UserFunction
+from rondo.roles.rewards.worker import Opened
 from rondo.runtime.errors import RondoError
-from rondo.runtime.processes.pool import Item, Pool
+from rondo.runtime.processes.pool import Item
 from rondo.runtime.reference import load_reference
+from rondo.runtime.values import Encoded, encode
 
 
 class Ended(NamedTuple):
@@ -31,24 +35,23 @@ class KeepError(RondoError, ValueError):
     """A filter returned what is neither yes nor no."""
 
 
-def open_keep(function: str) -> Callable[[list[dict[str, Any]]], bool]:
-    """What the worker runs."""
+def open_keep(function: str) -> Opened:
+    """The filter, as it is called and what it must return."""
     keep = load_reference(function, "rollout.keep")
 
-    def decided(samples: list[dict[str, Any]]) -> bool:
-        found = keep(samples)
+    def decided(found: Any) -> Encoded:
         if found is None or not hasattr(found, "__bool__"):
             raise KeepError(
                 f"rollout.keep must return True or False, got {found!r:.80}. Let each of its paths return one"
             )
-        return bool(found)
+        return encode(bool(found))
 
-    return decided
+    return Opened(keep, decided, inspect.iscoroutinefunction(keep))
 
 
-def keep_pool(function: str, *, deadline_s: float, load_deadline_s: float) -> Pool:
-    """The process of the user's filter."""
-    return Pool(
+def keep_pool(function: str, *, deadline_s: float, load_deadline_s: float) -> UserFunction:
+    """The user's filter, in a process of its own unless it is async."""
+    return UserFunction(
         "rondo.roles.sampling.filters:open_keep", {"function": function}, work="filter", source="rollout.keep",
         deadline_s=deadline_s, load_deadline_s=load_deadline_s,
     )  # fmt: skip
@@ -59,7 +62,7 @@ def equal_rewards(samples: Sequence[Ended]) -> bool:
     return len({sample.reward for sample in samples} - {None}) == 1
 
 
-async def kept(pool: Pool, samples: Sequence[Ended]) -> tuple[bool, str]:
+async def kept(pool: UserFunction, samples: Sequence[Ended]) -> tuple[bool, str]:
     """(whether the user's filter keeps a group, why it could not say)."""
     [outcome] = await pool.run([Item.of([sample._asdict() for sample in samples])])
     return bool(outcome.value), outcome.error or ""

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.bus.group import FINISH, FINISHES, RESPONSE, REWARD
+from rondo.comm.bus.group import FINISH, FINISHES, NO_VERSION, RESPONSE, REWARD
 from rondo.comm.ring.records import Column
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
@@ -38,6 +38,7 @@ from rondo.roles.engines.engine import Completion, Engine, Request, SamplingPara
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.job import Job
 from rondo.roles.resumed import KeptSamples, put_kept
+from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.pool import RewardPool
 from rondo.roles.sampling.columns import columns_of, finish_of, info_of
 from rondo.roles.sampling.evaluation import sample_seed, scored, told_error
@@ -45,7 +46,6 @@ from rondo.roles.sampling.filters import Ended, equal_rewards, kept
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.single_turn import single_turn
 from rondo.roles.sampling.workflow import Client, Context, Made, Workflow
-from rondo.runtime.processes.pool import Pool
 from rondo.runtime.records.record import JsonLines
 from rondo.runtime.values import as_json
 from rondo.runtime.worker.context import WorkerContext
@@ -91,7 +91,7 @@ class PromptGroups:
     rewards: RewardPool
     media: MediaPool | None
     progress: Progress
-    keep: Pool | None = None
+    keep: UserFunction | None = None
     workflow: Workflow = single_turn
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # a prompt at a time, beside the loop
 
@@ -116,9 +116,12 @@ class PromptGroups:
             lambda number: self._request(lease, number, prompt, media, params),
             functools.partial(self._generate_of, lease),
         )
-        errors: list[str] = []
+        errors, finished = list[str](), list[Made]()
         async with aclosing(context.samples(self.workflow, client)) as made:
-            async for finished in made:
+            async for more in made:
+                finished += more
+                if config.reward.per == "group" and len(ended) + len(finished) < len(every):
+                    continue  # they are scored together
                 with (
                     self.ctx.span("reward", beside="reward", step=lease.step, group=lease.group),
                     self.progress.scoring((lease.group, lease.epoch)),
@@ -131,6 +134,7 @@ class PromptGroups:
                     return
                 self._put(lease, prompt, samples)
                 self._log(lease, row, samples)
+                finished.clear()
 
     async def _outcome(self, ended: Sequence[Ended], errors: Sequence[str]) -> tuple[str, str] | None:
         """What a group with these samples is settled as, and why; None where it is trained. Of errors the first is told."""
@@ -238,7 +242,7 @@ class PromptGroups:
             "reward": sample.reward,
             "response": self.tokenizer.decode(done.tokens.tolist()), "details": as_json(sample.details),
             "finish_reason": finish_of(done), "num_tokens": len(done.tokens),
-            "versions": sorted(set(done.policy_versions.tolist())),
+            "versions": sorted(set(done.policy_versions.tolist()) - {NO_VERSION}),
         }  # fmt: skip
         return line if sample.error is None else line | {"error": sample.error}
 

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
                 function = open_function(**orjson.loads(arguments[5]))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what it loads may raise anything; the parent reports it
             traceback.print_exception(error)  # for the log
-            _send(link, 0, [_failed(error)])
+            _send(link, 0, [failed(error)])
             return 1
         gc.freeze()  # what was loaded stays: it is walked neither between items nor at the end of the process
         _send(link, 0, [(None, None, None, None)])
@@ -107,11 +107,11 @@ def _run(function: Callable[[Any], Any], item: Any, max_bytes: int) -> tuple[Any
         if num_bytes > max_bytes:
             raise OutOfSpace(f"what an item returns must have at most {max_bytes} bytes, got {num_bytes}. Return less")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the function raises is this item's error
-        return _failed(error)
+        return failed(error)
     return value, None, None, None
 
 
-def _failed(error: BaseException) -> tuple[None, str, str, str]:
+def failed(error: BaseException) -> tuple[None, str, str, str]:
     """(no value, text, name of its type, one line). An error of rondo's tree says all in its text; another comes with its
     traceback, from the first frame that is not of the machinery."""
     if isinstance(error, RondoError):

@@ -165,8 +165,9 @@ class Groups(PromptGroups):
             mask_old_tokens=False, mask_truncated=False, max_new_tokens=3,
         )  # fmt: skip
         config = SimpleNamespace(
-            rollout=rollout, algorithm=AlgorithmConfig(), data=None, seed=0, train=SimpleNamespace(router_replay=replay)
-        )
+            rollout=rollout, algorithm=AlgorithmConfig(), data=None, seed=0, train=SimpleNamespace(router_replay=replay),
+            reward=SimpleNamespace(per="response", deadline_s=1.0),
+        )  # fmt: skip
         super().__init__(
             ctx=cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))),
             job=cast(Any, SimpleNamespace(bus=bus, config=config)),

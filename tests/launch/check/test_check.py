@@ -385,6 +385,11 @@ def test_a_reward_function_that_cannot_work_is_told(make: Make, tmp_path: Path, 
             "reward.function fails for 2 of 6 dummy answers, and such samples fail in a run; the first, the answer '' to row 1: "
             "ValueError: invalid literal",
         ),
+        (
+            "def reward(r, l, *, prompt, metadata): return [each == l for each in r]\nPER = 'group'",
+            "ok",
+            "the reward of 6 dummy answers is 0, 1",
+        ),
     ],
 )
 def test_a_reward_function_is_tried_with_dummy_answers(
@@ -392,8 +397,24 @@ def test_a_reward_function_is_tried_with_dummy_answers(
 ) -> None:
     file = tmp_path / "own_rewards.py"
     file.write_text(code + "\n")
-    ((found, text),) = tried(make(f"reward.function={file}:reward"))
+    per = "group" if "PER" in code else "response"
+    ((found, text),) = tried(make(f"reward.function={file}:reward", f"reward.per={per}"))
     assert found == level and text.startswith(start)
+
+
+def test_a_workflow_or_a_filter_that_cannot_be_loaded_or_called_is_told(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "own_sampling.py"
+    file.write_text("def once(row, client, context): ...\n")
+    (tmp_path / "broken.py").write_text("raise OSError('no disk')\n")
+    report = check_child.Report()
+    check_child.look_at_sampling(make(f"rollout.workflow={file}:once", f"rollout.keep={file}:kept"), report)
+    check_child.look_at_sampling(make(f"rollout.workflow={tmp_path}/broken.py:once"), report)
+    check_child.look_at_sampling(make(), report)
+    assert [each["text"].partition(", got ")[0] for each in report.findings] == [
+        "rollout.workflow must be an async function of (row, client, context)",
+        f"rollout.keep must name a function of {file}",
+        "rollout.workflow must load without errors",
+    ]
 
 
 def tried(config: RunConfig) -> list[tuple[str, str]]:

@@ -38,6 +38,29 @@ def asks(response, label, *, prompt, metadata, num_tokens, finish_reason=None):
 def takes_all(response, label, **told):
     return {"score": 1.0, "told": told}
 
+def ranked(responses, label, *, prompt, metadata, num_tokens):
+    """Each by its place among all."""
+    if "short" in responses:
+        return [0.0]
+    if "one" in responses:
+        return 1.0
+    if "hang" in responses:
+        re.match("(a+)+$", "a" * 60 + "b")
+    order = sorted(responses)
+    return [{"score": order.index(each), "tokens": num} for each, num in zip(responses, num_tokens)]
+
+async def judged(response, label, *, prompt, metadata):
+    """Answers once all three of a call are asked."""
+    import asyncio
+    if response == "raise":
+        raise LookupError("planted")
+    if response == "hang":
+        await asyncio.Event().wait()
+    metadata["seen"] = response
+    met = globals().setdefault("met", asyncio.Barrier(3))
+    await met.wait()
+    return {"score": 1.0, "pid": os.getpid()}
+
 async def waited(rest):
     global loop
     import asyncio
@@ -251,6 +274,51 @@ async def test_an_async_function_is_awaited_on_one_loop_for_all_items(functions:
     async with pool_of(functions) as pool:
         assert scores(await pool.score(scripts("async 1", "async 2"))) == [1, 2]
         assert scores(await pool.score(scripts("async 3"))) == [3]
+
+
+async def test_an_async_function_judges_all_beside_each_other_here_and_each_has_its_own_deadline(
+    functions: str,
+) -> None:
+    told = {"kept": 1}
+    async with pool_of(functions, "judged", deadline_s=30.0) as pool:
+        assert pool.stats().pids == ()
+        results = await pool.score([*(RewardItem("together", metadata=told) for _ in range(3)), *scripts("raise")])
+        assert scores(results) == [1, 1, 1, None] and told == {"kept": 1}, "it is given a copy"
+        assert {result.details["pid"] for result in results[:3]} == {os.getpid()}
+        assert results[3].error is not None and "LookupError: planted" in results[3].error
+        assert (results[3].brief or "").startswith("LookupError: planted (")
+        asked = asyncio.create_task(pool.score(scripts("hang")))
+        while not pending():  # noqa: ASYNC110 - the list of waits has no event
+            await asyncio.sleep(0)
+        assert [(wait.name, wait.peer) for wait in pending()] == [("reward", "reward.function")]
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+    with pytest.raises(Closed, match="must be open"):
+        await pool.score(scripts("together"))
+    async with pool_of(functions, "judged", deadline_s=0.05) as pool:
+        [late] = await pool.score(scripts("hang"))
+        assert late.timed_out and late.error == "reward must return within 0.05 s, got no end. It was cancelled"
+        assert (pool.stats().num_timed_out, pool.stats().num_errors) == (1, 0)
+
+
+async def test_a_function_over_a_prompt_group_scores_all_at_once_and_its_failure_is_that_of_all(functions: str) -> None:
+    async with RewardPool(f"{functions}:ranked", per="group", deadline_s=30.0, load_deadline_s=120) as pool:
+        results = await pool.score([RewardItem(each, num_tokens=i) for i, each in enumerate("cab")])
+        assert scores(results) == [2, 0, 1] and [each.details for each in results] == [{"tokens": i} for i in range(3)]
+        assert await pool.score([]) == []
+        for response, error in (
+            ("short", "reward must return one score a response, 2, got 1. Score each of them"),
+            ("one", "reward must return a list of one score a response, got 1.0. Or set reward.per to 'response'"),
+        ):
+            assert [each.error for each in await pool.score(scripts("a", response))] == [error] * 2
+        assert (pool.stats().num_scored, pool.stats().num_errors) == (3, 4)
+        [problem, same] = [each.error for each in await pool.score([RewardItem("a", label=object())] * 2)]
+        assert problem == same and problem is not None and problem.startswith("label must be of a type that travels")
+    async with RewardPool(f"{functions}:ranked", per="group", deadline_s=0.5, load_deadline_s=120) as pool:
+        assert [each.timed_out for each in await pool.score(scripts("a", "hang"))] == [True, True]
+    with pytest.raises(ConfigError, match=r"reward.function must take \(responses, label, \*, prompt, metadata\)"):
+        await RewardPool(f"{functions}:waited", per="group", load_deadline_s=120).start()
 
 
 async def test_an_item_stuck_in_c_is_killed_at_its_deadline_and_the_others_are_scored(functions: str) -> None:

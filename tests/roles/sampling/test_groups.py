@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,7 +40,6 @@ class Scored(Groups):
         self.ctx = cast(Any, SimpleNamespace(
             span=lambda *_, **__: nullcontext(), work=lambda *_: nullcontext(), load_s=1.0, run_dir=folder
         ))  # fmt: skip
-        self.job.config.reward = SimpleNamespace(deadline_s=1.0)  # type: ignore[misc, assignment]
         self.rewards = cast(Any, SimpleNamespace(score=self._rewarded))
         self.tokenizer = SimpleNamespace(decode=lambda tokens, **_: str(tokens[0]))
         self.rows = cast(
@@ -156,7 +156,33 @@ async def test_a_prompt_is_tokenized_beside_the_loop_one_at_a_time() -> None:
     assert [prompt.tolist() for prompt, _ in made] == [[1, 2]] * 4 and most == 1
 
 
+async def test_a_reward_over_the_whole_group_is_asked_once_when_all_samples_are_there(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    shape: dict[str, Any] = {"base_columns": BASE_COLUMNS, "row_bytes": 4096, "samples_per_group": 3}
+    async with asyncio.timeout(60), served(max_staleness=0, **shape) as run:
+        bus, grants = await leased(run)
+        groups, asked = Scored(bus, {0: 0.0, 1: 1.0, 2: 0.5}, tmp_path), list[list[str]]()
+        groups.job.config.reward.per = "group"  # type: ignore[misc]
+        rewarded = groups.rewards.score
+
+        async def score(items: Sequence[RewardItem]) -> list[RewardResult]:
+            asked.append([item.response for item in items])
+            return await rewarded(items)
+
+        groups.rewards = cast(Any, SimpleNamespace(score=score))
+        for number in (1, 2):
+            groups._before[number].set()
+        await groups.fill(Lease(**{**grants[0], "have": {}}))
+        await bus.call("renew", [])
+        assert asked == [["0", "1", "2"]] and run.coordinator.index.groups[0].info[REWARD] == [0.0, 1.0, 0.5]
+
+
 KEEP = """
+async def waits(samples):
+    import asyncio
+    await asyncio.sleep(0)
+    return keep(samples)
+
 def keep(samples):
     if samples[0]["num_tokens"] > 9:
         raise LookupError("planted")
@@ -167,13 +193,19 @@ def keep(samples):
 async def test_a_filter_of_the_users_sees_how_samples_ended_and_its_own_failure_fails_the_group(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(KEEP)
     samples = [Ended(1.0, "stop", 3), Ended(None, "length", 4)]
-    async with keep_pool(f"{tmp_path}/mine.py:keep", deadline_s=30.0, load_deadline_s=60.0) as pool:
+    async with AsyncExitStack() as pools:
+        opened = [
+            keep_pool(f"{tmp_path}/mine.py:{name}", deadline_s=30.0, load_deadline_s=60.0) for name in ("keep", "waits")
+        ]
+        for pool in opened:
+            await pools.enter_async_context(pool)
         groups = Groups(None, KeptSamples())  # type: ignore[arg-type]
         groups.job.config.algorithm = SimpleNamespace(resolved=lambda: SimpleNamespace(min_group_size=1))  # type: ignore[misc, assignment]
-        groups.keep = pool
-        assert await groups._outcome(samples, []) is None
-        assert await groups._outcome(samples[:1], []) == ("filtered", "rollout.keep said no")
-        for num_tokens, error in ((9, "rollout.keep must return True or False, got None"), (10, "planted")):
+        for groups.keep in opened:
+            assert await groups._outcome(samples, []) is None
+            assert await groups._outcome(samples[:1], []) == ("filtered", "rollout.keep said no")
+        cases = [(9, "rollout.keep must return True or False, got None"), (10, "planted")]
+        for groups.keep, (num_tokens, error) in itertools.product(opened, cases):
             outcome = await groups._outcome([samples[0]._replace(num_tokens=num_tokens)], [])
             assert outcome is not None and outcome[0] == "failed" and error in outcome[1]
     assert not equal_rewards([*samples, Ended(0.5, "stop", 1)]) and equal_rewards(samples)
