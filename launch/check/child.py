@@ -44,7 +44,7 @@ def main() -> None:
     report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
     report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
     report.look(lambda: look_at_reward(config, report, rows), "reward.function")
-    look_at_sampling(config, report)
+    report.look(lambda: look_at_workflow(config), "rollout.workflow")
     look_at_own(config, report)
     if any(group.devices for group in config.groups):
         import torch
@@ -105,15 +105,11 @@ def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> No
             )
 
 
-def look_at_sampling(config: RunConfig, report: Report) -> None:
-    """The workflow and the filter can be loaded and called."""
-    from rondo.roles.sampling.filters import open_keep
+def look_at_workflow(config: RunConfig) -> None:
+    """It can be loaded and called."""
     from rondo.roles.sampling.workflow import open_workflow
 
-    workflow, keep = config.rollout.workflow, config.rollout.keep
-    report.look(lambda: open_workflow(workflow), "rollout.workflow")
-    if keep is not None:
-        report.look(lambda: open_keep(keep), "rollout.keep")
+    open_workflow(config.rollout.workflow)
 
 
 def _answers_to(row: Row) -> tuple[str, ...]:

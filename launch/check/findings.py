@@ -31,7 +31,7 @@ class Report:
     def add(self, level: str, text: str) -> None:
         self.findings.append({"level": level, "text": in_users_words(text)})
 
-    def look(self, at: Callable[[], object], what: str) -> None:
+    def look(self, at: Callable[[], None], what: str) -> None:
         """Runs one look. An error of ours has its text; one of user code or of a library is told with type and place."""
         try:
             at()

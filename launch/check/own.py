@@ -112,9 +112,10 @@ def _try_loss(algorithm: Algorithm, setting: str, reference: str) -> None:
 
 
 def _try_keep(reference: str) -> None:
+    from rondo.roles.rewards.worker import in_worker
     from rondo.roles.sampling.filters import Ended, open_keep
 
-    keep = open_keep(reference)
+    keep = in_worker(f"{open_keep.__module__}:{open_keep.__name__}", {"function": reference})
     for rewards in ([0.0, 1.0], [1.0, 1.0], [None, 0.5]):
         keep([Ended(reward, "stop", 3)._asdict() for reward in rewards])
 
