@@ -14,15 +14,19 @@ import argparse
 import asyncio
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
 
-from benchmarks.bus_world import text, world
 from rondo.comm.partitions.client import Partition
+from rondo.comm.partitions.host import Host
+from rondo.comm.partitions.joining import join
 from rondo.comm.partitions.stream import Stream
 
 Times = dict[str, list[float]]
@@ -111,8 +115,11 @@ async def put_while_waiting(side: Side, count: int) -> float:
 
 
 async def run(few: int, many: int, count: int, rows_a_put: int) -> dict[str, Any]:
-    async with world(text()) as made:
-        writer, reader, asker = [await made.bus(name) for name in ("rollout-0", "actor-0", "asker-0")]
+    async with AsyncExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="rondo-bench-"))) / "bus"
+        await opened.enter_async_context(Host(folder))
+        members = [await opened.enter_async_context(join(folder, name)) for name in ("writer", "reader", "asker")]
+        writer, reader, asker = members
         size = max(512 << 20, 4000 * many)
         parts = [
             (

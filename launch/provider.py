@@ -63,6 +63,8 @@ class RunProvider:
         answers = await asyncio.gather(*(self._ask(name, "rondo.waits") for name in names))
         self._waits = [wait for answer in answers if answer is not None for wait in answer["waits"]]
         self._bus = await self._ask(COORDINATOR_NAME, "stats") or self._bus
+        if any(group.name == "partitions" for group in self._supervisor.snapshot().groups):
+            self._bus["partitions"] = await self._ask("partitions", "stats") or {}
 
     async def _ask(self, name: str, method: str) -> Any:
         """A process's answer, or None from one that is starting, stopping or busy."""

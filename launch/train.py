@@ -385,6 +385,7 @@ def _supervisor_config(
         run_dir=run.path,
         groups=groups,
         coordinator="rondo.comm.bus.serve",
+        services={"partitions": "rondo.comm.partitions.serve"} if config.bus.partitions else {},
         attempt=attempt,
         limits=Limits(**{name: limits[name] for name in limits.keys() & {each.name for each in fields(Limits)}}),
         modules=model_modules(path if config.model.build is None else run.path / path),

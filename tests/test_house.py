@@ -25,6 +25,7 @@ LIGHT = (
     "rondo.runtime.processes.pool",
     "rondo.runtime.processes.pool_worker",
     "rondo.comm.bus.serve",
+    "rondo.comm.partitions.serve",
     "rondo.comm.bus.bus",
     "rondo.roles.advantages",
     "rondo.roles.rewards.worker",

@@ -22,7 +22,6 @@ from rondo.comm.bus.ahead import Ahead
 from rondo.comm.bus.group import FINISHES, INFO
 from rondo.comm.bus.member import Calls, Member
 from rondo.comm.bus.spans import Span, num_rows, spans_in
-from rondo.comm.partitions.client import Partition
 from rondo.comm.ring.records import GROUP_BLOB, Column
 from rondo.comm.ring.ring import Record, RecordRef
 from rondo.comm.ring.views import Views, Writers
@@ -199,7 +198,6 @@ class Bus:
         self._here: dict[
             str, dict[tuple[int, int], Round]
         ] = {}  # train stream -> rounds (step, index) that came with another
-        self._partitions: dict[str, Partition] = {}
 
     async def open(self) -> None:
         """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head. Making tens of
@@ -211,8 +209,6 @@ class Bus:
         """Let go of every ring; memory and records stay."""
         for ahead in self._ahead.values():
             ahead.drop()
-        for partition in self._partitions.values():
-            partition.close()
         self._views.close()
         self._writers.close()
 
@@ -220,17 +216,6 @@ class Bus:
     def held_up_at(self) -> float:
         """When the coordinator last said that it must wait itself, on the clock of waits: what waits for it may go on waiting."""
         return self.call.held_up_at
-
-    def partition(self, name: str, **settings: Any) -> Partition:
-        """The named set of rows `name`, beside the training stream. Its first use makes it, with these `partitions.spec.Spec`."""
-        if name not in self._partitions:
-            self._partitions[name] = Partition(name, settings, self.call, self._segments)
-        return self._partitions[name]
-
-    async def flush(self) -> None:
-        """Send every acknowledgement of partitions that no claim has taken along."""
-        for partition in self._partitions.values():
-            await partition.flush()
 
     # ---- producing --------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ class BusConfig(Section):
     max_infra_failures: int = Field(5, ge=1)
     """Deaths that one prompt group may see while it is leased; one more puts it into quarantine."""
 
+    partitions: bool = False
+    """Whether the run has a process for partitions: named sets of rows beside the training stream."""
+
     @model_validator(mode="after")
     def _column_rings_are_the_smaller_ones(self) -> BusConfig:
         if self.column_ring_bytes > self.ring_bytes:

@@ -37,8 +37,6 @@ from rondo.comm.bus.spans import Span, by_part, num_rows
 from rondo.comm.bus.versions import engine_reader
 from rondo.comm.bus.wakes import Wakes
 from rondo.comm.groups.meeting import Meeting
-from rondo.comm.partitions.endpoints import PartitionEndpoints
-from rondo.comm.partitions.service import PartitionService
 from rondo.comm.ring.records import worst_case_bytes
 from rondo.runtime.actors.actor import Actor, answering, endpoint
 from rondo.runtime.actors.ref import ActorRef
@@ -87,7 +85,7 @@ class CoordinatorConfig:
         return cls(**{**fields, "rules": Rules(**rules)})
 
 
-class Coordinator(PartitionEndpoints, Actor):
+class Coordinator(Actor):
     """Endpoints of the bus. `start()` opens what the journal says exists; `tick()` looks at deadlines."""
 
     def __init__(
@@ -106,9 +104,6 @@ class Coordinator(PartitionEndpoints, Actor):
         self.ledger = ledger
         self._journal = journal
         self._rings = Rings(segments, self._seen, lambda: self._wakes.wake_all(), put_event)
-        self.partitions = PartitionService(
-            lambda: self.index.partitions, self._journal_and_apply, self._lives, lambda: self.index.step, segments
-        )
         self.meeting = Meeting()  # not journalled: members tell a new one which epochs there are
         self._supervisor = supervisor
         self._clock = clock
@@ -136,7 +131,6 @@ class Coordinator(PartitionEndpoints, Actor):
         for name, space in known.items():
             self._rings.open(name, known=space)
         self._emit(*self._rings.read(known, once_more=True))
-        self.partitions.start()
         roster = await self._supervisor.call("roster", deadline_s=30, retry=True)
         self._draining = roster["draining"]
         for member, incarnation in roster["dead"]:
@@ -146,7 +140,6 @@ class Coordinator(PartitionEndpoints, Actor):
         for member, life in roster["groups"].items():
             if life["alive"] and self.index.members.get(member, [None])[0] != life["incarnation"]:
                 self._emit(self._birth(member, life["incarnation"]))
-        self.partitions.member_died()
         now = self._clock()
         self._renewed = {group.id: now for group in self.index.groups.values() if group.state == "running"}
         self._granted = dict(self._renewed)
@@ -155,7 +148,6 @@ class Coordinator(PartitionEndpoints, Actor):
         """Stop listening to doorbells; memory stays where it is."""
         self._rings.close()
         self._write()
-        self.partitions.close()
 
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
@@ -219,9 +211,7 @@ class Coordinator(PartitionEndpoints, Actor):
         """Every process of this incarnation is gone: its puts are read once more, then its leases move on."""
         if self.index.members.get(group, [None, 0, 0])[::2] == [incarnation, 1]:
             self._poll(group, once_more=True)
-            self.partitions.read_member(group)
             self._emit(self._death(group, incarnation))
-            self.partitions.member_died()
             self.meeting.member_dead(group, incarnation)
 
     @endpoint
@@ -235,9 +225,6 @@ class Coordinator(PartitionEndpoints, Actor):
     async def watch_group(self, spec: dict[str, Any], number: int, lives: list[list[Any]]) -> dict[str, Any]:
         """Waits until an epoch of a process group is over."""
         return await self.meeting.watch_group(spec, number, lives)
-
-    def _lives(self, member: str) -> bool:
-        return self.index.members.get(member, [0, 0, 0])[2] == 1
 
     def _is_living(self, member: str, incarnation: int) -> bool:
         return self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]
@@ -838,7 +825,6 @@ class Coordinator(PartitionEndpoints, Actor):
             "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
             "rings": rings, "proved": dict(index.versions.proved), "evaluations": dict(index.evaluations),
             "journal_events": self._journal.num_events, "waiters": len(self._wakes),
-            "partitions": self.partitions.status(),
         }  # fmt: skip
 
     def _failing(self) -> str:

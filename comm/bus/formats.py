@@ -4,7 +4,7 @@ Owns the number of the form and the ways from every older one to today's; not wh
 (`journal.py`). A dump names its format and the release that wrote it; the events behind a snapshot have the snapshot's. Format 0
 is what was written before there was a number.
 
-    index.dump()            -> {"format": 2, "release": "0.1.0", "attempt": 0, ...}
+    index.dump()            -> {"format": 3, "release": "0.1.0", "attempt": 0, ...}
     state_of(dump, path)    -> the same in today's form; ConfigError in one line where a newer release wrote it
 
 Invariant: a field that an older dump does not have is left out here too, and begins as in a new index; so only what changed its
@@ -18,7 +18,10 @@ from typing import Any
 
 from rondo.runtime import formats
 
-FORMAT = 2
+FORMAT = 3
+
+NOTHING = "nothing"
+"""The event that what has no meaning any more becomes."""
 
 Fields = dict[str, Any]
 
@@ -70,9 +73,18 @@ def _event_of_1(event: Fields) -> Fields:
     return {**event, "info": _info_of_1(event["info"])} if "info" in event else event
 
 
-_STATES: tuple[Callable[[Fields], Fields], ...] = (_state_of_0, _state_of_1)
+def _state_of_2(state: Fields) -> Fields:
+    """Of format 2, with partitions, which have a journal of their own."""
+    return {name: value for name, value in state.items() if name != "partitions"}
+
+
+def _event_of_2(event: Fields) -> Fields:
+    return event if event["event"] != "part" else {"event": NOTHING}
+
+
+_STATES: tuple[Callable[[Fields], Fields], ...] = (_state_of_0, _state_of_1, _state_of_2)
 """Step i makes a dump of format i one of format i + 1."""
-_EVENTS: tuple[Callable[[Fields], Fields], ...] = (_event_of_0, _event_of_1)
+_EVENTS: tuple[Callable[[Fields], Fields], ...] = (_event_of_0, _event_of_1, _event_of_2)
 """Likewise for the events of a journal."""
 
 

@@ -33,7 +33,6 @@ from rondo.comm.bus.rounds import Rounds, Stream, mini_batch_of
 from rondo.comm.bus.space import Space
 from rondo.comm.bus.spans import Span, whole_samples
 from rondo.comm.bus.versions import Versions
-from rondo.comm.partitions.fold import Partitions
 from rondo.comm.ring.records import GROUP_BLOB
 
 
@@ -88,7 +87,6 @@ class Index:
         self.space = Space()
         self.versions = Versions(rules.num_slots)
         self.rounds = Rounds(rules.streams)
-        self.partitions = Partitions()
         self._freed: list[tuple[str, int]] = []
         self._filled: set[str] = set()
         # Found again from the groups: what is asked for often, without a scan.
@@ -124,7 +122,6 @@ class Index:
         self.members.clear()
         self.space, self.versions = Space(), Versions(self.rules.num_slots)
         self.rounds = Rounds(self.rules.streams)
-        self.partitions.forget_all()
         self.prepared.clear()
         self.evaluation_parts.clear()
         for group in self._outstanding():
@@ -160,7 +157,6 @@ class Index:
                     self.space.release(reservation)
         self.versions.forget(name)
         self.prepared = {role: report for role, report in self.prepared.items() if report["member"] != name}
-        self.partitions.on_dead(name)
         if event.get("publisher"):
             self.versions.abort_writes()
         for unpinned in self.rounds.forget(name):
@@ -168,9 +164,6 @@ class Index:
                 self._free_if_done(self.groups[unpinned])
         for group in self._outstanding():
             self._offer(group)
-
-    def _on_part(self, event: Event) -> None:
-        self.partitions.apply(event)
 
     def _on_join(self, event: Event) -> None:
         self.rounds.join(event["stream"], event["member"], event["ranks"], event["tokens"])
@@ -614,7 +607,6 @@ class Index:
             "space": self.space.dump(),
             "versions": self.versions.dump(),
             "rounds": self.rounds.dump(),
-            "partitions": self.partitions.dump(),
         }
 
     @classmethod
@@ -634,5 +626,4 @@ class Index:
         index.space = Space.load(state["space"])
         index.versions = Versions.load(state["versions"])
         index.rounds = Rounds.load(rules.streams, state["rounds"])
-        index.partitions = Partitions.load(state["partitions"])
         return index

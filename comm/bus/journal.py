@@ -82,7 +82,9 @@ def read(path: Path) -> Iterator[Event]:
         event = orjson.loads(line[9:-1])
         if event["event"] == "snapshot":
             number = formats.format_of(event["state"], f"journal {path}")
-        yield formats.event_of(event, number)
+        event = formats.event_of(event, number)
+        if event["event"] != formats.NOTHING:
+            yield event
 
 
 class Journal:

@@ -14,7 +14,6 @@ from rondo.comm.bus.audit import Ledger, take_older
 from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal
-from rondo.comm.partitions.memory import unlink
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.worker.service import Service, main
 
@@ -45,8 +44,6 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
         index.news()
         if not journal.empty and index.attempt == attempt:
             return index, ledger
-    for name in index.partitions.files():
-        unlink(name)  # of a past attempt: its segments went with its supervisor, files do not
     kept = orjson.loads((checkpoint / "index.json").read_bytes()) if checkpoint is not None else {}
     state = kept["index"] if kept else Index(rules).dump()
     index = Index.load(rules, state, checkpoint)

@@ -121,12 +121,12 @@ class Space:
             if not entries:
                 self.release(reservation)
 
-    def unuse(self, name: str, pos: int) -> int | None:
-        """One user of a record is done. The ring's new tail when memory became free, else None."""
+    def unuse(self, name: str, pos: int, uses: int = 1) -> int | None:
+        """So many users of a record are done. The ring's new tail when memory became free, else None."""
         ring = self.rings.get(name)
         if ring is None or pos not in ring.records:
             return None
-        ring.records[pos][1] -= 1
+        ring.records[pos][1] -= uses
         return self.trim(name)
 
     def trim(self, name: str) -> int | None:

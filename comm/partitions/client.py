@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from rondo.comm.bus.member import Calls, Member
 from rondo.comm.partitions.batch import Batch
 from rondo.comm.partitions.nested import columns_of
 from rondo.comm.partitions.opened import Opened
@@ -29,6 +30,8 @@ from rondo.comm.partitions.stats import DROPPED, ENDED
 from rondo.comm.partitions.stream import Reading, Stream
 from rondo.comm.ring.records import Column, record_bytes
 from rondo.comm.ring.ring import place
+from rondo.comm.ring.views import Segments
+from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, OutOfSpace
 from rondo.runtime.waits import waiting
 
@@ -41,7 +44,7 @@ Columns = list[Column]
 
 
 class Partition(Opened):
-    """`bus.partition(name)` makes it and `bus.close` closes it."""
+    """`bus.partition(name)` makes it and `bus.close` closes it (`Partitions`)."""
 
     # ---- producing --------------------------------------------------------------------------------------------------
 
@@ -279,6 +282,32 @@ class Partition(Opened):
         """Every task with what it has read: {name, columns, sampler, num_passes, done: runs of row ids}."""
         found: Listed = await self.ask("part_tasks")
         return found
+
+
+class Partitions:
+    """The partitions of a bus as one member sees them; `joining.py` makes it."""
+
+    def __init__(self, member: Member, coordinator: ActorRef, segments: Segments) -> None:
+        self.member = member
+        self.call = Calls(member, coordinator)
+        self._segments = segments
+        self._partitions: dict[str, Partition] = {}
+
+    def partition(self, name: str, **settings: Any) -> Partition:
+        """The named set of rows `name`. Its first use makes it, with these `spec.Spec`."""
+        if name not in self._partitions:
+            self._partitions[name] = Partition(name, settings, self.call, self._segments)
+        return self._partitions[name]
+
+    async def flush(self) -> None:
+        """Send every acknowledgement that no claim has taken along."""
+        for partition in self._partitions.values():
+            await partition.flush()
+
+    def close(self) -> None:
+        """Let go of every ring; memory and records stay."""
+        for partition in self._partitions.values():
+            partition.close()
 
 
 _SAID = ("keys", "groups", "versions", "tokens", "tags")

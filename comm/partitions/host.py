@@ -6,8 +6,8 @@ by the folder, and leave or die. The host starts none of them and kills none.
 
     rondo bus FOLDER                                    # in a process of its own; or: async with Host(folder): ...
 
-    FOLDER, mode 0700    bus (says that the folder is a bus's), token, lock, supervisor.sock, handover.sock, coordinator.sock,
-                         coordinator.log, run/ (with the journal)
+    FOLDER, mode 0700    bus (says that the folder is a bus's), token, lock, supervisor.sock, handover.sock, partitions.sock,
+                         partitions.log, run/ (with the journal)
 
 Invariants: one host a folder (a lock says so); nothing is written or removed in a folder that is no bus's; a member's incarnation
 is over when its last process is gone, proved by a pidfd or said by the process itself, and the next one begins when the
@@ -27,16 +27,11 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import orjson
-
-from rondo.comm.bus.coordinator import CoordinatorConfig
-from rondo.comm.bus.index import Rules
-from rondo.comm.bus.serve import CONFIG
 from rondo.runtime.actors.actor import Actor, Server, endpoint, serve
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import ConfigError, PeerGone, Refused, WorkerDied
@@ -45,16 +40,14 @@ from rondo.runtime.processes.process import exit_text, stat
 from rondo.runtime.supervision.launcher import start as start_process
 from rondo.runtime.waits import waiting
 
-HOST, HANDOVER, COORDINATOR, TOKEN = "supervisor.sock", "handover.sock", "coordinator.sock", "token"
-_MARK, _LOG, _RUN = "bus", "coordinator.log", "run"
+HOST, HANDOVER, COORDINATOR, TOKEN = "supervisor.sock", "handover.sock", "partitions.sock", "token"
+_MARK, _LOG, _RUN = "bus", "partitions.log", "run"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_PATH_BYTES = 107  # of a Unix socket
 _READY_S = 60.0
 _TOLD_S = 600.0
 _RESTARTS, _WITHIN_S = 5, 60.0
-_NO_TRAINING = Rules(
-    num_steps=1, groups_per_step=1, samples_per_group=1, max_staleness=0, base_columns=(), streams=(), row_bytes=64
-)  # fmt: skip
+_SERVICE = "partitions"
 
 
 @dataclass(slots=True)
@@ -155,11 +148,6 @@ class Host(Actor):
         fd = os.open(self.folder / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as file:
             file.write(token)
-        config = CoordinatorConfig(
-            rules=_NO_TRAINING, publisher="", rollout_ring_bytes=0, column_ring_bytes=0, rollout_groups=(), ranks={},
-            lease_deadline_s=600.0, evaluate_start=False, evaluate_end=False,
-        )  # fmt: skip
-        (self.folder / _RUN / CONFIG).write_bytes(orjson.dumps(asdict(config)))
         return token
 
     # ---- the coordinator --------------------------------------------------------------------------------------------
@@ -168,9 +156,9 @@ class Host(Actor):
         self._ready.clear()
         environment = os.environ | {
             "RONDO_RT_DIR": str(self.folder), "RONDO_RUN_DIR": str(self.folder / _RUN), "RONDO_ATTEMPT": "0",
-            "RONDO_GROUP": "coordinator", "RONDO_INCARNATION": "1", "OMP_NUM_THREADS": "1",
+            "RONDO_GROUP": _SERVICE, "RONDO_INCARNATION": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        process = start_process([sys.executable, "-m", "rondo.comm.bus.serve"], environment, self.folder / _LOG)
+        process = start_process([sys.executable, "-m", "rondo.comm.partitions.serve"], environment, self.folder / _LOG)
         self._process = process
         self._when_gone(process.pid, lambda: self._coordinator_ended(process))
 

@@ -1,12 +1,15 @@
-"""Joining a bus of its own (`host.py`): by its folder, from an event loop or from code that has none.
+"""Joining the partitions of a bus: of its own (`host.py`) by its folder, from an event loop or from code that has none; of a run
+as a role of it, where the config has `bus.partitions`.
 
-Owns a member's way in and out. Does not own the bus (`bus.py`) or its partitions.
+Owns a member's way in and out. Does not own the partitions (`client.py`).
 
     async with join(folder, "scorer") as bus:
         async for batch in bus.partition("replay").stream("score", columns=["tokens"]): ...
 
     with SyncBus(folder, "trainer", rank=0, ranks=2) as bus:              # a thread of its own has the loop
         for columns in StreamingLoader(bus.partition("replay"), "train", ["tokens"]): ...
+
+    async with of_run(ctx) as bus: ...
 
 A name is one member, whatever process has it: who comes back under it goes on where it was. Names of readers that compete for
 rows differ; processes of one name are its ranks (data-parallel, or peers that get the same rows). Invariant: whoever leaves,
@@ -28,14 +31,15 @@ from typing import Any
 
 import uvloop
 
-from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.member import Member
+from rondo.comm.partitions.client import Partitions
 from rondo.comm.partitions.host import COORDINATOR, HANDOVER, HOST, token_of
 from rondo.comm.partitions.sync import SyncPartition
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.memory.segments import SegmentClient
 from rondo.runtime.processes.process import stat
 from rondo.runtime.waits import blocking
+from rondo.runtime.worker.context import WorkerContext
 
 _LEAVE_S = 10.0
 
@@ -43,7 +47,7 @@ _LEAVE_S = 10.0
 @contextlib.asynccontextmanager
 async def join(
     folder: Path | str, name: str, *, rank: int = 0, ranks: int = 1, deadline_s: float = 60.0
-) -> AsyncIterator[Bus]:
+) -> AsyncIterator[Partitions]:
     """This process as rank `rank` of member `name`. Waits, up to the deadline, while older processes of the name live.
 
     Raises PeerGone where no bus is, DeadlineExceeded, ConfigError for a name or rank that breaks a rule.
@@ -59,19 +63,28 @@ async def join(
             "join", name, rank, ranks, own.pid, own.start_time, secrets.token_hex(8), deadline_s=deadline_s, retry=True
         )
         try:
-            coordinator = ActorRef(f"unix:{path}/{COORDINATOR}", token=token, peer="coordinator")
-            opened.callback(coordinator.close)
-            segments = SegmentClient(path / HANDOVER, token)
-            opened.callback(segments.close)
-            bus = Bus(Member(name, incarnation, rank, ranks, 0), coordinator, segments)
-            try:
+            segments = opened.enter_context(SegmentClient(path / HANDOVER, token))
+            async with _speaking(Member(name, incarnation, rank, ranks, 0), path, token, segments) as bus:
                 yield bus
-                await bus.flush()
-            finally:
-                bus.close()
         finally:
             with contextlib.suppress(ConnectionError, TimeoutError):  # a host that is gone keeps no members
                 await host.call("leave", name, incarnation, rank, deadline_s=_LEAVE_S)
+
+
+@contextlib.asynccontextmanager
+async def of_run(ctx: WorkerContext) -> AsyncIterator[Partitions]:
+    """The partitions of a role's run, as this process of its role group. They are there where the config has `bus.partitions`."""
+    member = Member(ctx.group, ctx.incarnation, ctx.rank, ctx.world_size, ctx.attempt)
+    async with _speaking(member, ctx.rt_dir, ctx.token, ctx.segments) as bus:
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def _speaking(member: Member, folder: Path, token: str, segments: SegmentClient) -> AsyncIterator[Partitions]:
+    with contextlib.closing(ActorRef(f"unix:{folder}/{COORDINATOR}", token=token, peer="partitions")) as coordinator:
+        with contextlib.closing(Partitions(member, coordinator, segments)) as bus:
+            yield bus
+            await bus.flush()
 
 
 class SyncBus:
@@ -82,7 +95,7 @@ class SyncBus:
     ) -> None:
         self._parts: dict[str, SyncPartition] = {}
         self._error: Exception | None = None
-        self._joined: Future[tuple[Bus, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._joined: Future[tuple[Partitions, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         how: dict[str, Any] = {"rank": rank, "ranks": ranks, "deadline_s": deadline_s}
         self._thread = threading.Thread(target=self._run, args=(folder, name, how), name=f"bus {name}", daemon=True)
         self._thread.start()
@@ -90,7 +103,7 @@ class SyncBus:
             self._bus, self._loop, self._left = self._joined.result()
 
     def partition(self, name: str, **settings: Any) -> SyncPartition:
-        """The named set of rows, as `Bus.partition` gives it."""
+        """The named set of rows, as `Partitions.partition` gives it."""
         if name not in self._parts:
             self._parts[name] = SyncPartition(self._bus.partition(name, **settings), self._loop)
         return self._parts[name]

@@ -1,13 +1,13 @@
-"""Partitions at the coordinator: their rings, who waits for what, and the claims that are planned.
+"""Partitions as their coordinator runs them: their rings, who waits for what, and the claims that are planned.
 
-Owns the shell around the fold of partitions: doorbells and calls come in, events go through the coordinator's journal into the
-fold, and only then tails move, counters are shown and waiters wake. Decides nothing that the fold does not record. The
-endpoints that call it are in `endpoints.py`.
+Owns the shell around the fold: doorbells and calls come in, events are applied and go into the journal, and only then tails
+move, counters are shown, and answers go. Decides nothing that the fold does not record. The endpoints that call it are in
+`endpoints.py`.
 
-    doorbell or call -> events -> journal -> fold -> tails, counters, the waiters whom it can help
+    doorbell or call -> events -> fold -> journal -> tails, counters, the waiters whom it can help
 
-Invariants: a waiter is woken only by what can help it, so a put costs the same whether somebody waits for something else or
-not; what a call sees includes every put that had returned before it (rings are looked at again where it matters).
+Invariants: a waiter is asked again only after what can help it, so a put costs the same whether somebody waits for something
+else or not; what a call sees includes every put that had returned before it (rings are looked at again where it matters).
 """
 
 from __future__ import annotations
@@ -16,28 +16,32 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rondo.comm.bus.journal import Event
+from rondo.comm.bus.pending import Pending
 from rondo.comm.bus.rings import Rings
+from rondo.comm.bus.wakes import Wakes
 from rondo.comm.partitions.choosers import chooser
-from rondo.comm.partitions.fold import Partitions, put_event
+from rondo.comm.partitions.fold import Fold, put_event
 from rondo.comm.partitions.memory import FILE, Memories
 from rondo.comm.partitions.runs import ROW_MASK
-from rondo.comm.partitions.samplers import Ask, Chooser
+from rondo.comm.partitions.samplers import Ask
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.stats import MAX_NAME_BYTES, MAX_TASKS, STATS_BYTES, StatsWriter, stats_name
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import CLAIMED, DONE, READY, WAITING, Task
 from rondo.comm.partitions.waited import Waited
 from rondo.comm.ring.ring import fits, ring_bytes
+from rondo.comm.ring.views import Segments
 from rondo.runtime.errors import Closed, ConfigError, Refused, SamplerFailed
-from rondo.runtime.memory.segments import SegmentClient
 
 _EVERY = 8  # waits between two looks at the percentiles, which cost more than a count
 _BURY_RECORDS = 1000  # how many records of a dropped partition are let go in one turn of the loop
+
+Runs = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,50 +65,31 @@ class Want:
     batch: int
     until: str
     partial: bool
-    version: int | None  # None: the newest committed policy version
-
-
-@dataclass(slots=True)
-class _Waiter:
-    task: Task | None  # helped by rows that became ready for it; None: by every change of the partition
-    enough: int  # how many of them there must be, at least
-    scope: str = ""  # helped by every batch that is planned for it
-    future: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    version: int | None  # None: the newest that a row was put with
 
 
 class PartitionService:
     def __init__(
-        self,
-        partitions: Callable[[], Partitions],
-        emit: Callable[[list[Event]], object],
-        alive: Callable[[str], bool],
-        version: Callable[[], int],
-        segments: SegmentClient,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        self, fold: Fold, pending: Pending, segments: Segments, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`emit` journals events and applies them; `alive` says whether a member's newest incarnation lives, `version` which
-        policy version is the newest committed one."""
-        self._partitions = partitions
-        self._journal_and_apply = emit
-        self._alive = alive
-        self._version = version
+        self.fold = fold
+        self.wakes = Wakes()
+        self._pending = pending
         self._memories = Memories(segments)
-        self._rings = Rings(self._memories, self._seen, self._made, put_event)
+        self._rings = Rings(self._memories, self._seen, lambda: self.wakes.wake_all(), put_event)
         self._stats: dict[int, StatsWriter] = {}
-        self._waiters: dict[int, list[_Waiter]] = {}
         self._clock = clock
         self._waited: dict[tuple[int, str], Waited] = {}
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open what the fold knows and read what came while no coordinator ran."""
-        for table in self._partitions().dropped:  # perhaps by one that died before it had given their memory back
+        """Open what the fold knows and read what came while nobody did."""
+        for table in self.fold.dropped:  # perhaps by one that died before it had given their memory back
             for name in (*table.shelf.rings, stats_name(table.id)):
                 self._memories.drop(name)
-        self._partitions().dropped.clear()
-        for table in self._partitions().tables.values():
+        self.fold.dropped.clear()
+        for table in self.fold.tables.values():
             for name, ring in table.shelf.rings.items():
                 self._rings.open(name, known=ring)
             self._show(table)
@@ -116,67 +101,68 @@ class PartitionService:
         for writer in self._stats.values():
             writer.close()
 
-    def read_member(self, member: str) -> None:
-        """See what this member has put up to now: it is about to be declared dead."""
-        for table in self._partitions().tables.values():
-            self._emit(table, self._rings.read(table.shelf.of(member), once_more=True))
+    def started(self, member: str, incarnation: int) -> None:
+        if self.fold.members.get(member, [-1])[0] < incarnation:
+            self.emit({"event": "started", "member": member, "incarnation": incarnation})
 
-    def member_died(self) -> None:
-        """The fold has taken a dead member's claims back: whoever waits may get them, and its empty rings are let go."""
-        for table in list(self._partitions().tables.values()):
-            self._after(table, urgent=True, reap=True)
+    def died(self, member: str, incarnation: int) -> None:
+        """What it put up to its death is seen; whoever waits may get what it had claimed, and its empty rings are let go."""
+        if self.fold.lives(member, incarnation):
+            for table in list(self.fold.tables.values()):
+                self.emit(*self._rings.read(table.shelf.of(member), once_more=True))
+            self.emit({"event": "dead", "member": member, "incarnation": incarnation})
+            self.bury_rings()
+
+    def bury_rings(self) -> None:
+        """Empty rings of the dead are let go."""
+        for table in list(self.fold.tables.values()):
+            self._drop_idle(table)
+        self.wakes.wake_all()
 
     # ---- partitions -------------------------------------------------------------------------------------------------
 
     def open(self, name: str, spec: dict[str, Any] | None) -> Table:
         """The partition of this name; made now if it is new."""
-        partitions = self._partitions()
-        id = partitions.names.get(name)
+        id = self.fold.names.get(name)
         if id is None:
             if not name:
                 raise ConfigError("a partition must have a name, got ''.")
-            wanted = Spec(**_tuples(spec or {}))
-            id = partitions.next_id
-            self._journal_and_apply([
-                {"event": "part", "do": "new", "part": id, "name": name, "spec": wanted.dump()}
-            ])  # fmt: skip
-            self._show(partitions.tables[id])
-            return partitions.tables[id]
-        table = partitions.tables[id]
-        if spec:
-            differing = [
-                f"{key} {table.spec.dump()[key]}" for key, value in spec.items() if table.spec.dump()[key] != value
-            ]
-            if differing:
-                raise Refused(
-                    f"partition {name} must keep the settings that it was made with ({', '.join(differing)}), got {spec}. "
-                    "Name it without settings, or drop it first."
-                )
+            wanted, id = Spec.load(spec or {}), self.fold.next_id
+            self.emit({"event": "new", "part": id, "name": name, "spec": wanted.dump()})
+            self._show(self.fold.tables[id])
+            return self.fold.tables[id]
+        table = self.fold.tables[id]
+        known = table.spec.dump()
+        differing = [f"{key} {known[key]}" for key, value in (spec or {}).items() if known[key] != value]
+        if differing:
+            raise Refused(
+                f"partition {name} must keep the settings that it was made with ({', '.join(differing)}), got {spec}. "
+                "Name it without settings, or drop it first."
+            )
         return table
 
     def table(self, part: int) -> Table:
         """Raises Closed for a partition that was dropped."""
-        table = self._partitions().tables.get(part)
+        table = self.fold.tables.get(part)
         if table is None:
             raise Closed(f"partition {part} must be there, got one that was dropped. Ask the bus for it again.")
         return table
 
     def drop(self, part: int) -> None:
         """Gone at once for everybody; its rings return to the system, its rows are let go bit by bit."""
-        if part not in self._partitions().tables:
+        if part not in self.fold.tables:
             return
-        self._journal_and_apply([{"event": "part", "do": "drop", "part": part}])
-        for table in self._partitions().dropped:
+        self.emit({"event": "drop", "part": part})
+        for table in self.fold.dropped:
             self._stats.pop(table.id).close(dropped=True)
             self._waited = {at: waited for at, waited in self._waited.items() if at[0] != table.id}
-            for waiter in self._waiters.pop(table.id, []):
-                _wake(waiter)
             for ring in table.shelf.rings:
                 self._rings.drop(ring)
             self._rings.forget(f"part/{table.id}/")
             self._memories.drop(stats_name(table.id))
             self._bury(table)
-        self._partitions().dropped.clear()
+        self.fold.dropped.clear()
+        self.wakes.wake_all()
 
     def _bury(self, table: Table) -> None:
         """Python objects of 100,000 rows take tens of milliseconds to go: a thousand records a turn do not stop the loop."""
@@ -186,64 +172,6 @@ class PartitionService:
                 task.states.pop(num, None)
         if table.entries:
             asyncio.get_running_loop().call_soon(self._bury, table)
-
-    # ---- rings ------------------------------------------------------------------------------------------------------
-
-    async def room(self, part: int, member: str, rank: int, num_bytes: int) -> list[str]:
-        """One producer's rings, one of which takes a record of so many bytes now. Waits for room.
-
-        The producer is inside this call, so it writes in none of its rings meanwhile.
-        """
-        most = max(self.table(part).spec.capacity_bytes, self.table(part).spec.ring_bytes)
-        if ring_bytes(num_bytes) > most:
-            raise ConfigError(
-                f"a put into partition {self.table(part).name} must fit its capacity of {most} bytes, got {num_bytes}. "
-                "Put fewer rows at a time, or make the partition larger."
-            )
-        await self._until(part, lambda: self._make_room(self.table(part), member, rank, num_bytes))
-        return self.table(part).shelf.of(member, rank)
-
-    def _make_room(self, table: Table, member: str, rank: int, num_bytes: int) -> bool | None:
-        shelf = table.shelf
-        own = shelf.of(member, rank)
-        self._emit(table, self._rings.read(own))
-        if any(fits(r.capacity, r.head, r.tail, (), num_bytes) for r in (shelf.rings[name] for name in own)):
-            return True
-        size = max(table.spec.ring_bytes, ring_bytes(num_bytes))
-        for name in own:  # too small, and empty: they make place for one that is large enough
-            if shelf.ring_bytes + size > table.spec.capacity_bytes and not shelf.rings[name].order:
-                self._drop_ring(table, name)
-        producer = f"part/{table.id}/{member}.{rank}"
-        taken = shelf.ring_bytes + self._rings.making_bytes(f"part/{table.id}/", producer)
-        if taken + size <= table.spec.capacity_bytes or not shelf.of(member, rank):
-            name = f"{producer}/{shelf.next_ring}"
-        elif table.spec.spill_dir:
-            name = f"{FILE}{Path(table.spec.spill_dir) / f'part-{table.id}-{shelf.next_ring}-{os.urandom(8).hex()}'}"
-        else:
-            return None
-        made = self._rings.prepare(producer, name, size)
-        if made is None:
-            return None
-        self._make_ring(table, made, size, member, rank)
-        return True
-
-    def _made(self) -> None:
-        """Memory is there that somebody asked for."""
-        for table in list(self._partitions().tables.values()):
-            self._after(table, urgent=True)
-
-    def _make_ring(self, table: Table, name: str, size: int, member: str, rank: int) -> None:
-        capacity = self._rings.open(name, size)
-        event = {"event": "part", "do": "ring", "part": table.id, "ring": name, "bytes": capacity, "member": member}
-        self._journal_and_apply([event | {"rank": rank, "spilled": name.startswith(FILE)}])
-
-    def _drop_ring(self, table: Table, name: str) -> None:
-        self._journal_and_apply([{"event": "part", "do": "unring", "part": table.id, "ring": name}])
-        self._rings.drop(name)
-
-    def read(self, table: Table, *, once_more: bool = False) -> None:
-        """See every put into this partition up to now."""
-        self._emit(table, self._rings.read(list(table.shelf.rings), once_more=once_more))
 
     def status(self) -> dict[str, Any]:
         """Every partition by name, for metrics and the admin endpoint; O(tasks), never a scan of rows."""
@@ -259,8 +187,61 @@ class PartitionService:
                     for name, task in table.tasks.items()
                 },
             }
-            for table in self._partitions().tables.values()
+            for table in self.fold.tables.values()
         }  # fmt: skip
+
+    # ---- rings ------------------------------------------------------------------------------------------------------
+
+    def read(self, table: Table, *, once_more: bool = False) -> None:
+        """See every put into this partition up to now."""
+        self.emit(*self._rings.read(list(table.shelf.rings), once_more=once_more))
+
+    async def room(self, part: int, member: str, rank: int, num_bytes: int) -> list[str]:
+        """One producer's rings, one of which takes a record of so many bytes now. Waits for room.
+
+        The producer is inside this call, so it writes in none of its rings meanwhile.
+        """
+        most = max(self.table(part).spec.capacity_bytes, self.table(part).spec.ring_bytes)
+        if ring_bytes(num_bytes) > most:
+            raise ConfigError(
+                f"a put into partition {self.table(part).name} must fit its capacity of {most} bytes, got {num_bytes}. "
+                "Put fewer rows at a time, or make the partition larger."
+            )
+        return await self._until(lambda: self._rings_with_room(self.table(part), member, rank, num_bytes), str(part))
+
+    def _rings_with_room(self, table: Table, member: str, rank: int, num_bytes: int) -> list[str] | None:
+        shelf = table.shelf
+        own = shelf.of(member, rank)
+        self.emit(*self._rings.read(own))
+        if any(fits(r.capacity, r.head, r.tail, (), num_bytes) for r in (shelf.rings[name] for name in own)):
+            return own
+        size = max(table.spec.ring_bytes, ring_bytes(num_bytes))
+        for name in own:  # too small, and empty: they make place for one that is large enough
+            if shelf.ring_bytes + size > table.spec.capacity_bytes and shelf.rings[name].idle:
+                self._drop_ring(table, name)
+        producer = f"part/{table.id}/{member}.{rank}"
+        taken = shelf.ring_bytes + self._rings.making_bytes(f"part/{table.id}/", producer)
+        if taken + size <= table.spec.capacity_bytes or not shelf.of(member, rank):
+            name = f"{producer}/{shelf.next_ring}"
+        elif table.spec.spill_dir:
+            name = f"{FILE}{Path(table.spec.spill_dir) / f'part-{table.id}-{shelf.next_ring}-{os.urandom(8).hex()}'}"
+        else:
+            return None
+        made = self._rings.prepare(producer, name, size)
+        if made is None:
+            return None
+        capacity = self._rings.open(made, size)
+        self.emit({"event": "ring", "part": table.id, "ring": made, "bytes": capacity, "member": member, "rank": rank})
+        return shelf.of(member, rank)
+
+    def _drop_ring(self, table: Table, name: str) -> None:
+        self.emit({"event": "unring", "part": table.id, "ring": name})
+        self._rings.drop(name)
+
+    def _drop_idle(self, table: Table) -> None:
+        for name, ring in list(table.shelf.rings.items()):
+            if ring.idle and not self.fold.lives(ring.owner.rpartition("/")[0]):
+                self._drop_ring(table, name)
 
     # ---- claims -----------------------------------------------------------------------------------------------------
 
@@ -273,8 +254,7 @@ class PartitionService:
                     f"a task must have a name of 1 to {MAX_NAME_BYTES} bytes and be one of at most {MAX_TASKS}, "
                     f"got {name!r} beside {len(table.tasks)}. Use `reset` for another pass."
                 )
-            event = {"event": "part", "do": "task", "part": table.id, "task": name, "columns": columns}
-            self._emit(table, [event | {"sampler": sampler}])
+            self.emit({"event": "task", "part": table.id, "task": name, "columns": columns, "sampler": sampler})
             return table.tasks[name]
         if task.columns != columns or task.sampler != sampler:
             raise Refused(
@@ -286,31 +266,42 @@ class PartitionService:
     def next_index(self, task: Task, reader: Reader) -> list[int]:
         """The first batch that this reader has not acknowledged, and the pass that it belongs to."""
         scope = task.scopes.get(reader.scope)
+        if scope is None:
+            return [0, task.num_passes]
         open_ones = [
             k
             for (name, k), claim in task.claims.items()
             if name == reader.scope and reader.rank < len(claim.rows) and reader.peer not in claim.acked[reader.rank]
         ]
-        if scope is None:
-            return [0, task.num_passes]
         index = min(open_ones, default=scope.next)
         return [index, scope.first_pass + sum(stop < index for stop in scope.stops)]
 
-    async def claim(
-        self, part: int, reader: Reader, want: Want, check_alive: Callable[[], None]
-    ) -> list[list[int]] | None:
+    async def claim(self, part: int, reader: Reader, want: Want, check: Callable[[], None]) -> Runs | None:
         """Rows of batch `want.index` for the reader, as runs; None: the stream ends here, for every rank. Waits.
 
-        `check_alive` raises once the reader is dead: what it claimed then would come back to nobody.
+        `check` raises once the reader is dead: what it claimed then would come back to nobody.
         """
 
-        def answer() -> tuple[list[list[int]] | None] | None:
-            check_alive()
-            return self._claim(self.table(part), reader, want)
+        topic, plan = f"{part}/{reader.task}", (part, reader.task, reader.scope, reader.ranks, want)
 
-        began = self._clock()
-        found = await self._until(part, answer, lambda: self._enough(part, reader, want))
-        runs: list[list[int]] | None = found[0]
+        def answer(*, again: bool = True) -> tuple[Runs | None] | None:
+            check()
+            table = self.table(part)
+            task = table.tasks[reader.task]
+            found = self._planned(task, reader, want.index)
+            if found is not None or (again and self.wakes.is_vain(plan, topic)):
+                return found
+            if self._plan(table, task, reader, want):
+                self.wakes.wake([topic])  # other ranks, which may have asked with another `version` or `partial`
+                return self._planned(task, reader, want.index)
+            self.wakes.in_vain(plan, topic)
+            return None
+
+        began, found = self._clock(), answer(again=False)
+        if found is None:
+            self.read(self.table(part))
+            found = await self._until(answer, topic)
+        runs: Runs | None = found[0]
         if runs is not None:
             self._note_wait(part, reader.task, self._clock() - began)
         return runs
@@ -322,21 +313,7 @@ class PartitionService:
             place = list(self.table(part).tasks).index(task)
             self._stats[part].waited(place, *waited.percentiles(0.5, 0.99))
 
-    def _enough(self, part: int, reader: Reader, want: Want) -> tuple[Task, int, str]:
-        task = self.table(part).tasks[reader.task]
-        plain = task.sampler["kind"] in ("sequential", "balanced")
-        return task, want.batch * reader.ranks if plain and not want.partial else 1, reader.scope
-
-    def _claim(self, table: Table, reader: Reader, want: Want) -> tuple[list[list[int]] | None] | None:
-        task = table.tasks[reader.task]
-        found = self._planned(task, reader, want.index)
-        if found is None and not self._plan(table, task, reader, want):
-            self.read(table)
-            if not self._plan(table, task, reader, want):
-                return None
-        return found or self._planned(task, reader, want.index)
-
-    def _planned(self, task: Task, reader: Reader, index: int) -> tuple[list[list[int]] | None] | None:
+    def _planned(self, task: Task, reader: Reader, index: int) -> tuple[Runs | None] | None:
         claim, scope = task.claims.get((reader.scope, index)), task.scopes.get(reader.scope)
         if claim is not None:
             if reader.ranks != len(claim.rows):
@@ -355,35 +332,28 @@ class PartitionService:
     def _plan(self, table: Table, task: Task, reader: Reader, want: Want) -> bool:
         """Plan the scope's next batch for all its ranks; False when there is not enough yet."""
         over = table.ended and not task.counts[WAITING]
-        version = self._version() if want.version is None else want.version
+        version = table.newest_version if want.version is None else want.version
         ask = Ask(reader.ranks, want.batch, want.partial or over or want.until == "now", over, version)
+        event: Event = {
+            "part": table.id, "task": task.name, "scope": reader.scope, "k": want.index, "member": reader.member,
+        }  # fmt: skip
         picked = None
         if task.num_ready:
             try:
-                if task.chooser is None:
-                    task.chooser = chooser(table, task)
-                assert isinstance(task.chooser, Chooser)
+                task.chooser = task.chooser or chooser(table, task)
                 picked = task.chooser.pick(ask)
             except SamplerFailed:
                 task.chooser = None  # made anew when somebody asks again
                 raise
-        event = {
-            "event": "part", "part": table.id, "task": task.name, "scope": reader.scope, "k": want.index,
-            "member": reader.member,
-        }  # fmt: skip
-        if picked is not None:
-            assert isinstance(task.chooser, Chooser)
-            event |= {"do": "claim", "rows": picked, "peers": reader.peers}
+        if picked is not None and task.chooser is not None:
+            event |= {"event": "claim", "rows": picked, "peers": reader.peers}
             if task.chooser.mark != task.mark:
                 event["mark"] = task.chooser.mark
         elif want.until == "now" or (over and not task.may_come_back(reader.scope)):
-            event["do"] = "stop"
+            event["event"] = "stop"
         else:
             return False
-        self._emit(table, [event])
-        for waiter in self._waiters.get(table.id, ()):
-            if waiter.task is task and waiter.scope == reader.scope:  # asked with another `version` or `partial`
-                _wake(waiter)
+        self.emit(event)
         return True
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -404,85 +374,74 @@ class PartitionService:
         def answer() -> list[int] | None:
             table = self.table(part)
             ids, missing = self.resolve(table, rows)
-            if not missing and (columns is None or not self._have(table, ids, columns)):
+            if not missing and not self._have(table, ids, columns):
                 self.read(table)  # columns may have been added by a put that has returned
             if missing and not wait:
                 raise KeyError(f"rows of partition {table.name} must be there, got {missing[:8]!r}.")
-            if missing or (wait and columns and not self._have(table, ids, columns)):
-                return None
-            return ids
+            return None if missing or (wait and not self._have(table, ids, columns)) else ids
 
-        return await self._until(part, answer)
+        return await self._until(answer, str(part))
 
-    def _have(self, table: Table, ids: list[int], columns: list[str]) -> bool:
-        return all(table.entry(id).place(name, id & ROW_MASK) >= 0 for id in ids for name in columns)
-
-    def change(self, table: Table, do: str, **fields: Any) -> None:
-        """One event of a caller: clear, tag, ack, reset, end."""
-        self._emit(table, [{"event": "part", "do": do, "part": table.id, **fields}], urgent=True)
+    def _have(self, table: Table, ids: list[int], columns: list[str] | None) -> bool:
+        return all(table.entry(id).place(name, id & ROW_MASK) >= 0 for id in ids for name in columns or ())
 
     # ---- events and waiting -----------------------------------------------------------------------------------------
 
     def _seen(self, events: list[Event]) -> None:
         """Records of one ring: all of one partition."""
-        table = self._partitions().tables.get(events[0]["part"])
-        if table is not None:
-            self._emit(table, events)
+        self.emit(*events)
 
-    def _emit(self, table: Table, events: list[Event], *, urgent: bool = False) -> None:
+    def change(self, table: Table, do: str, **fields: Any) -> None:
+        """One event of a caller: clear, tag, ack, reset, end."""
+        self.emit({"event": do, "part": table.id, **fields})
+
+    def emit(self, *events: Event) -> None:
+        for event in events:
+            self.fold.apply(event)
+            self._pending.add(event)
         if events:
-            self._journal_and_apply(events)
-            self._after(table, urgent=urgent)
+            self.let_out()
 
-    def _after(self, table: Table, *, urgent: bool = False, reap: bool = False) -> None:
-        """What events leave to do. `urgent`: more than new rows; `reap`: a producer may have died."""
-        freed, table.shelf.freed = table.shelf.freed, []
-        for name, tail in freed:
+    def let_out(self) -> None:
+        """What events leave to do, once all are in the journal."""
+        if not self._pending.write():
+            return
+        touched, self.fold.touched = self.fold.touched, {}
+        for table in touched.values():
+            self._after(table)
+
+    def _after(self, table: Table) -> None:
+        freed, table.shelf.freed = table.shelf.freed, {}
+        for name, tail in freed.items():
             self._rings.release(name, tail)
-        for name, ring in list(table.shelf.rings.items()) if reap or freed else ():
-            if not ring.order and not self._alive(ring.member):
-                self._drop_ring(table, name)
-        self._stats[table.id].write(table)
-        urgent = urgent or bool(freed)
-        for waiter in self._waiters.get(table.id, ()):
-            task = waiter.task
-            over = task is not None and table.ended and not task.counts[WAITING]  # fewer than enough will do
-            if urgent or task is None or (task.news and (over or task.num_ready >= waiter.enough)):
-                _wake(waiter)
+        if freed:
+            self._drop_idle(table)
+        if table.id in self._stats:
+            self._stats[table.id].write(table)
+        news = [f"{table.id}/{task.name}" for task in table.tasks.values() if task.news]
         for task in table.tasks.values():
             task.news = False
+        self.wakes.wake([str(table.id), *news])
 
     def _show(self, table: Table) -> None:
         writer = self._stats[table.id] = StatsWriter(self._memories.segment(stats_name(table.id), STATS_BYTES))
         writer.write(table)
 
-    async def _until(
-        self, part: int, answer: Callable[[], Any], enough: Callable[[], tuple[Task, int, str]] | None = None
-    ) -> Any:
+    async def _until(self, answer: Callable[[], Any], topic: str) -> Any:
         """Ask again after every change that may help, until there is an answer; the caller's deadline cancels this."""
-        while True:
-            result = answer()
-            if result is not None:
-                return result
-            waiter = _Waiter(*enough()) if enough else _Waiter(None, 0)
-            waiting = self._waiters.setdefault(part, [])
-            waiting.append(waiter)
-            try:
-                await waiter.future
-            finally:
-                waiting.remove(waiter)
 
+        def asked() -> Any:
+            self._pending.check_room()
+            found = answer()
+            if found is not None:
+                self._pending.check()
+            return found
 
-def _wake(waiter: _Waiter) -> None:
-    if not waiter.future.done():
-        waiter.future.set_result(None)
+        found = asked()
+        return found if found is not None else await self.wakes.wait(asked, topic)
 
 
 def _find(table: Table, row: int | str) -> int:
     if isinstance(row, str):
         return table.keys.get(row, -1)
     return row if table.live(row) else -1
-
-
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -1,8 +1,8 @@
 """The memory under a partition: its rings, the records in them, and how many rows still need each.
 
-Owns the arithmetic of that, a part of the fold; bytes are laid by `ring.py`, tails are moved by the service. Every ring has
-one producer, and nobody else promises its room, so the producer sees by itself, in the ring's words, what it may put: no
-reservation is made for a put, and one ring taken serves as many puts as fit.
+Owns which record lies where, a part of the fold; room is accounted for as the bus does (`bus/space.py`), bytes are laid by
+`ring.py`, tails are moved by the service. Every ring has one producer, and nobody else promises its room, so the producer sees by
+itself, in the ring's words, what it may put: no reservation is made for a put, and one ring taken serves as many puts as fit.
 
     ring "p/3/0"   tail v                                    head v
                    | record 7, 2 uses | record 8, none | record 9, 64 uses |
@@ -14,116 +14,96 @@ as much as it touches.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from rondo.comm.bus.space import RingSpace, Space
+from rondo.comm.partitions.memory import FILE
 from rondo.comm.ring.ring import ring_bytes
 
 
-@dataclass(slots=True)
-class Ring:
-    """One ring; positions are log offsets in bytes that only grow."""
-
-    capacity: int
-    member: str
-    rank: int
-    spilled: bool = False  # its memory is a file
-    head: int = 0
-    tail: int = 0
-    order: deque[tuple[int, int]] = field(default_factory=deque)  # (record, its end), oldest first
-
-
-@dataclass(slots=True)
-class Source:
-    """Where a record lies, and how many rows have values in it."""
+class Source(NamedTuple):
+    """Where a record lies."""
 
     ring: str
     pos: int
     seq: int
     num_bytes: int
-    uses: int
 
 
 class Shelf:
     def __init__(self) -> None:
-        self.rings: dict[str, Ring] = {}
         self.sources: dict[int, Source] = {}
         self.live_bytes = 0  # of records in use
-        self.ring_bytes = 0  # memory of all rings that are not files
         self.next_ring = 0
         self.num_dropped = 0  # rings taken away so far: readers look again when it changes
-        self.freed: list[tuple[str, int]] = []
+        self.freed: dict[str, int] = {}  # ring -> its new tail
+        self._space = Space()
 
-    def add(self, name: str, ring: Ring) -> None:
-        self.rings[name] = ring
+    @property
+    def rings(self) -> dict[str, RingSpace]:
+        return self._space.rings
+
+    @property
+    def ring_bytes(self) -> int:
+        """Memory of all rings that are not files."""
+        return sum(ring_bytes(ring.capacity) for name, ring in self.rings.items() if not name.startswith(FILE))
+
+    def files(self) -> list[str]:
+        """The rings whose memory is a file."""
+        return [name for name in self.rings if name.startswith(FILE)]
+
+    def add(self, name: str, capacity: int, member: str, rank: int) -> None:
+        self._space.add(name, capacity, f"{member}/{rank}")
         self.next_ring += 1
-        self.ring_bytes += 0 if ring.spilled else ring_bytes(ring.capacity)
 
     def remove(self, name: str) -> None:
         """An empty ring is gone."""
-        ring = self.rings.pop(name)
-        self.ring_bytes -= 0 if ring.spilled else ring_bytes(ring.capacity)
+        self._space.remove(name)
         self.num_dropped += 1
 
     def of(self, member: str, rank: int | None = None) -> list[str]:
         """The rings of one producer, or of all ranks of a member."""
-        return [
-            name for name, ring in self.rings.items() if ring.member == member and (rank is None or ring.rank == rank)
-        ]
+        if rank is not None:
+            return self._space.owned_by(f"{member}/{rank}")
+        return [name for name, ring in self.rings.items() if ring.owner.rpartition("/")[0] == member]
 
-    def record(self, num: int, ring: str, pos: int, seq: int, num_bytes: int, uses: int) -> None:
+    def record(self, num: int, source: Source, uses: int) -> None:
         """A record became visible and `uses` rows have values in it."""
-        held = self.rings[ring]
-        held.head = pos + num_bytes
-        held.order.append((num, held.head))
+        self._space.record(source.ring, source.pos, source.num_bytes, uses, "", 0)
         if uses:
-            self.sources[num] = Source(ring, pos, seq, num_bytes, uses)
-            self.live_bytes += num_bytes
+            self.sources[num] = source
+            self.live_bytes += source.num_bytes
         else:
-            self._trim(ring)
+            self._free(source.ring, self._space.trim(source.ring))
+
+    def uses(self, num: int) -> int:
+        """How many rows need a record."""
+        source = self.sources[num]
+        return self.rings[source.ring].records[source.pos][1]
 
     def unuse(self, num: int, rows: int) -> None:
         """So many rows need a record no more."""
         source = self.sources[num]
-        source.uses -= rows
-        if not source.uses:
+        if self.uses(num) == rows:
             del self.sources[num]
             self.live_bytes -= source.num_bytes
-            self._trim(source.ring)
+        self._free(source.ring, self._space.unuse(source.ring, source.pos, rows))
 
-    def _trim(self, name: str) -> None:
-        ring = self.rings[name]
-        order, tail = ring.order, ring.tail
-        while order and order[0][0] not in self.sources:
-            ring.tail = order.popleft()[1]
-        if ring.tail != tail:
-            self.freed.append((name, ring.tail))
+    def _free(self, ring: str, tail: int | None) -> None:
+        if tail is not None:
+            self.freed[ring] = tail
 
     def dump(self) -> dict[str, Any]:
-        rings = {
-            name: [
-                ring.capacity,
-                ring.member,
-                ring.rank,
-                ring.spilled,
-                ring.head,
-                ring.tail,
-                [list(item) for item in ring.order],
-            ]
-            for name, ring in self.rings.items()
-        }
-        sources = [[n, s.ring, s.pos, s.seq, s.num_bytes, s.uses] for n, s in self.sources.items()]
-        return {"rings": rings, "sources": sources, "next_ring": self.next_ring, "num_dropped": self.num_dropped}
+        return {
+            "space": self._space.dump(), "sources": [[num, *source] for num, source in self.sources.items()],
+            "next_ring": self.next_ring, "num_dropped": self.num_dropped,
+        }  # fmt: skip
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Shelf:
         shelf = cls()
-        for name, (capacity, member, rank, spilled, head, tail, order) in state["rings"].items():
-            records = deque((num, end) for num, end in order)
-            shelf.add(name, Ring(capacity, member, rank, spilled, head, tail, records))
-        for num, *fields in state["sources"]:
-            shelf.sources[num] = source = Source(*fields)
-            shelf.live_bytes += source.num_bytes
+        shelf._space = Space.load(state["space"])
+        shelf.sources = {num: Source(*fields) for num, *fields in state["sources"]}
+        shelf.live_bytes = sum(source.num_bytes for source in shelf.sources.values())
         shelf.next_ring, shelf.num_dropped = state["next_ring"], state["num_dropped"]
         return shelf

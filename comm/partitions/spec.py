@@ -51,7 +51,7 @@ class Spec:
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Spec:
-        return cls(**{**fields, "clear_after": tuple(fields["clear_after"])})
+        return cls(**{**fields, "clear_after": tuple(fields.get("clear_after", ()))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class TokenBudget(Sampler):
 class VersionWindow(Sampler):
     """Only rows whose policy version lies in the window, oldest version first; others stay where they are.
 
-    `max_staleness` counts back from the version that the caller names, or else the newest committed one.
+    `max_staleness` counts back from the version that the caller names, or else the newest that a row was put with.
     """
 
     min_version: int | None = None

@@ -20,7 +20,7 @@ import orjson
 from rondo.comm.bus.journal import Event
 from rondo.comm.partitions.entry import DEAD, HELD, LIVE, Entry, places_of
 from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, Numbers, Run, compress, count, expand, number_of, row_id
-from rondo.comm.partitions.shelf import Ring, Shelf
+from rondo.comm.partitions.shelf import Shelf, Source
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.task import CLAIMED, DONE, GONE, READY, Claim, Task
 
@@ -39,6 +39,7 @@ class Table:
         self.num_rows = 0
         self.num_put = 0  # rows ever
         self.num_refused = 0  # rows of puts that changed nothing
+        self.newest_version = 0  # that a row was put with
         self.ended_by: list[str] = []
         self.cleared = Numbers()  # keys that are numbers, of rows that were cleared: an order waits for none of them
         self._change = 0
@@ -62,7 +63,7 @@ class Table:
         else:
             uses = 0 if self.ended else self._create(num, columns, event, bytearray([LIVE]) * n)
         self.num_refused += n - uses
-        self.shelf.record(num, event["ring"], event["pos"], event["seq"], event["bytes"], uses)
+        self.shelf.record(num, Source(event["ring"], event["pos"], event["seq"], event["bytes"]), uses)
 
     def _put_keys(self, num: int, columns: list[str], event: Event) -> int:
         """Rows by key: new keys make rows, known ones get columns. `add` makes no rows."""
@@ -88,6 +89,8 @@ class Table:
         entry.keys, entry.groups = event.get("keys"), event.get("groups")
         entry.versions, entry.tokens = event.get("versions"), event.get("tokens")
         entry.tags, entry.done = event.get("tags"), event.get("done", {})
+        versions = entry.versions if isinstance(entry.versions, list) else [entry.versions]
+        self.newest_version = max(self.newest_version, *(version or 0 for version in versions))
         if entry.tags is not None:
             for i in range(entry.n):
                 self._index_tags(row_id(num, i), entry.tag(i)) if live[i] else None
@@ -300,8 +303,7 @@ class Table:
             task.news = True
 
     def on_ring(self, event: Event) -> None:
-        ring = Ring(event["bytes"], event["member"], event["rank"], event.get("spilled", False))
-        self.shelf.add(event["ring"], ring)
+        self.shelf.add(event["ring"], event["bytes"], event["member"], event["rank"])
 
     def on_unring(self, event: Event) -> None:
         self.shelf.remove(event["ring"])
@@ -373,6 +375,7 @@ class Table:
             "entries": [entry.dump() for entry in self.entries.values()],
             "tasks": [task.dump() for task in self.tasks.values()], "next_record": self.next_record,
             "num_put": self.num_put, "num_refused": self.num_refused, "ended_by": list(self.ended_by),
+            "newest_version": self.newest_version,
             "change": self._change, "cleared": self.cleared.runs(),
         }  # fmt: skip
 
@@ -392,6 +395,7 @@ class Table:
         table.tasks = {fields["name"]: Task.load(fields) for fields in state["tasks"]}
         table.next_record, table.ended_by = state["next_record"], list(state["ended_by"])
         table.num_put, table.num_refused = state["num_put"], state["num_refused"]
+        table.newest_version = state["newest_version"]
         table._change, table._changes = state["change"], table._log()
         table.cleared = Numbers(state["cleared"])
         return table

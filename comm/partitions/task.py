@@ -28,9 +28,12 @@ _AGAIN = bytes.maketrans(_FILL[DONE], _FILL[READY])
 
 
 class Chooser(Protocol):
-    """What a task tells its sampler; derived from the states, made anew when it is missing."""
+    """What a task tells its sampler, and is told; derived from the states, made anew when it is missing."""
+
+    mark: int
 
     def add(self, start: int, length: int) -> None: ...
+    def pick(self, ask: Any) -> list[list[list[int]]] | None: ...
 
 
 @dataclass(slots=True)

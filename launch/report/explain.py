@@ -28,7 +28,7 @@ _LITTLE = 0.1
 _FULL = 0.85
 """Of a machine's cores."""
 _WITHOUT_ACTOR_FWD = "without actor_fwd, algorithm.old_log_probs='auto' takes log-probs that are there already"
-_SERVICES = ("supervisor", "nursery", "coordinator", "store")
+_SERVICES = ("supervisor", "nursery", "coordinator", "partitions", "store")
 
 
 @dataclass(frozen=True, slots=True)

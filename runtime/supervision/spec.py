@@ -56,6 +56,8 @@ class SupervisorConfig:
     groups: tuple[GroupSpec, ...]
     coordinator: str
     """Its module, run as a plain process, which answers as an actor at `coordinator.sock` and calls the supervisor's `ready`."""
+    services: Mapping[str, str] = field(default_factory=dict)
+    """Others, name -> module, which hear of births and deaths of role groups as the coordinator does."""
     limits: Limits = field(default_factory=Limits)
     attempt: int = 0
     """The first attempt of this supervisor's life; a resumed run goes on counting."""
@@ -69,7 +71,7 @@ class SupervisorConfig:
     """Faults on purpose: (role, group or service; step): SIGKILLed once, when that many steps are committed."""
 
     def __post_init__(self) -> None:
-        names = [STORE_NAME, COORDINATOR_NAME, *(group.name for group in self.groups)]
+        names = [STORE_NAME, COORDINATOR_NAME, *self.services, *(group.name for group in self.groups)]
         for name in names:
             if names.count(name) > 1 or not _NAME.fullmatch(name):
                 raise ConfigError(f"names of role groups must differ and look like 'actor-0', got {name!r}")

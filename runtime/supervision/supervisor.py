@@ -84,6 +84,7 @@ class Supervisor(Actor):
         self._nursery = nursery or Nursery()
         self._on_event = on_event
         self._groups = {group.name: group for group in config.groups}
+        self._services = {COORDINATOR_NAME: config.coordinator, **config.services}
         self._machine = Supervision(
             [
                 Child(
@@ -91,7 +92,7 @@ class Supervisor(Actor):
                     service=True,
                     strategy=Strategy.ONE_FOR_ALL if config.finds_state else Strategy.ESCALATE,
                 ),
-                Child(COORDINATOR_NAME, service=True),
+                *(Child(name, service=True) for name in self._services),
                 *(Child(group.name, group.num_processes, saves=group.saves) for group in config.groups),
             ],
             config.limits,
@@ -101,7 +102,7 @@ class Supervisor(Actor):
         )
         self._lives: dict[str, Incarnation] = {}
         self._faults = list(config.kill)
-        self._pinged_at = 0.0
+        self._pinged_at = dict.fromkeys(self._services, 0.0)
         self._num_dumps = 0
         self._num_interrupts = 0
         self._outcome: Outcome | None = None
@@ -120,8 +121,8 @@ class Supervisor(Actor):
             ends.enter_context(self._signals())
             self._estate = ends.enter_context(Estate(run_dir, longest, self._on_register))
             self._ledger = ends.enter_context(Ledger(run_dir, self._on_event))
-            self._coordinator = ends.enter_context(self._ref(COORDINATOR_NAME))
-            self._announcer = Announcer(self._coordinator, self._on_undelivered)
+            refs = {name: ends.enter_context(self._ref(name)) for name in self._services}
+            self._announcers = {name: Announcer(ref, self._on_undelivered) for name, ref in refs.items()}
             ends.enter_context(self._nursery)
             place = self._estate.surroundings.place(NURSERY, self._config.attempt)
             self._nursery.belong(place, self._config.loaded(), self._config.limits.start_s)
@@ -129,26 +130,27 @@ class Supervisor(Actor):
             async with await serve(
                 self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"
             ):
-                return await self._supervise()
+                return await self._supervise(refs)
 
     def request_stop(self, reason: str, *, quick: bool = False) -> None:
         """Role groups save and leave; asked again, it is the same stop. `quick`: everything is killed at once."""
         self._do(self._machine.stop(reason, time.monotonic(), quick=quick))
-        self._announcer.tell("drain")
+        self._announcers[COORDINATOR_NAME].tell("drain")
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Batch systems repeat themselves; a person at a terminal who presses Ctrl-C twice does not want to wait."""
         self._num_interrupts += number == signal.SIGINT
         self.request_stop(number.name, quick=number == signal.SIGINT and self._num_interrupts > 1 and _at_terminal())
 
-    async def _supervise(self) -> Outcome:
+    async def _supervise(self, services: Mapping[str, ActorRef]) -> Outcome:
         async with asyncio.TaskGroup() as self._tasks:
             self._ledger.listen()
             pids = {"pid": os.getpid(), "janitor_pid": self._estate.janitor.pid}
             self._ledger.record("supervisor", "started", {"rt_dir": str(self._estate.rt_dir), **pids})
             self._helpers: set[asyncio.Task[None]] = set()
-            self._help(self._announcer.run())
-            self._help(self._ping_coordinator())
+            for name, ref in services.items():
+                self._help(self._announcers[name].run())
+                self._help(self._ping(name, ref))
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
@@ -178,9 +180,10 @@ class Supervisor(Actor):
                 case Kill():
                     self._end(self._lives[action.child], dump=action.dump)
                 case TellDead():
-                    self._announcer.tell("member_dead", action.child, action.incarnation)
+                    self._announce("member_dead", action.child, action.incarnation)
                 case Clear():
-                    self._announcer.clear()
+                    for announcer in self._announcers.values():
+                        announcer.clear()
                     self._estate.segments.clear()
                 case DumpStacks():
                     self._help(self._dump_stacks())
@@ -195,20 +198,20 @@ class Supervisor(Actor):
     def _start(self, order: Start) -> None:
         name, number, around = order.child, order.incarnation, self._estate.surroundings
         heartbeat = None
-        if name != COORDINATOR_NAME:
+        if name not in self._services:
             num_bytes = segment_bytes(self._groups[name].num_processes if name in self._groups else 1)
             heartbeat = self._estate.segments.segment(segment_name(name, number), num_bytes)
         log = around.log_path(name, number, order.attempt)
         life = Incarnation(name, number, log, heartbeat, self)
         self._lives[name] = life
-        if name == COORDINATOR_NAME:
-            self._begin(life, around.start_service(name, self._config.coordinator, number, order.attempt))
+        if name in self._services:
+            self._begin(life, around.start_service(name, self._services[name], number, order.attempt))
             return
         if name == STORE_NAME:
             job = around.store_job(name, number, order.attempt, self._estate.store_socket.fileno())
         else:
             spec = self._groups[name]
-            self._announcer.tell("member_started", name, number, spec.num_processes)
+            self._announce("member_started", name, number, spec.num_processes)
             job = around.group_job(spec, number, order.attempt, self._config.limits)
         life.starting = self._tasks.create_task(self._fork(life, job))
 
@@ -259,8 +262,8 @@ class Supervisor(Actor):
         data = dict(note.data)
         if note.kind == "died":
             data["log"] = str(self._lives[data["group"]].log)
-        if note.kind == "ready" and data["group"] == COORDINATOR_NAME:
-            self._pinged_at = time.monotonic()
+        if note.kind == "ready" and data["group"] in self._services:
+            self._pinged_at[data["group"]] = time.monotonic()
         self._ledger.record("supervisor", note.kind, data)
 
     async def _dump_stacks(self) -> None:
@@ -270,7 +273,7 @@ class Supervisor(Actor):
         names = [
             f"{life.name}.{rank}" for life in self._lives.values() if life.name in self._groups for rank in life.workers
         ]
-        answers = await asyncio.gather(*[self._waits_of(name) for name in [COORDINATOR_NAME, *names]])
+        answers = await asyncio.gather(*[self._waits_of(name) for name in [*self._services, *names]])
         with telling("dumps"):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(orjson.dumps(dict(answers), option=orjson.OPT_INDENT_2))
@@ -333,15 +336,19 @@ class Supervisor(Actor):
                 self._ledger.record("supervisor", "registered", data)
         accepted.set_result(welcome)
 
-    async def _ping_coordinator(self) -> None:
-        """The coordinator has no words in shared memory: it lives as long as it answers."""
+    def _announce(self, method: str, *arguments: Any) -> None:
+        for announcer in self._announcers.values():
+            announcer.tell(method, *arguments)
+
+    async def _ping(self, service: str, ref: ActorRef) -> None:
+        """The coordinator, and what else serves, has no words in shared memory: it lives as long as it answers."""
         silence_s = self._config.limits.silence_s
         while True:
             await asyncio.sleep(min(1.0, silence_s / 4))
-            if self._state(COORDINATOR_NAME) is State.READY:
+            if self._state(service) is State.READY:
                 with contextlib.suppress(RondoError):  # that it did not answer shows in the time of its last answer
-                    await self._coordinator.call("rondo.ping", deadline_s=silence_s)
-                    self._pinged_at = time.monotonic()
+                    await ref.call("rondo.ping", deadline_s=silence_s)
+                    self._pinged_at[service] = time.monotonic()
 
     def _on_undelivered(self, method: str, error: Exception) -> None:
         self._ledger.record("supervisor", "undelivered", {"method": method, "error": str(error)})
@@ -429,8 +436,9 @@ class Supervisor(Actor):
 
     def _beats(self) -> Mapping[str, tuple[Beat, ...]]:
         beats = {name: life.beats() for name, life in self._lives.items() if life.ending is None}
-        if self._state(COORDINATOR_NAME) is State.READY:
-            beats[COORDINATOR_NAME] = (Beat(0, self._pinged_at, 0),)
+        for name, pinged_at in self._pinged_at.items():
+            if self._state(name) is State.READY:
+                beats[name] = (Beat(0, pinged_at, 0),)
         return beats
 
     def _ref(self, name: str) -> ActorRef:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from rondo.comm.partitions.choosers import chooser
-from rondo.comm.partitions.fold import Partitions
+from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.runs import compress, expand
 from rondo.comm.partitions.samplers import Ask, Picked
 from rondo.comm.partitions.spec import Sampler, Sequential, Spec
@@ -19,7 +19,7 @@ class Hand:
     """Applies events and keeps them for replay."""
 
     def __init__(self, **spec: Any) -> None:
-        self.partitions = Partitions()
+        self.partitions = Fold()
         self.events: list[dict[str, Any]] = []
         self.pos = 0
         self.emit("new", name="p", spec=Spec(**spec).dump())
@@ -30,9 +30,12 @@ class Hand:
         return self.partitions.tables[0]
 
     def emit(self, do: str, **fields: Any) -> None:
-        event = orjson.loads(orjson.dumps({"event": "part", "do": do, "part": 0, **fields}))
+        event = orjson.loads(orjson.dumps({"event": do, "part": 0, **fields}))
         self.events.append(event)
         self.partitions.apply(event)
+
+    def die(self, member: str) -> None:
+        self.emit("dead", member=member, incarnation=1)
 
     def put(self, n: int, columns: tuple[str, ...] = ("x",), **said: Any) -> list[int]:
         """A record of `n` rows; their ids, where it made new ones."""
@@ -72,8 +75,8 @@ class Hand:
     def ack(self, k: int, name: str = "t", scope: str = "a.1", rank: int = 0) -> None:
         self.emit("ack", task=name, scope=scope, k=k, rank=rank, peer=0)
 
-    def replayed(self) -> Partitions:
-        again = Partitions()
+    def replayed(self) -> Fold:
+        again = Fold()
         for event in self.events:
             again.apply(event)
         return again
@@ -87,7 +90,7 @@ class Hand:
             for i in range(entry.n):
                 for source in entry.sources(i) if entry.live[i] else ():
                     uses[source] = uses.get(source, 0) + 1
-        assert uses == {num: source.uses for num, source in shelf.sources.items()}
+        assert uses == {num: shelf.uses(num) for num in shelf.sources}
         assert shelf.live_bytes == 64 * len(uses)
         for task in table.tasks.values():
             states = b"".join(bytes(states) for states in task.states.values())

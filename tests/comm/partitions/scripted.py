@@ -40,4 +40,4 @@ def numbers_of(batch: Batch) -> list[int]:
 
 def leftovers(coordinator: Any) -> int:
     """Waiters of partitions."""
-    return sum(map(len, coordinator.partitions._waiters.values()))
+    return len(coordinator.service.wakes)

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from rondo.comm.partitions.stats import STATS_BYTES, stats_name
-from rondo.comm.ring.ring import ring_bytes
 from tests.comm.bus.test_crash_points import Log, in_child, plant
-from tests.comm.inprocess import MEMBERS, InProcess, Store, ask
+from tests.comm.inprocess import MEMBERS, Store, ask
 from tests.comm.partitions.scripted import key, leftovers, numbers_of, put, score
+from tests.comm.partitions.world import InProcess
 
 NUM_ROWS, CLEARED = 4, 3
-RING_BYTES = ring_bytes(1 << 13)
 MEMORY = {stats_name(0): STATS_BYTES, "part/0/rollout-0.0/0": 1 << 16, "part/0/actor_fwd-0.0/1": 1 << 16}
 SETTINGS = {"capacity_bytes": 1 << 17, "chunk_bytes": 1 << 16, "clear_after": ("train",)}
 
@@ -57,7 +56,7 @@ async def work(run: InProcess, lives: dict[str, int], put_rows: Log, read_rows: 
 
 
 def make_run(folder: Path, store: Store) -> InProcess:
-    return InProcess(folder, store, ring_bytes=RING_BYTES)
+    return InProcess(folder, store)
 
 
 async def first_life(folder: Path, store: Store, put_rows: Log, read_rows: Log) -> None:
@@ -72,31 +71,29 @@ async def second_life(folder: Path, store: Store, put_rows: Log, read_rows: Log,
     run.roster.groups = {name: {"incarnation": 1, "alive": True} for name in lives}
     run.roster.dead = [[name, 1] for name in MEMBERS if name not in lives]
     await run.start()
-    found = list(run.coordinator.index.partitions.tables.values())
+    found = list(run.fold.tables.values())
     num_put = found[0].num_put if found else 0
     assert 2 * len(put_rows) <= num_put <= 2 * len(put_rows) + 2, f"{num_put} rows, {len(put_rows)} puts had returned"
     acked = found[0].tasks["train"].num_acked if found and "train" in found[0].tasks else 0
     assert len(read_rows) <= acked, f"{acked} rows are acknowledged, {len(read_rows)} had been"
     read = await work(run, {name: 1 if name in lives else 2 for name in MEMBERS}, put_rows, read_rows)
-    (table,) = run.coordinator.index.partitions.tables.values()
+    (table,) = run.fold.tables.values()
     assert len(read) == len(set(read)) == NUM_ROWS - 1 - acked, (
         "what was acknowledged does not come again, all else does"
     )
     assert CLEARED not in read and table.tasks["train"].num_acked == NUM_ROWS - 1
     assert (table.num_rows, table.shelf.live_bytes, table.ended) == (0, 0, True)
     assert leftovers(run.coordinator) == 0
-    before = run.coordinator.index.dump()
+    before = run.fold.dump()
     await run.stop()
     await run.start()
-    assert run.coordinator.index.dump() == before
+    assert run.fold.dump() == before
 
 
 def crash_at(folder: Path, kind: str, nth: int, when: str) -> bool:
     """One crash and the life after it; False when the partition came to its end before its n-th act."""
     folder.mkdir()
     store, put_rows, read_rows = Store(), Log(), Log()
-    for name in MEMBERS:
-        store.segment(f"ring/{name}/0", RING_BYTES)
     for name, num_bytes in MEMORY.items():
         store.segment(name, num_bytes)  # made before the fork: the supervisor's, not the child's
 

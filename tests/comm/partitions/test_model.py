@@ -23,13 +23,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from rondo.comm.bus.index import Index
 from rondo.comm.partitions.batch import Batch
+from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.stream import Stream
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import Task
 from rondo.runtime.errors import CorruptData
-from tests.comm.inprocess import InProcess, Store, ask
+from tests.comm.inprocess import Store, ask
+from tests.comm.partitions.world import InProcess
 from tests.strength import strength
 
 BUDGET_S = float(os.environ.get("RONDO_MODEL_S", "0"))
@@ -91,7 +92,7 @@ class PartitionMachine(RuleBasedStateMachine):
 
     @property
     def table(self) -> Table:
-        return self.run_.coordinator.index.partitions.tables[0]
+        return self.run_.fold.tables[0]
 
     # ---- life ---------------------------------------------------------------------------------------------------------
 
@@ -123,11 +124,11 @@ class PartitionMachine(RuleBasedStateMachine):
     @rule()
     def coordinator_restarts(self) -> None:
         self.wait(self.part(WRITERS[0]).list(limit=1))  # every put is seen
-        before = self.run_.coordinator.index.dump()
-        assert Index.load(self.run_.config.rules, orjson.loads(orjson.dumps(before))).dump() == before
+        before = self.run_.fold.dump()
+        assert Fold.load(orjson.loads(orjson.dumps(before))).dump() == before
         self.wait(self.run_.stop())
         self.wait(self.run_.start())
-        assert self.run_.coordinator.index.dump() == before
+        assert self.run_.fold.dump() == before
 
     # ---- writing ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 
 from rondo.comm.partitions.spec import Sequential, TokenBudget
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, OutOfSpace, Refused
-from tests.comm.served import served
+from tests.comm.partitions.world import served
 
 
 def rows(n: int, start: int = 0, length: int = 5) -> dict:
@@ -287,7 +287,7 @@ async def test_a_reader_that_is_cancelled_while_it_waits_leaves_nothing_behind()
             await waiting
         await part.put(rows(1, 1))
         assert await read(part, batch=2, until="now") == [0, 1]
-        assert not any(run.coordinator.partitions._waiters.values())
+        assert not len(run.coordinator.service.wakes)
 
 
 async def test_a_partition_ends_with_its_last_producer_and_takes_no_rows_then():
@@ -310,25 +310,24 @@ async def test_a_partition_ends_with_its_last_producer_and_takes_no_rows_then():
 async def until(run, condition) -> None:
     """Let the loop run until the coordinator is as wanted."""
     async with asyncio.timeout(30):
-        while not condition(run.coordinator.partitions):  # noqa: ASYNC110  # counters in memory ring no bell
+        while not condition(run.coordinator.service):  # noqa: ASYNC110  # counters in memory ring no bell
             await asyncio.sleep(0)
 
 
 def waiters(num: int):
-    return lambda service: sum(map(len, service._waiters.values())) == num
+    return lambda service: len(service.wakes) == num
 
 
-async def test_a_waiting_reader_is_woken_by_the_put_that_fills_its_batch_and_by_no_other():
+async def test_a_waiting_reader_gets_its_batch_with_the_put_that_fills_it_and_with_no_other():
     async with served() as run:
         writer = (await run.bus("rollout-0")).partition("p")
         reader = (await run.bus("actor-0")).partition("p")
         await writer.put(rows(1))
         waiting = asyncio.create_task(reader.stream("t", columns=["tokens"], batch=3).next())
         await until(run, waiters(1))
-        (waiter,) = run.coordinator.partitions._waiters[0]
         await writer.put(rows(1, 1))
         await until(run, lambda service: reader.stats().num_rows == 2)
-        assert not waiter.future.done()
+        assert not waiting.done()
         await writer.put(rows(1, 2))
         assert firsts(await waiting) == [0, 1, 2]
 

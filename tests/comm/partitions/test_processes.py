@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.member import Member
-from tests.comm.served import Served, served
+from rondo.comm.partitions.client import Partitions
+from tests.comm.partitions.world import Served, served
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,7 +46,7 @@ async def workers(run: Served) -> AsyncIterator[Any]:
 
     async def start(group: str, act: str, *arguments: Any, incarnation: int = 1) -> Worker:
         run.roster.alive[group] = incarnation
-        await run.ref("coordinator").call("member_started", group, incarnation, 1)
+        await run.ref().call("member_started", group, incarnation, 1)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.comm.partitions.worker", str(run.folder), group, str(incarnation), act,
             json.dumps(arguments), cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -109,7 +109,7 @@ async def test_rows_of_a_killed_producer_stay_and_its_next_life_goes_on_in_its_r
         producer = await start("rollout-0", "produce", 40, 40, 20, incarnation=2)
         assert await producer.word() == "put"
         assert len(await part.get([str(value) for value in range(80)], ["x"])) == 80
-        table = run.coordinator.index.partitions.tables[0]
+        table = run.fold.tables[0]
         assert len(table.shelf.rings) == 1
         await producer.kill()
         await run.die("rollout-0", 2)
@@ -127,9 +127,9 @@ async def test_a_coordinator_that_dies_between_any_two_acts_comes_back_with_the_
                 {"x": list(range(first, first + 4))} | {"y": ["a"] * 4}, keys=[str(first + i) for i in range(4)]
             )
             await run.restart()
-            before = run.coordinator.index.partitions.dump()
+            before = run.fold.dump()
             await run.restart()
-            assert run.coordinator.index.partitions.dump() == before
+            assert run.fold.dump() == before
             seen += await consumer.word()
         await part.clear(["0", "1"])
         await part.end()
@@ -142,8 +142,8 @@ async def test_a_coordinator_that_dies_between_any_two_acts_comes_back_with_the_
 async def test_every_peer_of_a_rank_gets_the_same_rows_and_all_of_them_finish_a_row():
     async with served() as run:
         run.roster.alive["actor-0"] = 1
-        await run.ref("coordinator").call("member_started", "actor-0", 1, 4)
-        ranks = [Bus(Member("actor-0", 1, rank, 4, 0), run.ref("coordinator"), run.client()) for rank in range(4)]
+        await run.ref().call("member_started", "actor-0", 1, 4)
+        ranks = [Partitions(Member("actor-0", 1, rank, 4, 0), run.ref(), run.client()) for rank in range(4)]
         run.buses += ranks
         part = ranks[0].partition("p")
         await part.put({"x": list(range(10))})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rondo.comm.bus.bus import Bus
-from rondo.comm.bus.index import Index
 from rondo.comm.bus.member import Member
 from rondo.comm.partitions.checkpoint import restore, save
+from rondo.comm.partitions.client import Partitions
+from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.loader import StreamingLoader
 from rondo.comm.partitions.runs import expand
 from rondo.comm.partitions.spec import (
@@ -25,8 +26,9 @@ from rondo.comm.partitions.spec import (
     VersionWindow,
 )
 from rondo.comm.partitions.sync import SyncPartition
+from rondo.comm.partitions.task import CLAIMED
 from rondo.runtime.errors import ConfigError, CorruptData, DeadlineExceeded, SamplerFailed
-from tests.comm.served import served
+from tests.comm.partitions.world import served
 
 
 async def two(run, **settings):
@@ -128,8 +130,8 @@ ALL_SAMPLERS = [
 async def test_every_sampler_delivers_each_row_once_to_one_rank_and_to_all_its_peers(sampler):
     async with served() as run:
         run.roster.alive["actor-0"] = 1
-        await run.ref("coordinator").call("member_started", "actor-0", 1, 4)
-        processes = [Bus(Member("actor-0", 1, rank, 4, 0), run.ref("coordinator"), run.client()) for rank in range(4)]
+        await run.ref().call("member_started", "actor-0", 1, 4)
+        processes = [Partitions(Member("actor-0", 1, rank, 4, 0), run.ref(), run.client()) for rank in range(4)]
         run.buses += processes
         writer = (await run.bus("rollout-0")).partition("p")
         for first in range(0, 24, 6):
@@ -140,7 +142,7 @@ async def test_every_sampler_delivers_each_row_once_to_one_rank_and_to_all_its_p
             )  # fmt: skip
         await writer.end()
 
-        async def read(bus: Bus) -> list[list[int]]:
+        async def read(bus: Partitions) -> list[list[int]]:
             found = []
             async for batch in bus.partition("p").stream("t", columns=["tokens"], sampler=sampler, batch=4, ranks=2):
                 found.append([int(row[0]) for row in batch["tokens"]])
@@ -259,18 +261,46 @@ async def test_beyond_its_capacity_a_partition_spills_to_files_that_go_with_it(t
         assert list(tmp_path.iterdir()) == []
 
 
-# ---- the index as a whole -------------------------------------------------------------------------------------------
+# ---- all partitions -------------------------------------------------------------------------------------------------
 
 
-async def test_partitions_are_part_of_the_index_and_end_with_an_attempt():
+async def test_partitions_are_read_back_from_their_dump_and_end_with_an_attempt(tmp_path):
+    async with served() as run:
+        part, reader = await two(run, capacity_bytes=1 << 17, chunk_bytes=1 << 16, spill_dir=str(tmp_path))
+        for _ in range(3):
+            await part.put({"x": np.zeros((1, 50_000), np.uint8)})
+        batch = await reader.stream("t", columns=["x"], batch=2).next()
+        state = orjson.loads(orjson.dumps(run.fold.dump()))
+        loaded = Fold.load(state)
+        assert loaded.dump() == state
+        assert list(expand(loaded.tables[0].tasks["t"].claims["actor-0.1", 0].rows[0])) == batch.ids
+        await run.stop()
+        assert len(list(tmp_path.iterdir())) == 1
+        await run.start(attempt=1)
+        assert run.fold.tables == {} and list(tmp_path.iterdir()) == []
+        assert [path.name for path in (run.folder / "journals").iterdir()] == ["1"]
+
+
+async def test_a_full_disk_costs_time_and_no_row(monkeypatch):
     async with served() as run:
         part, reader = await two(run)
-        await part.put({"x": np.arange(4)}, keys=list("abcd"))
-        batch = await reader.stream("t", columns=["x"], batch=2).next()
-        index = run.coordinator.index
-        state = orjson.loads(orjson.dumps(index.dump()))
-        loaded = Index.load(index.rules, state)
-        assert loaded.dump() == state
-        assert list(expand(loaded.partitions.tables[0].tasks["t"].claims["actor-0.1", 0].rows[0])) == batch.ids
-        loaded.apply({"event": "attempt", "attempt": 1})
-        assert (loaded.partitions.tables, loaded.partitions.next_id) == ({}, 1)
+        await part.put({"x": np.arange(4)})
+        stream = reader.stream("t", columns=["x"], batch=2)
+        await stream.open()
+
+        def full(events):
+            told.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        told = asyncio.Event()
+        monkeypatch.setattr("rondo.comm.bus.pending.ROOM_S", 0.001)
+        with monkeypatch.context() as disk:
+            disk.setattr(run._journal, "append", full)
+            waiting = asyncio.create_task(stream.next())
+            await told.wait()
+            run.coordinator.tick()
+            assert not waiting.done()
+        run.coordinator.tick()
+        assert [int(x) for x in (await waiting)["x"]] == [0, 1]
+        await run.restart()
+        assert run.fold.tables[0].tasks["t"].counts[CLAIMED] == 2

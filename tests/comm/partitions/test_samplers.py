@@ -56,7 +56,7 @@ def test_every_row_is_delivered_once_whatever_comes_between(sampler: Sampler, da
             for rank in range(ranks):
                 hand.ack(hand.table.tasks["t"].scopes["a.1"].next - 1, rank=rank)
         else:
-            hand.partitions.on_dead("a")
+            hand.die("a")
         return True
 
     for _ in range(data.draw(st.integers(0, 6))):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rondo.comm.partitions.service import PartitionService
+from rondo.comm.bus.wakes import Wakes
 from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.waits import wait_for
-from tests.comm.inprocess import InProcess, Store
+from tests.comm.bus.test_schedules import LateWakes
+from tests.comm.inprocess import Store
 from tests.comm.partitions.scripted import ROWS_A_PUT, key, leftovers, numbers_of, put, score
+from tests.comm.partitions.world import InProcess
 from tests.schedules import Stuck, explore
 from tests.strength import strength
 
@@ -23,7 +25,7 @@ NUM_SCHEDULES = int(os.environ.get("RONDO_SCHEDULES", strength(quick=60, full=20
 NUM_ROWS, LONG = 8, 6000  # a put fills a ring: the next one waits until its rows are read and cleared
 
 
-def whole_partition(folder: Path) -> Callable[[], Coroutine[Any, Any, None]]:
+def whole_partition(folder: Path, wakes: type[Wakes] = Wakes) -> Callable[[], Coroutine[Any, Any, None]]:
     """Two producers that wait for room, a scorer, two readers that compete; beside them a reader of pairs, one that waits for a
     key, and one that gives up."""
     numbers = itertools.count()
@@ -33,6 +35,7 @@ def whole_partition(folder: Path) -> Callable[[], Coroutine[Any, Any, None]]:
         run = InProcess(folder / str(next(numbers)), store)
         try:
             await run.start()
+            run.coordinator.service.wakes = wakes()
             names = ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0")
             buses = [await run.bus(name) for name in names]
             settings = {
@@ -107,40 +110,16 @@ def test_no_order_of_hundreds_loses_a_wake_up_or_a_row(tmp_path: Path, capsys: p
     assert distinct > NUM_SCHEDULES // 2
 
 
-def _registers_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = PartitionService._until
+class StuckWakes(Wakes):
+    """Plans that came to nothing are never made again."""
 
-    async def until(self: Any, part: int, answer: Any, enough: Any = None) -> Any:
-        found = answer()
-        if found is not None:
-            return found
-        await asyncio.sleep(0)  # what comes now helps nobody
-
-        def again() -> Any:
-            nonlocal again_asked
-            again_asked += 1
-            return answer() if again_asked > 1 else None
-
-        again_asked = 0
-        return await plain(self, part, again, enough)
-
-    monkeypatch.setattr(PartitionService, "_until", until)
+    def wake(self, topics: Iterable[str]) -> None:
+        vain, self._vain = self._vain, {}
+        super().wake(topics)
+        self._vain = vain
 
 
-def _waits_for_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = PartitionService._enough
-
-    def enough(self: Any, *which: Any) -> Any:
-        task, rows, scope = plain(self, *which)
-        return task, rows + 1, scope
-
-    monkeypatch.setattr(PartitionService, "_enough", enough)
-
-
-@pytest.mark.parametrize("plant", [_registers_late, _waits_for_one_too_many])
-def test_a_planted_lost_wake_up_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    _, failed = explore(whole_partition(tmp_path), min(NUM_SCHEDULES, 20))
+@pytest.mark.parametrize("planted", [LateWakes, StuckWakes])
+def test_a_planted_lost_wake_up_is_found(planted: type[Wakes], tmp_path: Path) -> None:
+    _, failed = explore(whole_partition(tmp_path, planted), min(NUM_SCHEDULES, 20))
     assert any(Stuck.__name__ in error or DeadlineExceeded.__name__ in error for _, error in failed)

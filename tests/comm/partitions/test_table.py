@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rondo.comm.partitions.fold import Partitions
+from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.runs import compress, count, cut, even, expand
 from tests.comm.cost import lines
 from tests.comm.partitions.hand import Hand
@@ -75,20 +75,17 @@ class Folding(RuleBasedStateMachine):
 
     @rule(member=st.sampled_from(["m", "n"]))
     def die(self, member: str) -> None:
-        self.hand.events.append({"dead": member})
-        self.hand.partitions.on_dead(member)
+        self.hand.die(member)
 
     @invariant()
     def counters_equal_the_states(self) -> None:
         self.hand.check()
 
     def teardown(self) -> None:
-        again = Partitions()
-        for event in self.hand.events:
-            again.on_dead(event["dead"]) if "dead" in event else again.apply(event)
+        again = self.hand.replayed()
         state = orjson.loads(orjson.dumps(self.hand.partitions.dump()))
         assert again.dump() == self.hand.partitions.dump()
-        loaded = Partitions.load(orjson.loads(orjson.dumps(state)))
+        loaded = Fold.load(orjson.loads(orjson.dumps(state)))
         assert loaded.dump() == state
         mine, theirs = self.hand.table, loaded.tables[0]
         assert (theirs.keys, theirs.num_rows) == (mine.keys, mine.num_rows)

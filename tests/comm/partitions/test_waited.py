@@ -8,7 +8,7 @@ from rondo.comm.partitions.stats import STATS_BYTES, StatsReader, StatsWriter
 from rondo.comm.partitions.waited import Waited
 from tests.comm.memory import MemorySegment
 from tests.comm.partitions.hand import Hand
-from tests.comm.served import served
+from tests.comm.partitions.world import served
 
 
 def test_percentiles_are_those_of_the_waits_to_within_a_fifth() -> None:
@@ -54,6 +54,6 @@ async def test_how_long_readers_wait_is_in_the_counters_of_the_task_and_partitio
             batch.ack()
         shown = part.stats().tasks["t"]
         assert 0 < shown.wait_p50_s <= shown.wait_p99_s
-        status = (await run.ref("coordinator").call("stats"))["partitions"]["replay"]
+        status = (await run.ref().call("stats"))["replay"]
         assert (status["rows"], status["put"], status["ended"]) == (12, 12, True)
         assert status["tasks"] == {"t": {"ready": 0, "waiting": 0, "claimed": 0, "done": 12, "returned": 0}}

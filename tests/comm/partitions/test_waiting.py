@@ -8,7 +8,7 @@ import numpy as np
 
 from rondo.comm.partitions.spec import Ordered, VersionWindow
 from tests.comm.partitions.hand import Hand
-from tests.comm.served import served
+from tests.comm.partitions.world import served
 
 PATIENCE_S = 60.0
 
@@ -26,7 +26,7 @@ async def test_a_reader_gets_the_last_rows_when_their_last_column_comes_after_th
         await stream.open()
         await part.end()
         asked = asyncio.create_task(stream.next())
-        await reader.call("committed")  # the claim has arrived
+        await part.list()  # the claim has arrived
         await part.add(["a", "b", "c"], {"score": np.ones(3, np.float32)})
         batch = await asyncio.wait_for(asked, PATIENCE_S)
         assert batch is not None and len(batch) == 3
@@ -43,7 +43,7 @@ async def test_ranks_that_ask_under_different_versions_get_the_same_batch() -> N
         await late.open()
         await early.open()
         asked = asyncio.create_task(late.next())
-        await reader.call("committed")
+        await part.list()
         assert len(await asyncio.wait_for(early.next(), PATIENCE_S) or ()) == 2
         assert len(await asyncio.wait_for(asked, PATIENCE_S) or ()) == 2
 
@@ -56,7 +56,7 @@ async def test_a_reader_that_is_proved_dead_while_it_waits_claims_nothing() -> N
         stream = dead.partition("p").stream("t", columns=["tokens"], batch=2)
         await stream.open()
         asked = asyncio.create_task(stream.next())
-        await dead.call("committed")
+        await dead.partition("p").list()
         await run.die("actor-0")
         await part.put(rows(2))
         batch = await asyncio.wait_for(

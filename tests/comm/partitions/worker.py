@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.member import Member
-from rondo.comm.partitions.client import Partition
+from rondo.comm.partitions.client import Partition, Partitions
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.memory.segments import SegmentClient
 from rondo.runtime.processes.process import die_with_parent
-from tests.comm.served import TOKEN
+from tests.comm.partitions.world import TOKEN
 
 
 def say(word: Any) -> None:
@@ -45,9 +44,9 @@ async def consume(part: Partition, task: str, batch: int, most: int, rank: int, 
 
 
 async def main(folder: str, group: str, incarnation: int, act: str, arguments: list[Any]) -> None:
-    coordinator = ActorRef(f"unix:{folder}/coordinator.sock", token=TOKEN, peer="coordinator")
+    coordinator = ActorRef(f"unix:{folder}/partitions.sock", token=TOKEN, peer="partitions")
     segments = SegmentClient(f"{folder}/handover.sock", TOKEN)
-    bus = Bus(Member(group, incarnation, 0, 1, 0), coordinator, segments)
+    bus = Partitions(Member(group, incarnation, 0, 1, 0), coordinator, segments)
     part = bus.partition("p")
     await part.opened()
     say("open")

@@ -33,6 +33,7 @@ def main(text: str) -> int:
         run_dir=Path(given["run_dir"]),
         groups=groups,
         coordinator="tiny_coordinator",
+        services=given["services"],
         limits=Limits(**given["limits"]),
         modules=tuple(given["modules"]),
         kill=tuple((role, step) for role, step in given["kill"]),

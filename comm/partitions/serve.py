@@ -1,0 +1,47 @@
+"""The process of partitions: `python -m rondo.comm.partitions.serve`, started where a config or `rondo bus` asks for partitions.
+
+Owns the choice of the state to begin with: the journal of this attempt where there is one, else nothing. A restart of the whole
+run forgets partitions: their memory went with the attempt, and the files of those that had spilled go here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from rondo.comm.bus.journal import Journal, files, read
+from rondo.comm.partitions.endpoints import PartitionCoordinator
+from rondo.comm.partitions.fold import Fold
+from rondo.comm.partitions.memory import unlink
+from rondo.runtime.errors import CorruptData
+from rondo.runtime.worker.service import Service, main
+
+FOLDER = "partitions"
+"""In the run directory: the journal of each attempt."""
+
+
+def open_journal(folder: Path, attempt: int) -> Journal:
+    """The journal of this attempt; those before it are gone, with the files that their partitions had spilled to."""
+    for old in [path for path in folder.glob("*") if path.name != str(attempt)]:
+        fold = Fold()
+        with contextlib.suppress(CorruptData):  # a power failure: its files stay
+            for path in files(old)[-1:]:
+                for event in read(path):
+                    fold.apply(event)
+        for name in fold.files():
+            unlink(name)
+        shutil.rmtree(old)
+    return Journal(folder / str(attempt))
+
+
+async def run(service: Service) -> None:
+    with open_journal(service.run_dir / FOLDER, service.attempt) as journal:
+        coordinator = PartitionCoordinator(journal, service.segments, service.supervisor)
+        await coordinator.start()
+        await service.answer(coordinator, coordinator.ticking())
+        coordinator.close()
+
+
+if __name__ == "__main__":
+    main(run)
