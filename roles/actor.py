@@ -462,14 +462,11 @@ class ActorRole:
         return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=weights)
 
     async def _end_publish(self, copied: Copied) -> None:
-        with self._ctx.span("publish", beside="publication", version=copied.version):
-            await self._prove_and_send(copied)
-
-    async def _prove_and_send(self, copied: Copied) -> None:
         summed, sent = asyncio.wrap_future(copied.checksum), asyncio.wrap_future(copied.sent)
-        checksum = await wait_for(summed, name="sums", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
-        await self._job.bus.call("end_publish", copied.slot, copied.version, checksum)
-        await wait_for(sent, name="publication", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
+        with self._ctx.span("publish", beside="publication", version=copied.version):
+            checksum = await wait_for(summed, name="sums", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
+            await self._job.bus.call("end_publish", copied.slot, copied.version, checksum)
+            await wait_for(sent, name="publication", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
 
     async def _save(self, version: int, *, final: bool) -> None:
         """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here. One that is not

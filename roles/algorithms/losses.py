@@ -60,8 +60,11 @@ class Batch:
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
         """[N] -> float64 [S], over the unmasked tokens of each sample; 0 of a sample without any."""
-        counts = [part.sum().clamp(min=1) for part in self.mask.split(list(self.lengths))]
-        return self.sums(values) / torch.stack(counts)
+        return self.sums(values) / self.counts()
+
+    def counts(self) -> torch.Tensor:
+        """int64 [S]: the unmasked tokens of each sample, at least 1."""
+        return torch.stack([part.sum().clamp(min=1) for part in self.mask.split(list(self.lengths))])
 
     def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """[S] -> float32 [N]: every token has its sample's."""
@@ -69,41 +72,26 @@ class Batch:
         return torch.repeat_interleave(values.float(), spans, output_size=len(self.mask))
 
 
-@dataclass(frozen=True, slots=True)
-class ClippedLoss:
-    """Per token [N]: the loss, and whether the clip at either side, or the dual clip, was what counted."""
-
-    loss: torch.Tensor
-    clipped_low: torch.Tensor
-    clipped_high: torch.Tensor
-    clipped_dual: torch.Tensor
-
-
-def ppo_clip(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> ClippedLoss:
-    """max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = exp(log_probs - old_log_probs), per token [N].
+def ppo_clip(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured]:
+    """max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = exp(log_probs - old_log_probs), per token, and where the
+    clip at either side, or the dual clip, was what counted.
 
     Schulman et al. 2017, arXiv 1707.06347, equation 7; two bounds as in DAPO (Yu et al. 2025, arXiv 2503.14476,
     equation 10). `dual_clip` c > 1 bounds the loss of tokens with A < 0 by -c A (Ye et al. 2020, arXiv 1912.09729,
     equation 5).
     """
-    ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    plain = -ratio * advantages
-    loss = torch.maximum(plain, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    advantages, low, high = batch.advantages, 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    ratio = (batch.log_probs - batch.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     clipped_dual = torch.zeros_like(ratio, dtype=torch.bool)
-    if dual_clip is not None:
-        clipped_dual = (advantages < 0) & (ratio > dual_clip)
-        loss = torch.where(clipped_dual, -dual_clip * advantages, loss)
-    clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
-    clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
-    return ClippedLoss(loss, clipped_low, clipped_high, clipped_dual)
+    if algorithm.dual_clip is not None:
+        clipped_dual = (advantages < 0) & (ratio > algorithm.dual_clip)
+        loss = torch.where(clipped_dual, -algorithm.dual_clip * advantages, loss)
+    clipped_low, clipped_high = (advantages < 0) & (ratio < low), (advantages > 0) & (ratio > high)
+    return loss, {
+        "clip_fraction": clipped_low | clipped_high, "clip_low_fraction": clipped_low, "clip_high_fraction": clipped_high,
+        "clip_dual_fraction": clipped_dual,
+    }  # fmt: skip
 
 
 def importance(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured]:
@@ -135,8 +123,7 @@ def kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KlEstima
         return x
     if estimator == "k2":
         return x.square() / 2
-    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3 = (-x).exp() - 1 + x
+    k3 = _k3(-x)
     return k3 if estimator == "k3" else k3.clamp(-10.0, 10.0)
 
 
@@ -204,14 +191,15 @@ def policy_sums(
         loss = loss + algorithm.kl_coef * divergence
         measured["kl"] = divergence.detach()
 
-    weights = _token_weights(keep, lengths, algorithm.normalizer)
+    if algorithm.normalizer == "sample":
+        loss = loss * batch.to_tokens(1.0 / batch.counts().float())
     sums = {
         "tokens": keep.sum(dtype=torch.float64),
         "samples": torch.tensor(len(lengths), dtype=torch.float64, device=log_probs.device),
         **{name: chosen(values).sum(dtype=torch.float64) for name, values in measured.items()},
     }
     maxes = {"ratio_max": chosen(ratio).max().double(), "mismatch_max": mismatch.abs().max().double()}
-    return LossSums((chosen(loss) * weights).sum(), sums, maxes)
+    return LossSums(chosen(loss).sum(), sums, maxes)
 
 
 def _per_token(
@@ -229,30 +217,8 @@ def _per_token(
     return values, {key: each.detach() for key, each in measured.items()}
 
 
-def clipped(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured]:
-    """`ppo_clip` with the bounds of the algorithm."""
-    terms = ppo_clip(
-        batch.log_probs, batch.old_log_probs, batch.advantages,
-        clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip,
-    )  # fmt: skip
-    return terms.loss, {
-        "clip_fraction": terms.clipped_low | terms.clipped_high, "clip_low_fraction": terms.clipped_low,
-        "clip_high_fraction": terms.clipped_high, "clip_dual_fraction": terms.clipped_dual,
-    }  # fmt: skip
-
-
-POLICY_LOSSES: Mapping[str, Callable[..., Any]] = {"ppo_clip": clipped}
+POLICY_LOSSES: Mapping[str, Callable[..., Any]] = {"ppo_clip": ppo_clip}
 CORRECTIONS: Mapping[str, Callable[..., Any]] = {"importance": importance}
-
-
-def _token_weights(keep: torch.Tensor, lengths: Sequence[int], normalizer: Normalizer) -> torch.Tensor:
-    """[N]: for "sample" 1 / (unmasked tokens of the token's sample), else 1."""
-    if normalizer != "sample":
-        return torch.ones_like(keep, dtype=torch.float32)
-    spans = torch.tensor(lengths, device=keep.device)
-    sample = torch.repeat_interleave(torch.arange(len(lengths), device=keep.device), spans, output_size=len(keep))
-    counts = torch.zeros(len(lengths), device=keep.device).index_add_(0, sample, keep.float())
-    return 1.0 / counts.clamp(min=1.0)[sample]
 
 
 def _k3(x: torch.Tensor) -> torch.Tensor:

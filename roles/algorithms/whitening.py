@@ -1,7 +1,7 @@
 """Whitening: the advantages of a whole step brought to mean 0 and deviation 1.
 
 Owns the formula, and what each sample contributes to it. Does not own where advantages come from (`advantages.py`), nor how
-contributions reach every rank (`trainer.py`).
+contributions reach every rank (`roles/actor.py`).
 
     parts = [contribution(row.advantages, row.mask, "tokens") for row in every_row_of_the_step]
     Whitening.of(parts).apply(row.advantages, row.mask)

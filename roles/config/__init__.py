@@ -136,7 +136,7 @@ class JobConfig(Section):
         return resolve(self.algorithm, alike=self.computes_alike)
 
     def old_log_probs(self, *, has_actor_fwd: bool) -> OldLogProbs:
-        """Where pi_old comes from (`algorithms.old_log_probs_source`)."""
+        """Where pi_old comes from (`old_log_probs_source`)."""
         return old_log_probs_source(
             self.algorithm, on_policy=self.on_policy, has_actor_fwd=has_actor_fwd, alike=self.computes_alike
         )

@@ -63,7 +63,7 @@ class AlgorithmConfig(Section):
     correction: FunctionRef | None = None
     """`def correction(batch, algorithm)`: what the loss of every token is weighted with, in the place of `tis_*`."""
     old_log_probs: Literal["auto", "self", "actor_fwd", "rollout"] = "auto"
-    """pi_old of the ratio: `algorithms.old_log_probs_source` has the rule for auto. With a name, that and nothing else: no
+    """pi_old of the ratio: `old_log_probs_source` has the rule for auto. With a name, that and nothing else: no
     correction but one that is set."""
     tis_low: float | None = Field(None, ge=0)
     tis_high: float | None = Field(None, gt=0)

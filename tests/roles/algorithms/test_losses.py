@@ -134,22 +134,25 @@ def loss_of(algorithm: Algorithm, sums: LossSums) -> float:
     return float(sums.loss) / denominator(sums, algorithm.normalizer, MAX_NEW_TOKENS)
 
 
+def clipped(log_ratios: torch.Tensor, advantages: list[float], **bounds: float) -> tuple[torch.Tensor, Any]:
+    """The clipped loss of one sample, all of whose tokens train."""
+    zeros, every = torch.zeros(len(log_ratios)), torch.ones(len(log_ratios), dtype=torch.bool)
+    made = Batch(log_ratios, zeros, zeros, torch.tensor(advantages), every, [len(log_ratios)])
+    return ppo_clip(made, replace(GRPO, **bounds))
+
+
 def test_the_clip_by_hand() -> None:
-    terms = ppo_clip(
-        ratios(1.5, 0.5, 1.5, 0.5, 1.1), torch.zeros(5), torch.tensor([1.0, 1, -1, -1, 1]), clip_low=0.2, clip_high=0.28
-    )
+    loss, measured = clipped(ratios(1.5, 0.5, 1.5, 0.5, 1.1), [1.0, 1, -1, -1, 1], clip_high=0.28)
     # A > 0: the ratio is capped at 1.28 from above only. A < 0: at 0.8 from below only.
-    assert terms.loss.tolist() == pytest.approx([-1.28, -0.5, 1.5, 0.8, -1.1])
-    assert terms.clipped_high.tolist() == [True, False, False, False, False]
-    assert terms.clipped_low.tolist() == [False, False, False, True, False]
+    assert loss.tolist() == pytest.approx([-1.28, -0.5, 1.5, 0.8, -1.1])
+    assert measured["clip_high_fraction"].tolist() == [True, False, False, False, False]
+    assert measured["clip_low_fraction"].tolist() == [False, False, False, True, False]
 
 
 def test_the_dual_clip_by_hand() -> None:
-    terms = ppo_clip(
-        ratios(5, 2, 5), torch.zeros(3), torch.tensor([-2.0, -2, 2]), clip_low=0.2, clip_high=0.2, dual_clip=3
-    )
-    assert terms.loss.tolist() == pytest.approx([6, 4, -2.4])  # bounded at 3 x 2; below it; A > 0 is not touched
-    assert terms.clipped_dual.tolist() == [True, False, False]
+    loss, measured = clipped(ratios(5, 2, 5), [-2.0, -2, 2], dual_clip=3)
+    assert loss.tolist() == pytest.approx([6, 4, -2.4])  # bounded at 3 x 2; below it; A > 0 is not touched
+    assert measured["clip_dual_fraction"].tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
