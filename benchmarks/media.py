@@ -230,8 +230,8 @@ def media_columns(media: MediaInputs) -> list[Column]:
     return [Column(name, array.dtype.name, [array]) for name, array in media.arrays.items()]
 
 
-Put = tuple[list[list[int]], list[Column], dict[str, Any]]
-"""Spans, columns and description of one record."""
+Put = tuple[list[list[int]], list[Column], dict[str, Any], list[list[float]]]
+"""Spans, columns and what is said of one record and of its rows."""
 
 
 def puts(tokens: np.ndarray, media: MediaInputs, num_samples: int, num_response: int, *, shared: bool) -> list[Put]:
@@ -239,9 +239,9 @@ def puts(tokens: np.ndarray, media: MediaInputs, num_samples: int, num_response:
     length = [len(tokens) + num_response, num_response, 1.0, 0, 0, 0]
     described = {"reservation": "group.0.0"}
     carried = [] if shared else media_columns(media)
-    blob: Put = ([[0, GROUP_BLOB, 1]], media_columns(media), described | {"info": [[media.encoder_positions]]})
+    blob: Put = ([[0, 0, GROUP_BLOB, 1]], media_columns(media), described, [[media.encoder_positions]])
     rows: list[Put] = [
-        ([[0, 0, sample, 1]], [*row_columns(tokens, num_response), *carried], described | {"info": [length]})
+        ([[0, 0, sample, 1]], [*row_columns(tokens, num_response), *carried], described, [[each] for each in length])
         for sample in range(num_samples)
     ]
     return [blob, *rows] if shared else rows
@@ -255,8 +255,8 @@ def ring_bytes_of(records: list[Put]) -> int:
     with Segment("ring/benchmark-media", num_bytes, fd) as segment:
         writer = RingWriter(segment, None, "ring/benchmark-media")
         try:
-            for spans, columns, described in records:
-                writer.put(spans, columns, epoch=0, attempt=0, meta=described)
+            for spans, columns, described, info in records:
+                writer.put(spans, columns, epoch=0, attempt=0, meta=described, info=info)
             return writer.head
         finally:
             writer.close()

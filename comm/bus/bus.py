@@ -241,8 +241,7 @@ class Bus:
             spans += spans_in(group, more, part)
         if len(info) != num_rows(spans) or set(map(len, info)) != {len(INFO)}:
             raise ValueError(f"info must have {', '.join(INFO)} of {num_rows(spans)} rows, got {list(info)!r:.200}.")
-        meta = {"reservation": f"group.{group}.{epoch}", "info": list(zip(*info, strict=True))}
-        return self._put(ring, spans, columns, epoch, meta)
+        return self._put(ring, spans, columns, epoch, f"group.{group}.{epoch}", list(zip(*info, strict=True)))
 
     def put_media(
         self, ring: str, group: int, epoch: int, columns: Sequence[Column], encoder_positions: int
@@ -250,26 +249,33 @@ class Bus:
         """The media of a leased group, once for all its samples and before them; each column has one array. Not where the
         lease says `has_media`: those of an earlier holder stay, and there is no room for others. `encoder_positions`: what
         the towers work on, which rounds are balanced by."""
-        meta = {"reservation": f"group.{group}.{epoch}", "info": [[encoder_positions]]}
-        return self._put(ring, [(group, 0, GROUP_BLOB, 1)], columns, epoch, meta)
+        spans = [(group, 0, GROUP_BLOB, 1)]
+        return self._put(ring, spans, columns, epoch, f"group.{group}.{epoch}", [[encoder_positions]])
 
     def put_columns(self, made: Round, columns: Mapping[str, Sequence[np.ndarray]]) -> RecordRef | None:
         """Derived columns for the rows of a round, one array a row, in the round's order."""
         if not made.rows or made.ring is None:
             return None
-        meta = {"reservation": f"{made.key}.{self.member.rank}"}
         fields = [Column(name, arrays[0].dtype.name, list(arrays)) for name, arrays in columns.items()]
-        return self._put(made.ring, made.spans, fields, 0, meta)
+        return self._put(made.ring, made.spans, fields, 0, f"{made.key}.{self.member.rank}")
 
     def _put(
-        self, ring: str, spans: Sequence[Sequence[int]], columns: Sequence[Column], epoch: int, meta: dict[str, Any]
+        self,
+        ring: str,
+        spans: Sequence[Sequence[int]],
+        columns: Sequence[Column],
+        epoch: int,
+        reservation: str,
+        info: Sequence[Sequence[float | None]] = (),
     ) -> RecordRef:
+        said: dict[str, Any] = {"reservation": reservation}
+        said = {"epoch": epoch, "attempt": self.member.attempt, "meta": said, "info": info}
         if ring == self._own_name:
-            return self._own.put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
+            return self._own.put(spans, columns, **said)
         with Writers(
             self._segments
         ) as writers:  # an overflow ring serves one grant, and is taken away when it is empty
-            return writers[ring].put(spans, columns, epoch=epoch, attempt=self.member.attempt, meta=meta)
+            return writers[ring].put(spans, columns, **said)
 
     # ---- consuming --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.spans import num_samples
-from rondo.comm.ring.records import Descriptor
+from rondo.comm.ring.records import Descriptor, numbers_of
 from rondo.comm.ring.ring import RecordRef, RingTail
 from rondo.comm.ring.views import Segments
 from rondo.comm.ring.words import PEEK_IS_SAFE, drain
@@ -189,13 +189,14 @@ class Rings:
 
 def put_event(ref: RecordRef, descriptor: Descriptor) -> Event:
     """The event of a record with samples, media or derived columns of prompt groups."""
-    meta = descriptor.meta
     event = {
         "event": "put", "ring": ref.ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
         "spans": descriptor.spans,
         "columns": [column.name for column in descriptor.columns], "epoch": descriptor.epoch,
-        "attempt": descriptor.attempt, "reservation": meta["reservation"],
+        "attempt": descriptor.attempt, "reservation": descriptor.meta["reservation"],
         # Room is promised by the sample, and for the columns of a round as one record.
-        "entries": num_samples(descriptor.spans) if "info" in meta else 1,
+        "entries": num_samples(descriptor.spans) if descriptor.info else 1,
     }  # fmt: skip
-    return event | ({"info": meta["info"]} if "info" in meta else {})
+    if descriptor.info:
+        event["info"] = [*map(numbers_of, descriptor.info)]
+    return event

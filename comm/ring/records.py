@@ -2,13 +2,17 @@
 
 Owns the layout, its sizes and its checks; not where records go (`ring.py`) and not what columns mean (`bus.py`).
 
-    | header 64 B | descriptor, JSON | 0..63 B | extent of column 0 | 0..63 B | extent of column 1 | ...
-                                               ^ payload, 64-byte aligned; the rows of a column lie end to end
+    | header 64 B | descriptor | 0..63 B | extent of column 0 | 0..63 B | extent of column 1 | ...
+                                         ^ payload, 64-byte aligned; the rows of a column lie end to end
 
 Rows are jagged: a column has one array a row, of any shape; empty and 0-d arrays are fine. The descriptor names the
-rows as spans (`spans.py`), and for every column its dtype, its offset from the payload and the shape of each row (lengths are
-written once for all columns that have the same). Sizes come from the shapes alone, and `num_bytes` counts the whole record as
-it lies in the ring, a multiple of 64.
+rows as spans (`spans.py`), and for every column its dtype, its offset from the payload and the shape of each row. Sizes come from
+the shapes alone, and `num_bytes` counts the whole record as it lies in the ring, a multiple of 64.
+
+    descriptor = 3 counts, uint32 | spans, int64 [num, 4] | lengths, int64 [num, rows] | info, 8 bytes [num, rows] | JSON
+
+Whatever there is one of a row is a number of 8 bytes: lengths, once for all columns that have the same, and what the put says of
+its rows. JSON names the columns and holds what is said of the record (and shapes, where rows have not one dimension).
 
 Invariant: nothing is read out of a record before its magic, its position and the CRC-32 over header and descriptor
 agree. Payload bytes carry no checksum here: shared memory does not lose bits, generations catch what is overwritten, `words.py`
@@ -23,11 +27,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
-from math import prod
+from itertools import accumulate, chain, pairwise
+from math import isfinite, nan, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,10 +53,12 @@ _CRC = struct.Struct("<I8x")  # of the fields and the descriptor
 _GENERATION = struct.Struct("<QQ")  # pos, seq
 _GENERATION_AT = 8
 _JSON = orjson.OPT_SERIALIZE_NUMPY
+_COUNTS = struct.Struct("<III")  # spans, lists of lengths, fields of info
 
-# Upper bounds of JSON text, in bytes. A shape of 4 dimensions below 10**10 has at most 46 with its comma; a length is shorter.
+# Upper bounds, in bytes. A shape of 4 dimensions below 10**10 has at most 46 as JSON, with its comma; a length has 8.
 _SHAPE_BYTES = 48
-_SPAN_BYTES = 67  # of one row; a span of several has fewer than as many of one
+_SPAN_BYTES = 32  # of one row; a span of several has fewer than as many of one
+_FIELDS = 8  # that are said of a row
 _NUMBER_BYTES = 20
 _DTYPE_BYTES = 16
 
@@ -98,6 +105,7 @@ class Descriptor(NamedTuple):
     columns: list[ColumnLayout]
     meta: dict[str, Any]
     payload: int
+    info: list[memoryview] = []  # noqa: RUF012 - int64 or float64 [rows] for each field that is said of rows; nan is None
 
 
 class Header(NamedTuple):
@@ -125,13 +133,19 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def plan(spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None) -> Plan:
-    """Lay out a record. Raises ValueError for what no record can hold."""
+def plan(
+    spans: Sequence[Sequence[int]],
+    columns: Sequence[Column],
+    meta: Mapping[str, Any] | None = None,
+    info: Sequence[Sequence[float | None]] = (),
+) -> Plan:
+    """Lay out a record. `info`: fields of numbers, of each row one. Raises ValueError for what no record can hold."""
     n = num_rows(spans)
     if n < 1:
         raise ValueError("a record must have at least one row, got none.")
     layouts: list[tuple[Any, ...]] = []
     extents: list[tuple[int, int]] = []
+    different: list[Sequence[int]] = []  # lists of lengths
     offset = 0
     for column in columns:
         arrays, lengths, dtype = column.arrays, column.lengths, STORAGE.get(column.dtype)
@@ -144,19 +158,29 @@ def plan(spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mappin
         elif lengths is not None and (min(lengths) < 0 or sum(lengths) != sum([array.size for array in arrays])):
             raise ValueError(_column_fault(column, n))
         if lengths is not None:
-            same = next((i for i, layout in enumerate(layouts) if layout[3] == lengths), lengths)
-            layouts.append((column.name, column.dtype, offset, same))
+            if lengths not in different:
+                different.append(lengths)
+            layouts.append((column.name, column.dtype, offset, different.index(lengths)))
             num_bytes = sum(lengths) * dtype.itemsize
         else:
             layouts.append((column.name, column.dtype, offset, None, [array.shape for array in arrays]))
             num_bytes = sum([array.nbytes for array in arrays])
         extents.append((offset, num_bytes))
         offset = align(offset + num_bytes)
-    descriptor = orjson.dumps({"spans": spans, "columns": layouts, "meta": meta or {}}, option=_JSON)
+    numbers = [*map(_numbers, info)]
+    said = orjson.dumps(["".join([each.typecode for each in numbers]), layouts, meta or {}], option=_JSON)
+    counts = _COUNTS.pack(len(spans), len(different), len(numbers))
+    try:
+        named = [array("q", chain.from_iterable(spans)), *[array("q", lengths) for lengths in different]]
+    except OverflowError as error:
+        raise ValueError(_record_fault(columns, 0)) from error
+    if [field for field in numbers if len(field) != n]:
+        raise ValueError(f"what is said of rows must have {n} numbers a field, got {list(map(len, numbers))}.")
+    descriptor = b"".join((counts, *named, *numbers, said))
     names = {layout[0] for layout in layouts}
     if len(names) != len(layouts) or (
-        len(descriptor) > _descriptor_limit(n, names, 0)
-        and len(descriptor) > _descriptor_limit(n, names, len(orjson.dumps(meta or {}, option=_JSON)))
+        len(descriptor) > _descriptor_limit(n, names, 0, len(info))
+        and len(descriptor) > _descriptor_limit(n, names, len(orjson.dumps(meta or {}, option=_JSON)), len(info))
     ):
         raise ValueError(_record_fault(columns, len(descriptor)))
     payload = align(HEADER_BYTES + len(descriptor))
@@ -164,10 +188,13 @@ def plan(spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mappin
 
 
 def record_bytes(
-    spans: Sequence[Sequence[int]], columns: Sequence[Column], meta: Mapping[str, Any] | None = None
+    spans: Sequence[Sequence[int]],
+    columns: Sequence[Column],
+    meta: Mapping[str, Any] | None = None,
+    info: Sequence[Sequence[float | None]] = (),
 ) -> int:
     """Exactly what a put of these takes in a ring, in bytes, without the pad that may stand before it."""
-    return plan(spans, columns, meta).num_bytes
+    return plan(spans, columns, meta, info).num_bytes
 
 
 def worst_case_bytes(n: int, columns: Iterable[tuple[str, int, int]], meta_bytes: int = 1024) -> int:
@@ -235,13 +262,49 @@ def read_generation(view: memoryview, at: int) -> tuple[int, int]:
 
 def read_descriptor(header: Header, descriptor: bytes) -> Descriptor:
     """Decode what `read_header` checked. Nothing in it points into the ring any more."""
+    payload = align(HEADER_BYTES + header.descriptor_bytes)
+    if descriptor[:1] == b"{":
+        return _read_json(header, descriptor, payload)
+    num_spans, num_lengths, num_info = _COUNTS.unpack_from(descriptor)
+    bytes_ = memoryview(descriptor)
+    at = _COUNTS.size + 32 * num_spans
+    flat = bytes_[_COUNTS.size : at].cast("q").tolist()
+    spans = [flat[i : i + 4] for i in range(0, len(flat), 4)]
+    size = 8 * num_rows(spans)
+    ends = range(at, at + size * (num_lengths + num_info) + 1, size)
+    of = [bytes_[start : start + size] for start in ends[:-1]]
+    kinds, layouts, meta = orjson.loads(bytes_[ends[-1] :])
+    lengths = [each.cast("q").tolist() for each in of[:num_lengths]]
+    columns = [
+        ColumnLayout(name, dtype, offset, None if same is None else lengths[same], *shapes)
+        for name, dtype, offset, same, *shapes in layouts
+    ]
+    info = [each.cast(kind) for each, kind in zip(of[num_lengths:], kinds, strict=True)]
+    return Descriptor(spans, header.epoch, header.attempt, header.seq, columns, meta, payload, info)
+
+
+def _read_json(header: Header, descriptor: bytes, payload: int) -> Descriptor:
+    """As the first releases wrote it, to files that people kept."""
     fields = orjson.loads(descriptor)
     columns: list[ColumnLayout] = []
     for name, dtype, offset, lengths, *shapes in fields["columns"]:
         same = columns[lengths].lengths if type(lengths) is int else lengths
         columns.append(ColumnLayout(name, dtype, offset, same, *shapes))
-    payload = align(HEADER_BYTES + header.descriptor_bytes)
     return Descriptor(fields["spans"], header.epoch, header.attempt, header.seq, columns, fields["meta"], payload)
+
+
+def numbers_of(field: memoryview) -> list[float | None]:
+    """What a descriptor says of its rows, one field of it."""
+    values: list[Any] = field.tolist()
+    return [value if isfinite(value) else None for value in values] if field.format == "d" else values
+
+
+def _numbers(field: Sequence[float | None]) -> array[Any]:
+    """8 bytes a row: integers where all are, else floats, with nan for None."""
+    try:
+        return array("q", field)
+    except TypeError:
+        return array("d", [nan if value is None else value for value in field])
 
 
 def column_arrays(payload: np.ndarray, layout: ColumnLayout) -> list[np.ndarray]:
@@ -255,8 +318,8 @@ def column_arrays(payload: np.ndarray, layout: ColumnLayout) -> list[np.ndarray]
     return arrays
 
 
-def _descriptor_limit(n: int, names: Iterable[str], meta_bytes: int) -> int:
-    limit = len(b'{"spans":[],"columns":[],"meta":}') + meta_bytes + n * _SPAN_BYTES
+def _descriptor_limit(n: int, names: Iterable[str], meta_bytes: int, fields: int = _FIELDS) -> int:
+    limit = _COUNTS.size + len(b'["qqqqqqqq",[],]') + meta_bytes + n * (_SPAN_BYTES + 8 * fields)
     for name in names:
         limit += _column_bytes(name) + n * _SHAPE_BYTES
     return limit

@@ -187,13 +187,15 @@ class RingWriter(RingLog):
         epoch: int,
         attempt: int,
         meta: Mapping[str, Any] | None = None,
+        info: Sequence[Sequence[float | None]] = (),
     ) -> RecordRef:
         """Copy one record in, show it and ring the doorbell. Never waits.
 
-        `spans` name its rows (`spans.py`), `columns` have one array a row (`records.py`). Raises ValueError for columns that
-        contradict rows or dtypes, OutOfSpace when the record does not fit: a put without a reservation.
+        `spans` name its rows (`spans.py`), `columns` have one array a row, `info` are fields of numbers (`records.py`). Raises
+        ValueError for columns that contradict rows or dtypes, OutOfSpace when the record does not fit: a put without a
+        reservation.
         """
-        record = plan(spans, columns, meta)
+        record = plan(spans, columns, meta, info)
         head = self.head
         pos = place(self.capacity, head, record.num_bytes)
         if pos + record.num_bytes > self.tail + self.capacity:

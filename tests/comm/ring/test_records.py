@@ -14,6 +14,7 @@ from rondo.comm.ring.records import (
     ColumnLayout,
     Header,
     align,
+    numbers_of,
     plan,
     read_descriptor,
     read_header,
@@ -30,7 +31,7 @@ quick = settings(deadline=None, derandomize=True, database=None)
 
 def written(columns: list[Column], *, pos: int = 640) -> tuple[bytearray, Header]:
     """A record's header and descriptor in plain memory, payload left out."""
-    record = plan(SPANS, columns, {"reservation": "group.7.1", "info": [[8, 0.5]]})
+    record = plan(SPANS, columns, {"reservation": "group.7.1"}, [[8, 2**40], [0.5, None]])
     memory = bytearray(record.num_bytes)
     header = Header(RECORD, pos, 3, record.num_bytes, len(record.descriptor), 2, 1)
     write_header(memoryview(memory), 0, header, record.descriptor)
@@ -43,12 +44,27 @@ def test_a_descriptor_says_what_was_put() -> None:
     descriptor = read_descriptor(header, text)
     assert descriptor.spans == [[7, 0, 0, 2]]
     assert (descriptor.epoch, descriptor.attempt, descriptor.seq) == (2, 1, 3)
-    assert descriptor.meta == {"reservation": "group.7.1", "info": [[8, 0.5]]}
+    assert descriptor.meta == {"reservation": "group.7.1"}
+    assert [*map(numbers_of, descriptor.info)] == [[8, 2**40], [0.5, None]]
     assert descriptor.columns == [
         ColumnLayout("tokens", "int32", 0, [5, 0]),
         ColumnLayout("value é", "bfloat16", 64, None, [[2, 3], [2, 3]]),
     ]
     assert descriptor.payload == align(64 + header.descriptor_bytes)
+
+
+def test_a_descriptor_of_a_file_that_an_older_release_wrote_is_read() -> None:
+    columns = [["a", "int32", 0, [5, 0]], ["b", "int32", 64, 0], ["c", "int8", 128, None, [[2, 3], []]]]
+    text = orjson.dumps({"spans": [[7, 0, 0, 2]], "columns": columns, "meta": {"keys": ["x", "y"]}})
+    descriptor = read_descriptor(Header(RECORD, 0, 3, 512, len(text), 2, 1), text)
+    assert (descriptor.spans, descriptor.meta, descriptor.info) == ([[7, 0, 0, 2]], {"keys": ["x", "y"]}, [])
+    assert [layout.lengths for layout in descriptor.columns] == [[5, 0], [5, 0], None]
+    assert descriptor.columns[2].shapes == [[2, 3], []]
+
+
+def test_what_is_said_of_rows_has_a_number_for_each() -> None:
+    with pytest.raises(ValueError, match=r"what is said of rows must have 2 numbers a field, got \[2, 1\]\."):
+        plan(SPANS, [tokens(1, 1)], {}, [[1, 2], [3]])
 
 
 def test_every_wrong_bit_in_header_or_descriptor_is_refused() -> None:
