@@ -27,13 +27,15 @@ import orjson
 from rondo.comm.bus import wakes
 from rondo.comm.bus.answers import lease_of, round_of
 from rondo.comm.bus.audit import Ledger
+from rondo.comm.bus.commits import check_commit
+from rondo.comm.bus.evaluations import Evaluations
 from rondo.comm.bus.group import RESPONSE
 from rondo.comm.bus.index import Index, Rules
 from rondo.comm.bus.journal import Event, Journal
 from rondo.comm.bus.pending import Pending
 from rondo.comm.bus.rings import Rings, put_event
 from rondo.comm.bus.rounds import Round, Stream
-from rondo.comm.bus.spans import Span, by_part, num_rows
+from rondo.comm.bus.spans import Span, num_rows
 from rondo.comm.bus.versions import engine_reader
 from rondo.comm.bus.wakes import Wakes
 from rondo.comm.groups.meeting import Meeting
@@ -114,10 +116,10 @@ class Coordinator(Actor):
         self._granted: dict[int, float] = {}
         self._put_at: dict[int, float] = {}  # group -> when its newest sample was seen
         self._committed_at = self._sent_back_at = clock()
-        self._evaluators: dict[str, tuple[str, int]] = {}
-        self._evaluating: dict[
-            tuple[str, int], tuple[str, int, int]
-        ] = {}  # (label, part) -> (member, incarnation, rank)
+        self._evaluations = Evaluations(
+            index, self._is_living, config.evaluate_start, config.evaluate_end, config.evaluate_every, config.num_pinned,
+            num_parts=sum(config.ranks[group] for group in config.rollout_groups),
+        )  # fmt: skip
         self._draining = False
         self._short: set[str] = set()  # members that wait for room in a ring of theirs
         self._told_failures = 0  # prompt groups that had failed in a row when that was told last
@@ -311,7 +313,7 @@ class Coordinator(Actor):
     def _work(
         self, member: str, incarnation: int, rank: int, max_groups: int, held: set[tuple[int, int]]
     ) -> dict[str, Any] | None:
-        label = self._due_evaluation()
+        label = self._evaluations.due()
         if self.index.done and label is None:
             return {"end": True}
         version = self.index.versions.proved.get(f"{member}/{engine_reader(rank)}")
@@ -323,7 +325,7 @@ class Coordinator(Actor):
             return {"grants": [lease_of(self.index, group) for group in unheard]}
         if label is not None:
             target = 0 if label == "start" else self.index.version
-            return self._part_of(label, version, (member, incarnation, rank)) if version == target else None
+            return self._evaluations.part_of(label, version, (member, incarnation, rank)) if version == target else None
         grants = self._grants(member, incarnation, rank, version, min(max_groups, self._share(version) - len(mine)))
         return {"grants": grants} if grants else None
 
@@ -332,28 +334,6 @@ class Coordinator(Actor):
         first leaves some to the others."""
         rules, num_steps = self.index.rules, len(self.index.open_steps(version))
         return -(-num_steps * (rules.groups_per_step + rules.spare_groups) // max(1, self.index.versions.num_engines))
-
-    def _part_of(self, label: str, version: int, who: tuple[str, int, int]) -> dict[str, Any] | None:
-        """A part of an evaluation that no living engine works on, or the one that it was given; there is one for each engine that
-        the run begins with. Once all are there, they are a part themselves: to be put together."""
-        found = self.index.evaluation_parts.get(label, {})
-        of = sum(self.config.ranks[group] for group in self.config.rollout_groups)
-        left = [part for part in range(of) if str(part) not in found] or [of]
-        holders = {part: self._evaluating.get((label, part)) for part in left}
-        free = [part for part, holder in holders.items() if holder is None or not self._is_living(*holder[:2])]
-        part = next((part for part in left if holders[part] == who), free[0] if free else None)
-        if part is None:
-            return None
-        self._evaluating[label, part] = who
-        due = {"label": label, "version": version, "part": part, "of": of}
-        return {"evaluate": due | ({"parts": list(found.values())} if part == of else {})}
-
-    def _due_evaluation(self) -> str | None:
-        if self.config.evaluate_start and self.index.version == 0 and "start" not in self.index.evaluations:
-            return "start"
-        if self.config.evaluate_end and self.index.done and "end" not in self.index.evaluations:
-            return "end"
-        return None
 
     @endpoint
     async def evaluation(self, member: str, incarnation: int) -> dict[str, Any]:
@@ -364,50 +344,16 @@ class Coordinator(Actor):
         """
 
         def work() -> dict[str, Any] | None:
-            versions = self.index.versions
-            for label, slot in () if self._draining else versions.pins.items():
-                holder, life = self._evaluators.get(label, (member, incarnation))
-                if (holder, life) != (member, incarnation) and self._is_living(holder, life):
-                    continue
-                self._evaluators[label] = (member, incarnation)
-                ready = versions.slots[slot]
-                self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{EVALUATION_READER}"})
-                attempt = self.index.attempt
-                place = {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": attempt}
-                return {"evaluate": {"label": label, **place}}
-            return {"end": True} if self.index.done and not self._unevaluated() else None
+            label = None if self._draining else self._evaluations.beside(member, incarnation)
+            if label is None:
+                return {"end": True} if self.index.done and not self._evaluations.missing() else None
+            slot = self.index.versions.pins[label]
+            ready, attempt = self.index.versions.slots[slot], self.index.attempt
+            self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{EVALUATION_READER}"})
+            place = {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": attempt}
+            return {"evaluate": {"label": label, **place}}
 
         return await self._until(member, incarnation, work, wakes.EVALUATIONS)
-
-    def _unevaluated(self) -> dict[str, int]:
-        """Label -> committed version, of the evaluations beside the training that have no result."""
-        every, newest = self.config.evaluate_every, self.index.version or 0
-        if every is None:
-            return {}
-        due = {f"version_{version}": version for version in range(every, newest + 1, every)}
-        # The evaluation at the end is that of the last version.
-        at_end = self.config.rules.num_steps if self.config.evaluate_end else None
-        return {
-            label: version
-            for label, version in due.items()
-            if label not in self.index.evaluations and version != at_end
-        }
-
-    def _keep_for_evaluation(self, slot: int, version: int) -> None:
-        """Pin what is to be evaluated. What has no slot, or lost its weights with the attempt, is told and left out."""
-        for label, due in self._unevaluated().items():
-            pins = self.index.versions.pins
-            if label in pins or due > version:
-                continue
-            # After the last version nothing is written any more: it waits for its turn where it is.
-            if due == version and (len(pins) < self.config.num_pinned or self.index.done):
-                self._emit({"event": "pin", "label": label, "slot": slot})
-                continue
-            why = "its weights are gone, with the process or the run that held them"
-            if due == version:
-                why = f"the evaluation of {', '.join(pins)} still runs; raise evaluation.every or evaluation.share"
-            self._emit({"event": "evaluated", "label": label, "result": {"version": due, "skipped": why}})
-            self._report("evaluation_skipped", {"version": due, "why": why})
 
     def _grants(self, member: str, incarnation: int, rank: int, version: int, max_groups: int) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []
@@ -677,7 +623,7 @@ class Coordinator(Actor):
             )
         role = role or roles[0]
         if version != self.index.version and self.index.prepared.get(role, {}).get("version") != version:
-            self._check_commit(role, version, checksum, spans)
+            check_commit(self.index, role, version, checksum, spans)
             last = set(roles) - {role} <= self.index.prepared.keys()
             self._emit(
                 {
@@ -700,27 +646,6 @@ class Coordinator(Actor):
         if unbalanced:
             self._report("fatal", {"cause": unbalanced})
 
-    def _check_commit(self, role: str, version: int, checksum: int, spans: list[Span]) -> None:
-        expected = self.index.next_version
-        if version != expected:
-            raise Refused(f"commit must make version {expected}, got {version}. Restore the committed version first.")
-        if version == 0 or not self.index.trains(role, version - 1):
-            before = self.index.checksums.get(role, checksum)
-            if spans or checksum != before:
-                raise Refused(
-                    f"commit of version {version} must leave {role} as it is, with checksum {before:08x}, got {checksum:08x} and "
-                    f"{num_rows(spans)} rows. It trains from step {self.index.rounds.lanes[role].spec.first_step} on."
-                )
-            return
-        members = self.index.membership(version - 1)
-        wanted = {rows: chosen for id in members for rows, chosen in self.index.groups[id].by_part().items()}
-        trained, repeated = by_part(spans)
-        if len(members) != self.config.rules.groups_per_step or trained != wanted or repeated:
-            raise Refused(
-                f"commit of version {version} must train every row of its step once, got {num_rows(spans)} rows for "
-                f"{sum(chosen.bit_count() for chosen in wanted.values())} in {len(members)} certain groups."
-            )
-
     @endpoint
     async def begin_publish(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
         """A slot of the slab that nobody holds; waits while every one is held."""
@@ -738,7 +663,12 @@ class Coordinator(Actor):
     async def end_publish(self, member: str, incarnation: int, slot: int, version: int, checksum: int) -> None:
         self._fence(member, incarnation)
         self._emit({"event": "published", "slot": slot, "version": version, "checksum": checksum})
-        self._keep_for_evaluation(slot, version)
+        for event in self._evaluations.keep(slot, version):
+            self._emit(event)
+            if event["event"] == "evaluated":
+                self._report(
+                    "evaluation_skipped", {"version": event["result"]["version"], "why": event["result"]["skipped"]}
+                )
         self._pending.check()
 
     @endpoint
@@ -833,7 +763,7 @@ class Coordinator(Actor):
         return f"{num} prompt groups in a row have failed: {self.index.last_error}" if num >= MANY_FAILURES else ""
 
     def _closed(self) -> bool:
-        return self.index.done and self._due_evaluation() is None and not self._unevaluated()
+        return self.index.done and self._evaluations.due() is None and not self._evaluations.missing()
 
     # ---- events and waiting -----------------------------------------------------------------------------------------
 

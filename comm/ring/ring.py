@@ -80,18 +80,6 @@ class RecordRef:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RingStats:
-    """`used_bytes` lie between tail and head, pads included; the counts are this process's own."""
-
-    name: str
-    capacity_bytes: int
-    used_bytes: int
-    num_records: int
-    num_rows: int
-    num_bytes: int
-
-
 def capacity_of(segment_bytes: int) -> int:
     """How many bytes of records a segment of this size holds. Raises ValueError when it is too small for any."""
     capacity = (segment_bytes - CONTROL_BYTES) // ALIGN_BYTES * ALIGN_BYTES
@@ -177,7 +165,6 @@ class RingWriter(RingLog):
         self._words.store(MAGIC_WORD, RING_MAGIC)
         self._bytes = np.frombuffer(self._data, np.uint8)
         self._doorbell_fd = doorbell_fd
-        self._num_records = self._num_rows = self._num_bytes = 0
 
     def put(
         self,
@@ -214,18 +201,11 @@ class RingWriter(RingLog):
         self._words.store(HEAD_WORD, pos + record.num_bytes)
         if self._doorbell_fd is not None:
             ring_doorbell(self._doorbell_fd)
-        self._num_records += 1
-        self._num_rows += num_rows(spans)
-        self._num_bytes += record.num_bytes
         return RecordRef(self.name, pos, seq, record.num_bytes)
 
     def close(self) -> None:
         del self._bytes
         super().close()
-
-    def stats(self) -> RingStats:
-        used = self.head - self.tail
-        return RingStats(self.name, self.capacity, used, self._num_records, self._num_rows, self._num_bytes)
 
 
 class RingTail(RingLog):

@@ -49,12 +49,12 @@ class Served:
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.folder = folder
         rings = {"rollout": changes.pop("ring_bytes", 1 << 20), "columns": 1 << 20}
-        straggler = changes.pop("straggler_deadline_s", None)
+        straggler, evaluated = changes.pop("straggler_deadline_s", None), changes.pop("evaluated", False)
         self.clock = 0.0
         self.config = CoordinatorConfig(
             rules=rules(**{"row_bytes": ROW_BYTES, **changes}), publisher="actor-0", rollout_ring_bytes=rings["rollout"],
             column_ring_bytes=rings["columns"], rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(GROUPS, 1),
-            lease_deadline_s=100.0, straggler_deadline_s=straggler, evaluate_start=False, evaluate_end=False,
+            lease_deadline_s=100.0, straggler_deadline_s=straggler, evaluate_start=evaluated, evaluate_end=evaluated,
         )  # fmt: skip
         self.roster = Roster()
         self.segments = SegmentServer(folder / "handover.sock", TOKEN, lambda _: None)

@@ -326,9 +326,7 @@ async def test_a_group_that_ends_under_its_holder_keeps_its_room_until_the_holde
 
 
 async def test_evaluations_come_before_the_first_lease_and_after_the_last_commit():
-    async with served(max_staleness=0, num_steps=1) as run:
-        object.__setattr__(run.config, "evaluate_start", True)
-        object.__setattr__(run.config, "evaluate_end", True)
+    async with served(max_staleness=0, num_steps=1, evaluated=True) as run:
         rollout, fwd, advantages, actor = await everyone(run)
         parts = [{"label": "start", "version": 0, "part": part, "of": 2} for part in range(3)]
         for part in parts[:2]:  # two engines; the other has not come yet

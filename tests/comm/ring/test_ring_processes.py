@@ -141,7 +141,7 @@ def put_forever(segment_fd: int, doorbell_fd: int, first: int) -> None:
     writer = RingWriter(MemorySegment(fd=segment_fd), doorbell_fd, "r")
     group = first
     while True:
-        if writer.stats().used_bytes < CAPACITY // 16:
+        if writer.head - writer.tail < CAPACITY // 16:
             writer.put([(group, 0, 0, 1)], [row(group)], epoch=0, attempt=0)
             group += 1
 
