@@ -13,17 +13,19 @@ Invariant: never called on the loop's own thread, which would wait for itself.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rondo.comm.partitions.batch import Batch
-from rondo.comm.partitions.client import Listed, Partition, Rows
+from rondo.comm.partitions.client import Partition
 from rondo.comm.partitions.stats import PartitionStats
 from rondo.comm.partitions.stream import Stream
 from rondo.runtime.errors import Closed
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -44,6 +46,18 @@ class SyncStream:
 
     def flush(self) -> None:
         self._part.run(self._stream.flush())
+
+
+def _blocking(
+    method: Callable[Concatenate[Partition, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncPartition, P], T]:
+    """The same method for a thread, which waits for its end."""
+
+    @functools.wraps(method)
+    def waited_for(self: SyncPartition, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.run(method(self.part, *args, **kwargs))
+
+    return waited_for
 
 
 class SyncPartition:
@@ -86,38 +100,19 @@ class SyncPartition:
         for future in list(self._calls):
             future.cancel()
 
-    def put(self, columns: Mapping[str, Any], keys: Sequence[str] | None = None, **said: Any) -> None:
-        self.run(self.part.put(columns, keys, **said))
-
-    def add(self, rows: Rows, columns: Mapping[str, Any], *, deadline_s: float = 600.0) -> None:
-        self.run(self.part.add(rows, columns, deadline_s=deadline_s))
-
-    def end(self) -> None:
-        self.run(self.part.end())
+    put = _blocking(Partition.put)
+    add = _blocking(Partition.add)
+    end = _blocking(Partition.end)
+    get = _blocking(Partition.get)
+    list = _blocking(Partition.list)
+    tag = _blocking(Partition.tag)
+    clear = _blocking(Partition.clear)
+    reset = _blocking(Partition.reset)
+    drop = _blocking(Partition.drop)
+    flush = _blocking(Partition.flush)
 
     def stream(self, task: str, **how: Any) -> SyncStream:
         return SyncStream(self, self.part.stream(task, **how))
-
-    def get(self, rows: Sequence[str] | Sequence[int], columns: Sequence[str] | None = None, **how: Any) -> Batch:
-        return self.run(self.part.get(rows, columns, **how))
-
-    def list(self, **which: Any) -> tuple[Listed, int]:
-        return self.run(self.part.list(**which))
-
-    def tag(self, rows: Sequence[str] | Sequence[int], tags: Mapping[str, Any]) -> None:
-        self.run(self.part.tag(rows, tags))
-
-    def clear(self, rows: Sequence[str] | Sequence[int] | None = None) -> int:
-        return self.run(self.part.clear(rows))
-
-    def reset(self, task: str, to_pass: int = 1) -> int:
-        return self.run(self.part.reset(task, to_pass))
-
-    def drop(self) -> None:
-        self.run(self.part.drop())
-
-    def flush(self) -> None:
-        self.run(self.part.flush())
 
     def stats(self) -> PartitionStats:
         return self.part.stats()
