@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,22 +23,12 @@ from typing import Protocol
 from rondo.runtime.memory.segments import Registration, Segment
 from rondo.runtime.processes import process
 from rondo.runtime.supervision.heartbeat import Beat, ask_to_leave, read_beats
+from rondo.runtime.supervision.nursery import Forked
 from rondo.runtime.waits import waiting
 
 _END_S = 60.0
 """A process in an uninterruptible wait of a driver may take its time to die."""
 _DUMP_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A registered process."""
-
-    rank: int
-    pid: int
-    start_time: int
-    session: int
-    pidfd: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +39,7 @@ class Usage:
     cpu_s: float
 
 
-class Main(Protocol):
-    """A main process: a `subprocess.Popen`, or a child that another process forked."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def send_signal(self, number: int, /) -> None: ...
+Main = subprocess.Popen[bytes] | Forked
 
 
 class Watcher(Protocol):
@@ -66,7 +47,7 @@ class Watcher(Protocol):
 
     def strays(self) -> list[process.Stat]: ...
 
-    def worker_exited(self, life: Incarnation, worker: Worker, code: int | None) -> None: ...
+    def worker_exited(self, life: Incarnation, worker: Registration, code: int | None) -> None: ...
 
     def main_exited(self, life: Incarnation, code: int) -> None: ...
 
@@ -88,7 +69,7 @@ class Incarnation:
         self.starting: asyncio.Task[None] | None = None
         """The task that starts its main process, where that takes time."""
         self.log = log
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, Registration] = {}
         self.ending: asyncio.Task[None] | None = None
         """The task that ends it, once there is one."""
         self._heartbeat = heartbeat
@@ -106,10 +87,9 @@ class Incarnation:
 
     def add(self, registration: Registration, pidfd: int) -> None:
         """A worker names itself. `pidfd` belongs to this object from now on."""
-        worker = Worker(registration.rank, registration.pid, registration.start_time, registration.session, pidfd)
-        self.workers[worker.rank] = worker
+        self.workers[registration.rank] = registration
         self._descriptors.append(pidfd)
-        self._loop.add_reader(pidfd, self._worker_ended, worker)
+        self._loop.add_reader(pidfd, self._worker_ended, registration, pidfd)
 
     def beats(self) -> tuple[Beat, ...]:
         """The heartbeats of its ranks; empty where there are none."""
@@ -198,12 +178,12 @@ class Incarnation:
     def _main_pids(self) -> tuple[int, ...]:
         return () if self.main is None else (self.main.pid,)
 
-    def _worker_ended(self, worker: Worker) -> None:
+    def _worker_ended(self, worker: Registration, pidfd: int) -> None:
         code = self._exit_code(worker)
-        self._loop.remove_reader(worker.pidfd)
+        self._loop.remove_reader(pidfd)
         self._watcher.worker_exited(self, worker, code)
 
-    def _exit_code(self, worker: Worker) -> int | None:
+    def _exit_code(self, worker: Registration) -> int | None:
         found = process.stat(worker.pid)
         if found is not None and found.start_time == worker.start_time and not found.alive:
             return process.exit_code(found.exit_status)

@@ -36,7 +36,7 @@ from rondo.runtime.records.telling import telling
 from rondo.runtime.supervision.announcer import Announcer
 from rondo.runtime.supervision.estate import Estate
 from rondo.runtime.supervision.heartbeat import Beat, segment_bytes, segment_name
-from rondo.runtime.supervision.incarnation import Incarnation, Main, Worker
+from rondo.runtime.supervision.incarnation import Incarnation, Main
 from rondo.runtime.supervision.launcher import Job, used_incarnations
 from rondo.runtime.supervision.machine import Supervision
 from rondo.runtime.supervision.nursery import NAME as NURSERY
@@ -291,7 +291,7 @@ class Supervisor(Actor):
 
     # ---- what happens -----------------------------------------------------------------------------------------------
 
-    def worker_exited(self, life: Incarnation, worker: Worker, code: int | None) -> None:
+    def worker_exited(self, life: Incarnation, worker: Registration, code: int | None) -> None:
         if life.name not in self._groups:
             return  # a service's main process, which tells of itself
         if life.ending is None and not self._expected(life, code):
