@@ -168,10 +168,9 @@ def resume(options: argparse.Namespace) -> int:
     from rondo.launch.rundir import existing_run
 
     run = existing_run(options.run)
-    with _nursery() as nursery:
-        from rondo.launch.train import resume as go_on
+    from rondo.launch.train import resume as go_on
 
-        return go_on(run, nursery, options.set, accept_changes=options.accept_changes)
+    return go_on(run, options.set, accept_changes=options.accept_changes)
 
 
 def diff(options: argparse.Namespace) -> int:

@@ -108,7 +108,8 @@ def resume_or_start(config: RunConfig, options: TrainOptions, nursery: Nursery) 
     if owner(newest) is None and newest_complete(newest / "checkpoints") is None:
         say(f"run {config.name} starts anew: {newest.name} has no whole checkpoint to go on from")
         return main(config, options, nursery)
-    return resume(newest, nursery, options=options)
+    nursery.close()  # it works where this command was given, and not where the run began
+    return resume(newest, options=options)
 
 
 def fine_tune(config: RunConfig, options: TrainOptions, nursery: Nursery) -> int:
@@ -122,18 +123,13 @@ def fine_tune(config: RunConfig, options: TrainOptions, nursery: Nursery) -> int
 
 
 def resume(
-    path: Path,
-    nursery: Nursery,
-    sets: Sequence[str] = (),
-    *,
-    options: TrainOptions | None = None,
-    accept_changes: bool = False,
+    path: Path, sets: Sequence[str] = (), *, options: TrainOptions | None = None, accept_changes: bool = False
 ) -> int:
     """Go on with the run at `path` from its newest whole checkpoint, under the next attempt. `sets`: other places for roles.
 
     ConfigError when data, packages or code are not those that the run has, unless `accept_changes`.
     """
-    with RunDir.claim(path) as run:
+    with RunDir.claim(path) as run, Nursery() as nursery:
         checkpoint = newest_complete(run.checkpoints)
         if checkpoint is None:
             raise ConfigError(

@@ -137,7 +137,7 @@ def test_a_torn_file_of_a_run_that_is_to_go_on_is_told_in_one_line(tmp_path: Pat
     path = run_with_checkpoint(tmp_path) / name
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"^{path} must be (whole|a) JSON.*, got .*\. Start another run") as caught:
-        train.resume(path.parent, Nursery())
+        train.resume(path.parent)
     assert "\n" not in str(caught.value)
 
 
@@ -145,7 +145,7 @@ def test_a_run_whose_folder_of_work_is_gone_says_so(tmp_path: Path) -> None:
     run, gone = run_with_checkpoint(tmp_path), tmp_path / "gone"
     write_json(run / "environment.json", read_json(run / "environment.json") | {"cwd": str(gone)})
     with pytest.raises(ConfigError) as caught:
-        train.resume(run, Nursery())
+        train.resume(run)
     assert str(caught.value) == (
         f"the folder that the run was started in must be there, got {gone}: No such file or directory. Its settings may name "
         f'files from there: make it again, or set "cwd" in {run}/environment.json to where they lie now'
@@ -161,7 +161,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(f"started {config.name}")
         return 0
 
-    def go_on(path: Path, nursery: Nursery, *, options: TrainOptions) -> int:
+    def go_on(path: Path, *, options: TrainOptions) -> int:
         with RunDir.claim(path):
             done.append(f"went on with {path.name}")
         return 75
