@@ -176,4 +176,4 @@ class ChildView:
     incarnation: int
     num_ranks: int
     num_ready: int
-    num_restarts: int
+    restarts: int

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.supervision.orders import Limits, State
+from rondo.runtime.supervision.orders import ChildView, Limits
 
 RT_DIR = "RONDO_RT_DIR"
 """The run's private directory of sockets and its token; gone with the run."""
@@ -90,16 +90,10 @@ def role_modules(groups: Iterable[GroupSpec]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupView:
-    """A role group or service at one moment. `pids` are its workers', `rss_bytes` all its processes' together."""
+class GroupView(ChildView):
+    """A role group or service with its processes. `pids` are its workers', `rss_bytes` all its processes' together."""
 
-    name: str
     role: str
-    state: State
-    incarnation: int
-    restarts: int
-    num_ranks: int
-    num_ready: int
     pids: tuple[int, ...]
     rss_bytes: int
     progress: int

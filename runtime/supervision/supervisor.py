@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -415,13 +416,8 @@ class Supervisor(Actor):
             beats = life.beats() if life is not None and here else ()
             groups.append(
                 GroupView(
-                    name=view.name,
+                    **asdict(view),
                     role=spec.role if spec is not None else view.name,
-                    state=view.state,
-                    incarnation=view.incarnation,
-                    restarts=view.num_restarts,
-                    num_ranks=view.num_ranks,
-                    num_ready=view.num_ready,
                     pids=life.pids if life is not None and here else (),
                     rss_bytes=life.usage().rss_bytes if life is not None and here else 0,
                     progress=sum(beat.progress for beat in beats),

@@ -245,7 +245,7 @@ def test_the_store_and_all_role_groups_start_again_together_when_all_are_gone_an
     ]  # fmt: skip
     run.tick(3)
     run.up()
-    assert [view.num_restarts for view in run.machine.views()] == [1, 0, 1, 1]
+    assert [view.restarts for view in run.machine.views()] == [1, 0, 1, 1]
     assert run.machine.recoveries == [("store", 8.0), ("actor-0", 8.0), ("rollout-0", 8.0)]
 
 
