@@ -176,7 +176,7 @@ class StubServer:
 
 
 class Number:
-    """`WeightPath` of weights that are a number."""
+    """`ServerWeights` of weights that are a number."""
 
     proof, asleep = None, False
 

@@ -19,7 +19,7 @@ from rondo.roles.engines.sglang.capabilities import Capabilities, probe
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.one_server import Pause, SGLangEngine
 from rondo.roles.engines.sglang.server import Launch, SGLangServer
-from rondo.roles.engines.sglang.weights import weight_path
+from rondo.roles.engines.sglang.weights import ServerWeights
 
 SHIM = Path(__file__).parent / "shim"
 START_S = 240.0
@@ -92,7 +92,7 @@ class Served:
         """An engine over it; weights go through files in `folder` unless `changes` say otherwise."""
         client = await self.client().__aenter__()
         settings = SGLangConfig(python=python(), pause=pause, **changes)
-        weights = weight_path(settings, client, folder=folder, model_path=str(self.model))
+        weights = ServerWeights(settings, client, folder=folder, model_path=str(self.model))
         engine = SGLangEngine(client, weights=weights, pause=pause, capabilities=self.capabilities)
         await weights.open()
         try:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rondo.models.load import load_model
 from rondo.roles.config import SGLangConfig
-from rondo.roles.engines.sglang import weights_distributed, weights_tensor
+from rondo.roles.engines.sglang import weights_buckets
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.owned import FOLDER
 from rondo.roles.engines.sglang.server import SGLangServer
@@ -236,12 +236,11 @@ async def test_a_bit_flipped_in_a_bucket_is_seen_by_the_server_and_sent_again(
             flipped.append(bucket.places[0].name)
         return packed
 
-    module = weights_tensor if way == "tensor" else weights_distributed
     async with served.client() as client, opened(client, served.model, tmp_path, way) as path:
         await path.update(1, first)
         before = await log_probs(client)
         await path.update(2, other)
-        monkeypatch.setattr(module, "pack", damaging)
+        monkeypatch.setattr(weights_buckets, "pack", damaging)
         await path.update(3, first)
         assert flipped and (stats := path.stats()) is not None and stats.num_sendings == 2
         assert await log_probs(client) == before

@@ -2,7 +2,7 @@
 
 Owns the requests in flight: their calls, what becomes of them after an answer, cancellation, and the count of what was done.
 Does not own what a server is asked (`question.py`) and answers (`responses.py`), the server (`keeper.py`), how weights reach it
-(`WeightPath`), or several of them (a dispatcher).
+(`ServerWeights`), or several of them (a dispatcher).
 
     engine = SGLangEngine(client, weights=path, pause="in_place", capabilities=await probe(client))
     completion = await engine.generate(Request("g7/3", prompt, SamplingParams(max_new_tokens=64), seed=0x5EED))
@@ -50,7 +50,7 @@ from rondo.runtime.waits import PROCESS
 if TYPE_CHECKING:
     import torch
 
-    from rondo.roles.engines.sglang.weights import WeightPath
+    from rondo.roles.engines.sglang.weights import ServerWeights
 
 Pause = Literal["in_place", "retract", "abort"]
 _ASK_S = 30.0
@@ -92,7 +92,7 @@ class SGLangEngine:
         self,
         client: SGLangClient,
         *,
-        weights: WeightPath,
+        weights: ServerWeights,
         pause: Pause,
         capabilities: Capabilities,
         version: int = STRANGE,

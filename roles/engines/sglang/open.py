@@ -25,7 +25,7 @@ from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.roles.engines.sglang.router import RoutedServers
 from rondo.roles.engines.sglang.server import AttachedServer, Launch, Server, SGLangServer
 from rondo.roles.engines.sglang.versions import silent_about_experts
-from rondo.roles.engines.sglang.weights import weight_path
+from rondo.roles.engines.sglang.weights import ServerWeights
 from rondo.roles.job import Job
 from rondo.runtime.errors import Closed, ConfigError
 from rondo.runtime.worker.context import WorkerContext
@@ -96,7 +96,7 @@ async def connect_engine(
     if tells_experts and found.experts is None:
         raise silent_about_experts(client.url)
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-    weights = weight_path(settings, client, folder=folder, model_path=model_path)
+    weights = ServerWeights(settings, client, folder=folder, model_path=model_path)
     engine = SGLangEngine(client, weights=weights, pause=settings.pause, capabilities=found)
     await weights.open()
     return engine

@@ -19,7 +19,7 @@ A server that has released its memory is paused already; it takes that of the we
 Invariants: the server samples nothing under weights that changed until they are proved. However an update ends, the server is
 left generating. When it could not be proved, `proof` is None and tokens carry version "unproved-5"; a whole update repairs it.
 
-    weights = weight_path(config, client, folder=run_dir / "weights", model_path="model")
+    weights = ServerWeights(config, client, folder=run_dir / "weights", model_path="model")
     await weights.open()
     await weights.update(5, tensors)         # /model_info: weight_version "5"
 """
@@ -32,7 +32,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -41,9 +41,9 @@ from rondo.comm.ring.tensors import torch_dtype
 from rondo.roles.config import SGLangConfig
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.model_folder import ModelFolder
+from rondo.roles.engines.sglang.weights_buckets import Transfer
 from rondo.roles.engines.sglang.weights_disk import DiskTransfer
 from rondo.roles.engines.sglang.weights_distributed import DistributedTransfer, local_address
-from rondo.roles.engines.sglang.weights_memory import ServerMemory
 from rondo.roles.engines.sglang.weights_proof import Key, Proof, Recipes, told_by
 from rondo.roles.engines.sglang.weights_tensor import TensorTransfer
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
@@ -52,59 +52,12 @@ CALL_DEADLINE_S = 60.0
 LOAD_DEADLINE_S = 600.0
 """Of one update call, and of one pause, which in mode abort waits for every request's end; longer where the settings give an
 update more."""
+MEMORY_DEADLINE_S = 120.0
 UNPROVED = "unproved-"
 _FLUSHES = {"in_place": False, "retract": True, "abort": True}
 """In place, requests keep their cache: a server that is asked to flush it loads the weights, and answers with an error."""
 _SENDINGS = 2
-
-
-class WeightPath(Protocol):
-    """How one server gets new weights."""
-
-    @property
-    def proof(self) -> Proof | None:
-        """What is proved of the weights that it serves; None before the first update and after one that failed."""
-
-    async def open(self) -> None:
-        """Ask the server what it is, and prepare the way (join the process group); again for one that was started anew.
-
-        Raises ConfigError where the way cannot be gone.
-        """
-
-    async def update(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send `tensors` (Hugging Face disk names), which are not read any more on return, and prove that the server has them.
-
-        Raises ConfigError for other names or shapes, having changed nothing; CorruptData when the server does not hold what was
-        sent, twice; ServerError, PeerGone, GroupBroken and DeadlineExceeded as they come. After all but the first, see `proof`.
-        """
-
-    @property
-    def asleep(self) -> bool:
-        """Whether the server has released its memory."""
-
-    async def release(self) -> None:
-        """Pause the server and free the device memory that it can do without (`weights_memory.py`), until the next `update`
-        takes it again: the weights' before, the cache's after them."""
-
-    async def close(self) -> None:
-        """Leave; the server goes on with what it has. Idempotent."""
-
-
-class Transfer(Protocol):
-    """One way for the bytes. `in_session`: its updates lie between begin and end of a weight update."""
-
-    in_session: bool
-
-    async def open(self) -> None: ...
-    async def prepare(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What can be done of a sending while the server still generates."""
-
-    async def send(self, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool) -> None:
-        """All of `tensors`; the version with the last call, and the flush of the cache if asked for."""
-
-    async def proved(self, version: str) -> None: ...
-    async def refused(self, version: str) -> None: ...
-    async def close(self) -> None: ...
+_TAGS = ["kv_cache", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +72,9 @@ class UpdateStats:
     num_sendings: int
 
 
-def weight_path(config: SGLangConfig, client: SGLangClient, *, folder: Path, model_path: str) -> WeightPath:
-    """The way that `config` asks for, to the server behind `client`. `folder` is this server's own, for weights on disk."""
-    return ServerWeights(config, client, folder=folder, model_path=model_path)
-
-
 class ServerWeights:
-    """A `WeightPath`; one update at a time."""
+    """How the server behind `client` gets new weights, as `config` asks for it; one update at a time. `folder` is this server's
+    own, for weights on disk."""
 
     def __init__(self, config: SGLangConfig, client: SGLangClient, *, folder: Path, model_path: str) -> None:
         self._config, self._client = config, client
@@ -134,7 +83,8 @@ class ServerWeights:
         self._transfer: Transfer | None = None
         self._model: ModelFolder | None = None
         self._recipes: Recipes | None = None
-        self._memory = ServerMemory(client)
+        self._released: list[str] = []
+        """Of `_TAGS`. A server that is asked to release one twice, or to resume one that it has, ends itself."""
         self._held: Mapping[Key, str] = {}
         self._proof: Proof | None = None
         self._stats: UpdateStats | None = None
@@ -143,12 +93,17 @@ class ServerWeights:
 
     @property
     def proof(self) -> Proof | None:
+        """What is proved of the weights that it serves; None before the first update and after one that failed."""
         return self._proof
 
     def stats(self) -> UpdateStats | None:
         return self._stats
 
     async def open(self) -> None:
+        """Ask the server what it is, and prepare the way (join the process group); again for one that was started anew.
+
+        Raises ConfigError where the way cannot be gone.
+        """
         self._proof = None
         info = await self._client.get("/server_info", deadline_s=CALL_DEADLINE_S)
         self._model = model = await asyncio.to_thread(ModelFolder.of, self._model_path)
@@ -157,6 +112,11 @@ class ServerWeights:
         await self._transfer.open()
 
     async def update(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send `tensors` (Hugging Face disk names), which are not read any more on return, and prove that the server has them.
+
+        Raises ConfigError for other names or shapes, having changed nothing; CorruptData when the server does not hold what was
+        sent, twice; ServerError, PeerGone, GroupBroken and DeadlineExceeded as they come. After all but the first, see `proof`.
+        """
         async with self._updating:
             if self._transfer is None or self._model is None:
                 raise Closed("weights must be sent between open and close, got an update outside. Open the path first")
@@ -172,21 +132,30 @@ class ServerWeights:
 
     @property
     def asleep(self) -> bool:
-        return bool(self._memory.released)
+        """Whether the server has released its memory, or a part."""
+        return bool(self._released)
 
     async def release(self) -> None:
+        """Pause the server, take its requests back to the queue, and give its memory to the device until the next `update` takes
+        it again: the weights' before, the cache's after them. Only one on a GPU with `--enable-memory-saver` frees anything."""
         async with self._updating:
-            if self._memory.released:
+            if self._released:
                 return
             self._proof = None
             try:
-                await self._memory.release("kv_cache", "weights")
+                await self._client.post("/pause_generation", {"mode": "retract"}, deadline_s=MEMORY_DEADLINE_S)
+                await self._client.post("/release_memory_occupation", {"tags": _TAGS}, deadline_s=MEMORY_DEADLINE_S)
             except BaseException as error:
-                if not self._memory.released:
-                    await _finished(asyncio.create_task(self._beside(error, "/continue_generation", {})))
+                await _finished(asyncio.create_task(self._beside(error, "/continue_generation", {})))
                 raise
+            self._released = list(_TAGS)
+
+    async def _resume(self, tags: list[str]) -> None:
+        await self._client.post("/resume_memory_occupation", {"tags": tags}, deadline_s=MEMORY_DEADLINE_S)
+        self._released = [tag for tag in self._released if tag not in tags]
 
     async def close(self) -> None:
+        """Leave; the server goes on with what it has. Idempotent."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             await transfer.close()
@@ -277,14 +246,14 @@ class ServerWeights:
 
     async def _pause(self) -> None:
         """A server that has released its memory stands still already, and gets back what new weights are written to."""
-        if "weights" in self._memory.released:
-            await self._memory.resume("weights")
-        elif not self._memory.released:
+        if "weights" in self._released:
+            await self._resume(["weights"])
+        elif not self._released:
             await self._client.post("/pause_generation", {"mode": self._config.pause}, deadline_s=self._load_s)
 
     async def _continue(self) -> None:
-        if self._memory.released:
-            await self._memory.resume(*self._memory.released)
+        if self._released:
+            await self._resume(self._released)
         await self._client.post("/continue_generation", {}, deadline_s=CALL_DEADLINE_S)
 
     async def _give_up(self, transfer: Transfer, version: int, error: BaseException) -> None:

@@ -9,7 +9,8 @@
 Owns such a folder from its writing to its removal. Does not own the protocol around the update (`weights.py`), nor checkpoints.
 
 Invariant: a folder is written aside and renamed, so it is whole or not there. One that is there already with the same sums, which
-the server before this one has loaded, is not written again. A folder goes when a later version is proved. Nothing is flushed to
+the server before this one has loaded, is not written again. A folder goes when a later version is proved; the
+last one stays, since a server that is started anew may begin with it. Nothing is flushed to
 the disk itself: the files are read at once, and never again after a crash. A server elsewhere needs `folder` on shared storage.
 """
 
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 
 from rondo.comm.weights.sums import bucket_sum
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.engines.sglang.weights_buckets import plan
+from rondo.roles.engines.sglang.weights_buckets import Transfer, plan
 
 MAX_FILE_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
@@ -37,7 +38,7 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)(\.index\.js
 _NAME = re.compile(r"version_\d{6,}")
 
 
-class DiskTransfer:
+class DiskTransfer(Transfer):
     """Sends versions to the server behind `client` through `folder`; `model` is the folder that it was started from."""
 
     in_session = False
@@ -69,9 +70,6 @@ class DiskTransfer:
         folder = self._of(version)
         if folder.is_dir():
             await asyncio.to_thread(_remove, folder)
-
-    async def close(self) -> None:
-        """The last folder stays: a server that is started anew may begin with it."""
 
     def _of(self, version: str) -> Path:
         return self._folder / f"version_{int(version):06d}"

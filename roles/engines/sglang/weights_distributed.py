@@ -21,6 +21,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,18 +31,15 @@ import torch.distributed as dist
 from rondo.comm.groups.carriers import Gloo, OfTorch, span
 from rondo.comm.ring.tensors import dtype_name
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.engines.sglang.weights_buckets import Bucket, largest, pack, plan
+from rondo.roles.engines.sglang.weights_buckets import NUM_BLOCKS, Bucket, Transfer, largest, packed, plan
 from rondo.runtime.errors import ConfigError, GroupBroken, RondoError
 from rondo.runtime.waits import wait_for
 
 FORM_DEADLINE_S = 120.0
-_NUM_BLOCKS = 2
 
 
-class DistributedTransfer:
+class DistributedTransfer(Transfer):
     """Sends versions to the server behind `client`; `device` is the server's kind ("cpu" or "cuda")."""
-
-    in_session = True
 
     def __init__(
         self, client: SGLangClient, *, tensor_parallel: int, device: str, bucket_bytes: int, deadline_s: float
@@ -70,42 +68,28 @@ class DistributedTransfer:
         buckets = plan(tensors, self._bucket_bytes)
         group = await self._formed()
         size = largest(buckets)
-        blocks = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in buckets[:_NUM_BLOCKS]]
-        packing = asyncio.create_task(asyncio.to_thread(pack, buckets[0], tensors, blocks[0]))
+        blocks = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in buckets[:NUM_BLOCKS]]
         try:
-            for number, bucket in enumerate(buckets):
-                packed = await packing
-                last = number + 1 == len(buckets)
-                if not last:
-                    room = blocks[(number + 1) % len(blocks)]
-                    packing = asyncio.create_task(asyncio.to_thread(pack, buckets[number + 1], tensors, room))
-                body = _described(bucket) | {"group_name": group.name, "flush_cache": flush and last}
-                if last:
-                    body["weight_version"] = version
-                await self._bucket(group, body, packed)
+            async with aclosing(packed(buckets, tensors, blocks)) as coming:
+                async for _, bucket, filled in coming:
+                    last = bucket is buckets[-1]
+                    body = _described(bucket) | {"group_name": group.name, "flush_cache": flush and last}
+                    if last:
+                        body["weight_version"] = version
+                    await self._bucket(group, body, filled)
         except BaseException:
             await self._leave()
             raise
-        finally:
-            await asyncio.shield(
-                asyncio.wait([packing])
-            )  # a thread cannot be stopped, and reads the tensors until it is done
-
-    async def proved(self, version: str) -> None:
-        """Nothing is left of a version."""
-
-    async def refused(self, version: str) -> None:
-        """Nor of one that is wrong."""
 
     async def close(self) -> None:
         await self._leave()
 
-    async def _bucket(self, group: _Group, body: dict[str, Any], packed: torch.Tensor) -> None:
+    async def _bucket(self, group: _Group, body: dict[str, Any], filled: torch.Tensor) -> None:
         """Both sides of one broadcast. Whichever fails first ends the other's wait."""
         telling = asyncio.create_task(
             self._client.post("/update_weights_from_distributed", body, deadline_s=self._deadline_s)
         )
-        sending = asyncio.create_task(group.broadcast(packed, self._deadline_s))
+        sending = asyncio.create_task(group.broadcast(filled, self._deadline_s))
         try:
             await asyncio.wait([telling, sending], return_when=asyncio.FIRST_EXCEPTION)
             if telling.done():  # its error says more: the server refused, or is gone

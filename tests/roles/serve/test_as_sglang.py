@@ -17,7 +17,7 @@ from rondo.roles.engines.embedded.qwen3_forward import Qwen3Forward
 from rondo.roles.engines.engine import Completion, Prefix, Request, SamplingParams
 from rondo.roles.engines.sglang.capabilities import probe
 from rondo.roles.engines.sglang.one_server import SGLangEngine
-from rondo.roles.engines.sglang.weights import weight_path
+from rondo.roles.engines.sglang.weights import ServerWeights
 from tests.roles.serve.serving import Served, prompt_ids, serving, until
 
 
@@ -36,7 +36,7 @@ async def engine_over(served: Served, folder: Path) -> SGLangEngine:
     found = await probe(served.client)
     assert found.seeds and found.version_spans and found.log_probs_after_temperature and not found.experts
     config = SGLangConfig(urls=(served.url,), weights="disk", checksums=False)
-    weights = weight_path(config, served.client, folder=folder / "weights", model_path=str(folder / "model"))
+    weights = ServerWeights(config, served.client, folder=folder / "weights", model_path=str(folder / "model"))
     await weights.open()
     return SGLangEngine(served.client, weights=weights, pause="in_place", capabilities=found, version=0)
 

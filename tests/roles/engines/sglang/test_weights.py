@@ -16,7 +16,6 @@ from rondo.roles.engines.sglang.client import ServerError
 from rondo.roles.engines.sglang.numbers import STRANGE, version_of
 from rondo.roles.engines.sglang.owned import FOLDER
 from rondo.roles.engines.sglang.weights import ServerWeights
-from rondo.roles.engines.sglang.weights_memory import ServerMemory
 from rondo.runtime.errors import Closed, ConfigError, CorruptData
 from tests.roles.engines.sglang.weights_server import CONFIG, WeightServer, serving, version, write_model
 
@@ -333,19 +332,6 @@ async def test_a_server_that_cannot_release_memory_goes_on_generating(tmp_path: 
         with pytest.raises(ServerError):
             await path.release()
         assert not server.paused and not path.asleep
-
-
-async def test_a_tag_is_neither_released_twice_nor_resumed_without() -> None:
-    server = WeightServer(version(0))
-    async with serving(server) as client:
-        memory = ServerMemory(client)
-        await memory.release("kv_cache")
-        with pytest.raises(ConfigError, match="not be released yet"):
-            await memory.release("kv_cache", "weights")
-        with pytest.raises(ConfigError, match="must be released"):
-            await memory.resume("weights")
-        await memory.resume("kv_cache")
-    assert server.paths().count("/release_memory_occupation") == server.paths().count("/resume_memory_occupation") == 1
 
 
 async def test_an_update_after_close_is_refused(tmp_path: Path) -> None:
