@@ -19,7 +19,7 @@ from rondo.roles.engines.sglang.owned import FOLDER
 from tests.sglang.servers import Served, environment, launch, moe, serve
 
 _HERE = Path(__file__).parent
-_LIMIT_S = 600
+_LIMIT_S = 1200
 """Of a test and what it shares with others, which on two busy cores takes minutes to start."""
 
 

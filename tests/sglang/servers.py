@@ -22,7 +22,7 @@ from rondo.roles.engines.sglang.server import Launch, SGLangServer
 from rondo.roles.engines.sglang.weights import ServerWeights
 
 SHIM = Path(__file__).parent / "shim"
-START_S = 240.0
+START_S = 500.0
 GRACE_S = 0.1
 """A server that is asked to leave looks every five seconds whether it was."""
 _SHAPE = {
