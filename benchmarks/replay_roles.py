@@ -224,6 +224,7 @@ class ReplayReplica(Replica):
         return ReplayEngine(Replay.read(self._ctx.run_dir), self._job.config.seed, self._ctx)
 
 
+@dataclasses.dataclass
 class ReplayGroups(PromptGroups):
     """Prompts of the replay's length, its media, and a column with routed experts."""
 
