@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -87,35 +86,11 @@ def slot_engine(
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Generate:
-    request: Request
-    done: asyncio.Future[Completion]
-
-
-@dataclass(slots=True, eq=False)
-class _Cancel:
-    request_id: str
-
-
-@dataclass(slots=True, eq=False)
-class _Drop:
-    """The caller of this `generate` is gone."""
-
-    of: _Generate
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    version: int
-    tensors: Mapping[str, torch.Tensor]
-    done: asyncio.Future[None]
-    withdrawn: bool = False
-
-
 _Told = tuple[Callable[[Prefix], None], Prefix]
 _Outcome = tuple[asyncio.Future[Any], Any, Exception | None]
 """(whose, value, error): settled on the event loop after the turn."""
+_Command = Callable[[list[_Outcome]], None]
+"""What a turn carries out between two steps, and adds the outcomes of."""
 
 
 class EmbeddedEngine:
@@ -143,7 +118,7 @@ class EmbeddedEngine:
         self._wake = wake
         self._turn_s = turn_s
         self._clock = clock
-        self._inbox: deque[_Generate | _Cancel | _Drop | _Load] = deque()  # append and popleft are atomic
+        self._inbox: deque[_Command] = deque()  # append and popleft are atomic
         self._ids: set[str] = set()
         self._pending: set[asyncio.Future[Any]] = set()
         self._turns: asyncio.Task[None] | None = None
@@ -151,7 +126,7 @@ class EmbeddedEngine:
         self._paused = False
         self._moved_at = PROCESS.clock()
         # The rest belongs to the turn.
-        self._running: dict[str, _Generate] = {}
+        self._running: dict[str, asyncio.Future[Completion]] = {}
         self._watched: dict[str, Callable[[Prefix], None]] = {}
         self._torn: Exception | None = None
 
@@ -178,37 +153,37 @@ class EmbeddedEngine:
             raise ConfigError(
                 f"the id of a request must be unique in its engine, got {request.id!r} twice. Rename one."
             )
-        command = _Generate(request, self._future())
+        done = self._future()
         self._ids.add(request.id)
         try:
-            self._send(command)
+            self._send(lambda outcomes: self._begin(request, done, outcomes))
             async with waiting("generate", peer="engine", deadline_s=STALL_S, moved=self._moved):
-                return await command.done
+                return await done
         except (asyncio.CancelledError, DeadlineExceeded):
-            self._send(_Drop(command), even_closed=True)
+            self._send(lambda _: self._drop(request.id, done), even_closed=True)
             raise
         finally:
             self._ids.discard(request.id)
-            self._pending.discard(command.done)
+            self._pending.discard(done)
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._ids:
-            self._send(_Cancel(request_id), even_closed=True)
+            self._send(lambda outcomes: self._end(request_id, outcomes), even_closed=True)
 
     async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        command = _Load(version, tensors, self._future())
+        done, withdrawn = self._future(), False
         try:
-            self._send(command)
+            self._send(lambda outcomes: self._load(version, tensors, done, withdrawn, outcomes))
             async with waiting("update weights", peer="engine", deadline_s=STALL_S, moved=self._moved):
-                await asyncio.shield(command.done)
+                await asyncio.shield(done)
         except (asyncio.CancelledError, DeadlineExceeded):
-            command.withdrawn = True
+            withdrawn = True
             with suppress(DeadlineExceeded):
                 async with waiting("update withdrawn", peer="engine", deadline_s=STALL_S, moved=self._moved):
-                    await asyncio.wait([command.done])  # the turn may be reading the tensors
+                    await asyncio.wait([done])  # the turn may be reading the tensors
             raise
         finally:
-            self._pending.discard(command.done)
+            self._pending.discard(done)
 
     async def pause(self) -> None:
         """Stops between two steps until `resume`: on return nothing is being sampled. Sequences keep slot and cache; requests and
@@ -246,7 +221,7 @@ class EmbeddedEngine:
         self._pending.add(future)
         return future
 
-    def _send(self, command: _Generate | _Cancel | _Drop | _Load, even_closed: bool = False) -> None:
+    def _send(self, command: _Command, even_closed: bool = False) -> None:
         """Hands a command to the running turn, or starts turning."""
         if self._closed is not None:
             if even_closed:
@@ -295,7 +270,7 @@ class EmbeddedEngine:
         until = self._clock() + self._turn_s
         while self._closed is None:
             while self._inbox:
-                self._carry_out(self._inbox.popleft(), outcomes)
+                self._inbox.popleft()(outcomes)
             if not self._slots.has_work or self._stands:
                 break
             try:
@@ -304,7 +279,7 @@ class EmbeddedEngine:
                 self._fail_running(error, outcomes)
                 break
             for each in ended:
-                done = self._running.pop(each.request_id).done
+                done = self._running.pop(each.request_id)
                 outcomes.append((done, None, each.error) if isinstance(each, Failed) else (done, each, None))
             if self._clock() >= until:
                 break
@@ -315,26 +290,25 @@ class EmbeddedEngine:
         self._watched = {name: told for name, told in self._watched.items() if name in self._running}
         return [(self._watched[name], so_far) for name, so_far in self._slots.so_far(self._watched)]
 
-    def _carry_out(self, command: _Generate | _Cancel | _Drop | _Load, outcomes: list[_Outcome]) -> None:
-        match command:
-            case _Generate(request, done):
-                if self._torn is not None:
-                    outcomes.append((done, None, self._torn))
-                else:
-                    self._slots.add(request)
-                    self._running[request.id] = command
-                    if request.progress is not None:
-                        self._watched[request.id] = request.progress
-            case _Cancel(request_id):
-                if (completion := self._slots.cancel(request_id)) is not None:
-                    outcomes.append((self._running.pop(request_id).done, completion, None))
-            case _Drop(of):
-                if self._running.get(of.request.id) is of:
-                    del self._running[of.request.id]
-                    self._watched.pop(of.request.id, None)
-                    self._slots.cancel(of.request.id)
-            case _Load(version, tensors, done):
-                self._load(version, tensors, done, command.withdrawn, outcomes)
+    def _begin(self, request: Request, done: asyncio.Future[Completion], outcomes: list[_Outcome]) -> None:
+        if self._torn is not None:
+            outcomes.append((done, None, self._torn))
+            return
+        self._slots.add(request)
+        self._running[request.id] = done
+        if request.progress is not None:
+            self._watched[request.id] = request.progress
+
+    def _end(self, request_id: str, outcomes: list[_Outcome]) -> None:
+        if (completion := self._slots.cancel(request_id)) is not None:
+            outcomes.append((self._running.pop(request_id), completion, None))
+
+    def _drop(self, request_id: str, done: asyncio.Future[Completion]) -> None:
+        """The caller of this `generate` is gone."""
+        if self._running.get(request_id) is done:
+            del self._running[request_id]
+            self._watched.pop(request_id, None)
+            self._slots.cancel(request_id)
 
     def _load(
         self,
@@ -348,7 +322,7 @@ class EmbeddedEngine:
         if not withdrawn:
             try:
                 interrupted = self._slots.load_weights(version, tensors)
-                outcomes += [(self._running.pop(each.request_id).done, each, None) for each in interrupted]
+                outcomes += [(self._running.pop(each.request_id), each, None) for each in interrupted]
                 self._torn = None
             except ConfigError as refused:  # before anything was written
                 error = refused
@@ -358,7 +332,7 @@ class EmbeddedEngine:
         outcomes.append((done, None, error))
 
     def _fail_running(self, error: Exception, outcomes: list[_Outcome]) -> None:
-        outcomes += [(command.done, None, error) for command in self._running.values()]
+        outcomes += [(done, None, error) for done in self._running.values()]
         self._running.clear()
         self._slots.clear()
 
