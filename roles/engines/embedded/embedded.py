@@ -26,9 +26,9 @@ import torch
 from rondo.roles.engines.embedded.hf_forward import HFForward, check_generation
 from rondo.roles.engines.embedded.qwen3_forward import Qwen3Forward, is_plain_qwen3
 from rondo.roles.engines.embedded.recorder import Recorder
-from rondo.roles.engines.embedded.shared_weights import Lent, LentForward
+from rondo.roles.engines.embedded.shared_weights import Lent
 from rondo.roles.engines.embedded.sleeping import Sleeper
-from rondo.roles.engines.embedded.slots import Failed, Forward, SlotEngine
+from rondo.roles.engines.embedded.slots import Failed, SlotEngine
 from rondo.roles.engines.engine import STALL_S, Completion, EngineStats, Prefix, Request
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded
 from rondo.runtime.waits import PROCESS, waiting
@@ -72,11 +72,10 @@ def slot_engine(
     recorder = Recorder(model, num_slots=num_slots, max_length=max_length) if tells_experts else None
     if recorder is not None:  # the fused path is of a model without experts
         build = functools.partial(build, recorder=recorder)
-    sleeper = Sleeper(build, model, owns=lent is None) if sleeps else None
-    built: Forward = sleeper or build()
+    sleeper = Sleeper(build, model, lent) if sleeps or lent is not None else None
     return SlotEngine(
-        built if lent is None else LentForward(built, lent),
-        sleep=sleeper.sleep if sleeper is not None else None,
+        sleeper or build(),
+        sleep=sleeper.sleep if sleeper is not None and sleeps else None,
         num_slots=num_slots,
         max_length=max_length,
         max_prefill_tokens=max_prefill_tokens,

@@ -1,7 +1,7 @@
 """The trainer's own tensors, lent to the engine of the same process: no second copy of the weights, and nothing to publish to it.
 
-Owns which policy version the lent tensors are, as the trainer says it, and the check before every forward that they are still
-what the engine calls them. Does not own the tensors (`roles/training/backend.py`), the moment of a flip (`embedded.py`) or its
+Owns which policy version the lent tensors are, as the trainer says it. Does not own the check before every forward that they are
+still what the engine calls them (`sleeping.py`), the tensors (`roles/training/backend.py`), the moment of a flip (`embedded.py`) or its
 proof to the coordinator (`replica.py`).
 
     trainer, compute thread   | round | round | optimizer                |        | round ...
@@ -17,13 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-
-from rondo.roles.engines.embedded.slots import Batch, Forward
-from rondo.runtime.errors import CorruptData
 
 
 class Flip(dict[str, torch.Tensor]):
@@ -59,56 +55,3 @@ class Lent:
             self._changed.clear()
             await self._changed.wait()
         return Flip(self.version)
-
-
-class LentForward:
-    """`Forward` over lent tensors: flips by taking over what the trainer has made of them."""
-
-    def __init__(self, forward: Forward, lent: Lent) -> None:
-        self._forward = forward
-        self._lent = lent
-        self._version: int | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        return self._forward.vocab_size
-
-    @property
-    def modalities(self) -> tuple[str, ...]:
-        return self._forward.modalities
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        return self._forward.keeps_prefixes
-
-    @property
-    def held(self) -> bool:
-        """Whether the tensors are not the version that this forward is for, or it sleeps."""
-        return self._forward.held or self._version is None or self._lent.version != self._version
-
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        if self.held:
-            raise CorruptData(
-                f"the lent weights must be policy version {self._version} while the engine samples, got {self._lent.version}. "
-                "This is a fault in rondo: the engine was not held while they changed."
-            )
-        return self._forward(batch)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._forward.copy(source, target, length)
-
-    def clear(self, slot: int | None = None) -> None:
-        self._forward.clear(slot)
-
-    def refresh(self) -> None:
-        """Takes the lent tensors over as they are."""
-        self._forward.refresh()
-        self._version = self._lent.version
-
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes them over where they still are the version of a `Flip`; else it stays held, until the next flip."""
-        if not isinstance(tensors, Flip):
-            raise AssertionError("an engine that generates with the trainer's tensors must get no others")
-        self._version = None
-        if self._lent.version == tensors.version:
-            self.refresh()

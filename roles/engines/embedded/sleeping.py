@@ -1,12 +1,15 @@
-"""An engine's forward that gives its memory to the trainer while nothing is generated, and takes it again.
+"""An engine's forward that shares a process with the trainer: it gives its memory away while nothing is generated and takes it
+again, and it may compute with the trainer's own tensors.
 
-Owns what is released and when it is made again. Does not own when to sleep (`replica.py`, where generation and training take
-turns in one process) or where the weights come from.
+Owns what is released and when it is made again, and the check before every forward that lent tensors are the version that the
+engine says. Does not own when to sleep (`replica.py`, where generation and training take turns in one process), where weights
+come from, or what lent tensors are (`shared_weights.py`).
 
     awake --sleep (nothing in flight)--> asleep: no key-value cache, no fused weights, no weights of its own --load--> awake
 
-Invariant: a forward that sleeps is held: nothing is computed until weights are loaded. What it computes then is what it would
-have computed without sleeping, since the cache of what is in flight is empty at both ends.
+Invariant: a forward that sleeps, or whose lent tensors are another version, is held: nothing is computed until weights are
+loaded. What it computes after a sleep is what it would have computed without, since the cache of what is in flight is empty at
+both ends.
 """
 
 from __future__ import annotations
@@ -17,17 +20,20 @@ from typing import Any
 import torch
 
 from rondo.models.names import load_disk_tensors
+from rondo.roles.engines.embedded.shared_weights import Flip, Lent
 from rondo.roles.engines.embedded.slots import Batch, Forward
+from rondo.runtime.errors import CorruptData
 
 
 class Sleeper:
-    """`Forward` around the one that `make` builds over `model`. `owns`: the model's weights are released too; else they are
-    somebody else's and stay."""
+    """`Forward` around the one that `make` builds over `model`. `lent`: the model's weights are somebody else's, who says which
+    version they are; they stay while it sleeps, and it flips by taking over what has become of them."""
 
-    def __init__(self, make: Callable[[], Forward], model: Any, *, owns: bool) -> None:
+    def __init__(self, make: Callable[[], Forward], model: Any, lent: Lent | None = None) -> None:
         self._make = make
         self._model = model
-        self._owns = owns
+        self._lent = lent
+        self._version: int | None = None
         self._shapes = [(parameter, parameter.shape) for parameter in model.parameters()]
         self._forward: Forward | None = make()
         self.vocab_size = self._forward.vocab_size
@@ -36,16 +42,25 @@ class Sleeper:
 
     @property
     def held(self) -> bool:
-        """Whether it sleeps."""
-        return self._forward is None
+        """Whether it sleeps, or the lent tensors are not the version that it is for."""
+        return self._forward is None or self._elsewhere
+
+    @property
+    def _elsewhere(self) -> bool:
+        return self._lent is not None and (self._version is None or self._lent.version != self._version)
 
     def sleep(self) -> None:
         """Release everything. What was in the cache is gone."""
         self._forward = None
-        for parameter, _ in self._shapes if self._owns else ():
+        for parameter, _ in self._shapes if self._lent is None else ():
             parameter.data = parameter.data.new_empty(0)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
+        if self._lent is not None and self.held:
+            raise CorruptData(
+                f"the lent weights must be policy version {self._version} while the engine samples, got {self._lent.version}. "
+                "This is a fault in rondo: the engine was not held while they changed."
+            )
         return self._awake(batch)
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -56,6 +71,14 @@ class Sleeper:
             self._forward.clear(slot)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Lent tensors are taken over where they still are the version of a `Flip`; else it stays held, until the next flip."""
+        if self._lent is not None:
+            if not isinstance(tensors, Flip):
+                raise AssertionError("an engine that generates with the trainer's tensors must get no others")
+            self._version = None
+            if self._lent.version == tensors.version:
+                self.refresh()
+            return
         if self._forward is not None:
             self._forward.load(tensors)
             return
@@ -70,6 +93,7 @@ class Sleeper:
             self._forward = self._make()
         else:
             self._forward.refresh()
+        self._version = None if self._lent is None else self._lent.version
 
     @property
     def _awake(self) -> Forward:
