@@ -1,8 +1,8 @@
 """The trainer's own tensors, lent to the engine of the same process: no second copy of the weights, and nothing to publish to it.
 
 Owns which policy version the lent tensors are, as the trainer says it. Does not own the check before every forward that they are
-still what the engine calls them (`sleeping.py`), the tensors (`roles/training/backend.py`), the moment of a flip (`embedded.py`) or its
-proof to the coordinator (`replica.py`).
+still what the engine calls them (`sleeping.py`), the tensors (`roles/training/backend.py`), the moment of a flip (`embedded.py`)
+or its proof to the coordinator (`replica.py`).
 
     trainer, compute thread   | round | round | optimizer                |        | round ...
     lent.version              3 ............... None .................... 4 .......
