@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from dataclasses import replace
@@ -157,8 +158,10 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     assert {9, 10} <= trained_in(ask(record, "/timeline?steps=9:11")) <= {9, 10, 11}
     endpoint = ask_the_policy(resumed, stopped.run_dir, capsys)
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    # The first step is left out, and so are those of the last second before everything was killed, at step 5: perhaps all.
-    assert words.stdout.startswith(tuple(f"run moved: steps {first} to " for first in range(1, 7)))
+    # The first step is left out, and so are those of the last second before everything was killed, perhaps all: how many that is
+    # the machine decides. Those between that and the stop were written by processes that left in order.
+    told = re.match(r"run moved: steps (\d+) to ", words.stdout)
+    assert told is not None and 1 <= int(told[1]) <= stopped.summary["steps"], words.stdout
     told = subprocess.run(
         [*rondo, "stop", run, "--no-wait"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
