@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rondo.roles.engines.sglang.owned import FOLDER, abandoned, give_name, unnamed
+from rondo.runtime.processes.process import stat
 
 _PREFIX = "rondo_server_"
 _BEGIN = (
@@ -62,7 +63,9 @@ class SharedNames:
 def _remove(owner: Path, pids: Iterable[int]) -> None:
     found = list(FOLDER.glob(f"sem.{owner.name}-*"))
     for pid in pids:
-        if not Path(f"/proc/{pid}").exists():  # else it is another process by now, whose blocks have its number
+        now = stat(pid)
+        # A live one is another process by now, with the same number; a zombie only waits for its parent to ask how it ended.
+        if now is None or not now.alive:
             found += FOLDER.glob(f"sgl_shm_*_{pid}_*")
     for path in (*found, owner):
         path.unlink(missing_ok=True)

@@ -90,6 +90,17 @@ def test_what_a_process_left_that_was_killed_with_its_server_goes_when_the_next_
     assert not any(in_memory(each).exists() for each in [*made, block]) and not names._path.exists()
 
 
+def test_blocks_of_what_was_killed_go_before_its_parent_asks_how_it_ended(program: Path) -> None:
+    names = SharedNames()
+    process, (pid, _, *_, block, _, _) = start(names, program)
+    names.saw([int(pid)])
+    os.killpg(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    names.remove()
+    assert Path(f"/proc/{pid}").exists() and not in_memory(block).exists()
+    process.communicate()
+
+
 def test_a_block_of_a_process_that_lives_is_left_alone() -> None:
     names, block = SharedNames(), FOLDER / f"sgl_shm_mm_{os.getpid()}_abc"
     block.touch()
