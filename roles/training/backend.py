@@ -76,7 +76,7 @@ class Objective(Protocol):
         """The step in progress is over, or given up."""
 
 
-O = TypeVar("O", bound=Objective)  # noqa: E741
+AnyObjective = TypeVar("AnyObjective", bound=Objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ def sharded(model: Any, train: TrainConfig, world_size: int) -> Any:
     )
 
 
-class Backend(Generic[O]):
+class Backend(Generic[AnyObjective]):
     def __init__(
         self,
         model: Any,
-        objective: O,
+        objective: AnyObjective,
         optimizer: OptimizerConfig,
         *,
         num_steps: int,
