@@ -5,6 +5,7 @@ which go into `benchmarks/results/` with the command, the machine, its load and 
 `benchmarks/`, which an installed package does not carry: they time the machine they run on beside its peers.
 
     rondo bench bus --repetitions 3        is       python -m benchmarks.bus --repetitions 3       in the checkout
+    rondo bench trl --as trl_long ...      keeps its figures beside those of other options, in results/trl_long.json
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ def run(name: str | None, options: Sequence[str], root: Path = ROOT) -> int:
         return 0
     if name not in known:
         raise ConfigError(f"NAME must be one of {', '.join(known)}, got {name!r}. `rondo bench` says what they measure")
+    options, label = list(options), name
+    if "--as" in options[:-1]:
+        at = options.index("--as")
+        label = options[at + 1]
+        del options[at : at + 2]
+        if not label.isidentifier():
+            raise ConfigError(f"--as must be a name of letters, digits and _, got {label!r}")
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
     about, last = machine(), ""
@@ -49,8 +57,8 @@ def run(name: str | None, options: Sequence[str], root: Path = ROOT) -> int:
             print(line, end="", flush=True)
             last = line if line.strip() else last
     if process.returncode == 0 and last.startswith("{"):
-        about |= {"command": shown(name, options), "load_after": os.getloadavg()}
-        to = root / "benchmarks" / "results" / f"{name}.json"
+        about |= {"command": shown(name, options, label), "load_after": os.getloadavg()}
+        to = root / "benchmarks" / "results" / f"{label}.json"
         to.parent.mkdir(exist_ok=True)
         to.write_bytes(orjson.dumps(about | {"figures": orjson.loads(last)}, option=orjson.OPT_INDENT_2) + b"\n")
     return process.returncode
@@ -58,8 +66,7 @@ def run(name: str | None, options: Sequence[str], root: Path = ROOT) -> int:
 
 def machine() -> dict[str, Any]:
     """What a figure depends on beside the code: processor, cores, load, and the versions of what computes. `load_*`: processes
-    that
-    ran or waited, over the last 1, 5 and 15 minutes."""
+    that ran or waited, over the last 1, 5 and 15 minutes."""
     told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in told.partition("\n\n")[0].splitlines() if ":" in line)
     known = {name.strip(): value.strip() for name, value in fields.items()}
@@ -74,10 +81,13 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shown(name: str, options: Sequence[str]) -> str:
+def shown(name: str, options: Sequence[str], label: str) -> str:
     """The command without folders of this machine: an interpreter of peers is `PEERS_VENV/bin/python` everywhere."""
     peers = [f"PEERS_VENV/bin/{Path(word).name}" if "/bin/" in word else word for word in options]
-    return " ".join(("rondo bench", name, *(Path(word).name if word.startswith("/") else word for word in peers)))
+    kept_as = ("--as", label) if label != name else ()
+    return " ".join(
+        ("rondo bench", name, *kept_as, *(Path(word).name if word.startswith("/") else word for word in peers))
+    )
 
 
 def benchmarks(root: Path) -> dict[str, str]:

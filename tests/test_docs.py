@@ -66,6 +66,7 @@ ELSEWHERE = {
     "rondo timeline --steps 20:25 --out trace.json": "tests/launch/report/test_timeline.py::"
     "test_the_command_writes_a_trace_and_says_what_is_missing",
     "rondo bus /tmp/bus": "tests/comm/partitions/test_host.py::test_a_signal_ends_the_command_and_leaves_no_process",
+    "rondo bench table": "tests/benchmarks/test_table.py::test_the_command_writes_the_figures_of_the_last_runs_into_the_page",
     "rondo bench": "tests/launch/test_bench.py::test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
     "rondo check examples/full_size/qwen3_4b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
     "--set model.path=FOLDER": "tests/launch/check/test_target.py::test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
@@ -95,6 +96,8 @@ BY_HAND = {
     "rondo bench staleness docs/staleness --steps 100",
     "rondo bench strangers",
     "rondo bench trl --peers-python PEERS_VENV/bin/python",
+    "rondo bench trl --as trl_pretrained --cases pretrained --pretrained MODEL --lr 2e-5 --peers-python "
+    "PEERS_VENV/bin/python",
     "rondo bench weights",
 }
 """They time a machine, and take up to an hour: only that they are there and take these options is tested."""
@@ -116,7 +119,8 @@ def test_the_test_named_beside_a_command_is_there_and_names_what_it_runs(command
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     program, what = command.split()[:2] if " " in command else (command, "")
     verb = {"rondo": what, "make": what, "curl": "/rondo/trajectories/"}[program]
-    called = {"bench": "Counts what it is given.", "check": "--device-gib", "sglang": "pip install"}.get(verb, verb)
+    measured = "table" if command.endswith("bench table") else "Counts what it is given."
+    called = {"bench": measured, "check": "--device-gib", "sglang": "pip install"}.get(verb, verb)
     assert any(called in text for text in texts)
 
 
@@ -132,7 +136,7 @@ def test_the_parser_takes_every_command_and_its_values(command: str) -> None:
         assert options.name in benchmarks(ROOT)
         tree = ast.parse((ROOT / "benchmarks" / f"{options.name}.py").read_text())
         known = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        assert {word for word in options.rest if word.startswith("--")} <= known
+        assert {word for word in options.rest if word.startswith("--")} <= {"--as", *known}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -43,6 +43,16 @@ def test_the_figures_of_a_benchmark_are_kept_with_its_command_and_machine(tmp_pa
     assert kept["processor"] and kept["cores"] >= 1 and len(kept["load_before"]) == 3 and kept["versions"]["orjson"]
 
 
+def test_figures_of_other_options_are_kept_under_a_name_of_their_own(tmp_path: Path) -> None:
+    assert run("count", ["--as", "count_long", "--rounds", "9"], checkout(tmp_path)) == 0
+    results = tmp_path / "benchmarks" / "results"
+    assert [path.name for path in results.iterdir()] == ["count_long.json"]
+    kept = orjson.loads((results / "count_long.json").read_bytes())
+    assert kept["command"] == "rondo bench count --as count_long --rounds 9" and kept["figures"] == {"counted": 3}
+    with pytest.raises(ConfigError, match=r"--as must be a name of letters, digits and _, got '../x'"):
+        run("count", ["--as", "../x"], tmp_path)
+
+
 def test_a_benchmark_that_fails_gives_its_exit_code_and_keeps_the_figures_of_before(tmp_path: Path) -> None:
     run("count", [], checkout(tmp_path))
     assert run("count", ["--fail"], tmp_path) == 1

@@ -1,0 +1,354 @@
+"""The README's table of figures, written from what the benchmarks have kept.
+
+    rondo bench table [--results FOLDER] [--into README.md]
+
+Each benchmark's last run lies in `benchmarks/results/` with its command, machine, load and versions. A row says what was measured
+against what, the figure, and the command that measured it with the load of the machine before and after (processes that ran or
+waited, over a minute). A benchmark without a kept run has no row. The table stands between two comments of the page, and nothing
+else of the page is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- figures: written by `rondo bench table` -->", "<!-- end of figures -->"
+
+Figures = Any
+"""What a benchmark printed last."""
+Row = tuple[str, str]
+"""(what was measured and against what, the figure)"""
+
+
+def start(f: Figures) -> Iterator[Row]:
+    seconds, seeds = f["seconds"], ", ".join(map(str, f["seeds"]))
+    pairs = zip(f["reward_before"], f["reward_after"], strict=True)
+    yield (
+        f"quick start, seeds {seeds}: reward of sampled answers on held-out prompts, under the warmed-up policy and at the end",
+        ", ".join(f"{before:.3f} to {after:.3f}" for before, after in pairs),
+    )
+    warm_up_s = seconds["warmed up"] - seconds["warms up"]
+    yield (
+        f"its seconds from the command to the first trained step (warm-up of {warm_up_s:.1f} s included); to the end",
+        f"{seconds['first step']:.1f} s; {seconds['ended']:.0f} s",
+    )
+    yield "samples trained, lost, trained twice in these runs", _sums(f, "trained", "lost", "trained_twice")
+
+
+def _sums(f: Figures, *outcomes: str) -> str:
+    return ", ".join(f"{sum(f[f'samples_{outcome}']):,.0f}" for outcome in outcomes)
+
+
+def recovery(f: Figures) -> Iterator[Row]:
+    roles = {name: value for name, value in f.items() if isinstance(value, dict)}
+    seen = [role["seen_s"] * 1e3 for role in roles.values()]
+    yield "SIGKILL of each role once in one quick start: seen after", f"{min(seen):.0f} to {max(seen):.0f} ms"
+    yield "ready again after", ", ".join(f"{name} {role['ready_s']:.1f} s" for name, role in roles.items())
+    lost, twice = f["samples_lost"], f["samples_trained_twice"]
+    yield f"samples lost, trained twice there ({f['samples_admitted']:,} admitted)", f"{lost}, {twice}"
+
+
+def calls(f: Figures) -> Iterator[Row]:
+    of, over = f["systems"], f["ours_p50_over"]
+    yield (
+        f"actor call, p50 (bare uvloop echo in the same run: {of['floor']['p50_us']:.1f} us)",
+        f"{of['ours']['p50_us']:.0f} us; beside a busy Python thread {of['busy']['p50_us']:.0f} us",
+    )
+    peers = [name for name in of if name not in ("floor", "ours", "busy")]
+    if peers:
+        yield (
+            "the same call of an async actor in " + " and ".join(name.title() for name in peers),
+            ", ".join(f"{of[name]['p50_us']:.0f} us ({1 / over[name]:.0f}x ours)" for name in peers),
+        )
+
+
+def trl(f: Figures) -> Iterator[Row]:
+    told = []
+    for case, report in f["results"].items():
+        if "ratio" in report:
+            best = report["ratio_to"]
+            told.append(
+                f"{case} {report['ours']['step_s']:.2f} s to {report[best]['step_s']:.2f} s "
+                f"({report['ratio']:.2f}x, {_way(best)})"
+            )
+    if told:
+        yield (
+            "whole step against TRL's GRPOTrainer, 9.2 M parameters, one list of answer lengths for both, the same wait policy "
+            "of threads, both cores, hybrid, one version stale; against the quicker of its ways to generate",
+            "; ".join(told),
+        )
+
+
+def trl_pretrained(f: Figures) -> Iterator[Row]:
+    for report in f["results"].values():
+        sides = {"ours": "ours"} | ({"TRL": report["ratio_to"]} if "ratio" in report else {})
+        parts = []
+        for name, side in sides.items():
+            rewards = report[side]["reward_by_step"][0]
+            curve = " ".join(f"{reward:.2f}" for reward in rewards)
+            parts.append(f"{name} {report[side]['step_s']:.1f} s a step, reward by step {curve}")
+        yield (
+            "a pretrained model of 135 M parameters (SmolLM2-135M-Instruct) learns sums through its chat template, 64 samples a "
+            "step, sampled freely by both sides",
+            "; ".join(parts) + (f" ({report['ratio']:.2f}x, {_way(report['ratio_to'])})" if "ratio" in report else ""),
+        )
+
+
+def _way(side: str) -> str:
+    return "its continuous batching" if "continuous" in side else "its `generate`"
+
+
+def shared_prompts(f: Figures) -> Iterator[Row]:
+    yield (
+        "forward and backward of a step whose prompts are computed once for all of their 8 samples, over whole samples: tokens "
+        "of a prompt, answers of 64 tokens",
+        ", ".join(f"{name.replace('_', ' ')} {case['ratio']:.2f}x" for name, case in f["results"].items()),
+    )
+
+
+def paper(f: Figures) -> Iterator[Row]:
+    yield (
+        "a step at the scale of arXiv 2604.11554 by replay (roles wait for published or assumed stage times instead of "
+        "computing; rows, media, rounds, commits, snapshots and weights are real and count): of what the slowest stage allows",
+        f"4B {f['of_bound_4b']:.1%}, omni 30B {f['of_bound_omni']:.1%}; colocate {f['of_bound_colocate']:.1%}",
+    )
+    yield (
+        "fully_async over colocate there, which follows from the stage times; the trainer's wait for data",
+        f"{f['speedup_4b']:.2f}x and {f['speedup_omni']:.2f}x; {f['data_wait_share']:.3%} of a step",
+    )
+
+
+def generation(f: Figures) -> Iterator[Row]:
+    told = []
+    for size, loads in f["sizes"].items():
+        parts = [
+            f"{load} {max(row['ratio_to_generate'] for name, row in engines.items() if name != 'generate'):.2f}x"
+            for load, engines in loads.items()
+        ]
+        told.append(f"{size} {', '.join(parts)}")
+    yield f"embedded engine over transformers' `generate`, tokens a CPU second, {f['dtype']}", "; ".join(told)
+
+
+def serve(f: Figures) -> Iterator[Row]:
+    rates, over = f["tokens_per_s"], f["ratio"]
+    loads = ", ".join(rates["engine"])
+
+    def shares(name: str) -> str:
+        return ", ".join(f"{value:.2f}x" for value in over[name].values())
+
+    inverse = ", ".join(f"{1 / value:.2f}" for value in over["serve"].values())
+    yield (
+        f"`rondo serve` over its engine without HTTP, tokens/s at {loads} in flight, 0.3 M parameters, one thread",
+        inverse,
+    )
+    yield "the engine over transformers' continuous batching there", shares("continuous")
+    if "sglang" in over:
+        yield (
+            "the engine over SGLang there, whose CPU path is `torch_native` attention without compiled kernels, which is not "
+            "what it is made for",
+            shares("sglang"),
+        )
+
+
+def faults(f: Figures) -> Iterator[Row]:
+    rows = {name: row for name, row in f["rows"].items() if name not in ("none", "slow updates")}
+    quiet_s = f["rows"]["none"]["update_s"]
+    slowest = max(row["update_s"] / quiet_s for row in rows.values())
+    yield (
+        f"{f['servers']} stub servers, {f['in_flight']} requests in flight; one answers 500, is full, dead, hung, does not come "
+        "back, or one request poisons them: other requests failed; the next update over one with all well",
+        f"{sum(row['failed'] for row in rows.values())}; {slowest:.2f}x",
+    )
+
+
+def strangers(f: Figures) -> Iterator[Row]:
+    found = f["strangers"]
+    yield (
+        "`rondo serve`, 64 honest requests in flight, alone and beside 1,000 hostile ones of twenty kinds: p99; failed",
+        f"{found['quiet']['p99_s']:.2f} s and {found['hostile']['p99_s']:.2f} s ({found['p99_ratio']:.2f}x); "
+        f"{sum(found['hostile']['failed'].values())} of {found['hostile']['requests']:,}",
+    )
+    agents = f["agents"]
+    recorded = agents["recorded"]
+    yield (
+        f"{recorded['num_sessions']} agents whose context grows: turns recorded; bytes a new token",
+        f"{recorded['num_calls']:,} of {agents['asked']:,}; {agents['bytes_per_new_token']:.0f}",
+    )
+
+
+def dispatch(f: Figures) -> Iterator[Row]:
+    loads = {name: row["ratio"] for name, row in f["loads"].items()}
+    yield (
+        "rondo's client and dispatcher over a bare load generator, tokens/s",
+        ", ".join(f"{name} {ratio:.2f}" for name, ratio in loads.items()),
+    )
+
+
+def ring(f: Figures) -> Iterator[Row]:
+    for name, row in f.items():
+        if isinstance(row, dict) and "two processes" in row:
+            two = row["two processes"]
+            yield (
+                f"ring: {name} a put, {row['row_bytes'] / 1e3:,.1f} kB a row, between two processes",
+                f"{two['rows_per_s']:,} rows/s, {two['cpu_us_per_row']:.1f} us of CPU a row, {two['of_memcpy']:.0%} of a memcpy",
+            )
+
+
+def bus(f: Figures) -> Iterator[Row]:
+    def peer(name: str) -> str:
+        ratio = f[f"{name}_vs_transferqueue"]
+        return f"; {ratio:.0f}x TransferQueue 0.1.11, as warm and with as many rows" if ratio else ""
+
+    yield (
+        "bus as roles use it (lease, put, round, commit; journal on), 28 kB rows, 64 a put, against one memcpy",
+        f"{f['text_rows_s'] / 1e3:.1f} k rows/s, {f['text_cpu_us_per_row']:.1f} us of CPU a row, {f['text_of_limit']:.0%}"
+        + peer("text"),
+    )
+    yield (
+        "the same, 7 MB rows, 4 a put; 3 kB rows, one a put",
+        f"{f['mm_rows_s'] / 1e3:.2f} k rows/s, {f['mm_of_limit']:.0%}{peer('mm')}; {f['stream_rows_s'] / 1e3:.1f} k rows/s",
+    )
+    yield (
+        "one 3 kB row, put to readable by a consumer that waits; over a bare echo through two doorbells",
+        f"p50 {f['row_p50_us']:.0f} us, p99 {f['row_p99_us']:.0f} us; {f['row_p50_of_floor']:.1f}x",
+    )
+    yield (
+        "a step's lease, put, claim and commit with 100,000 rows held, over 1,000; status",
+        f"{f['growth_100k']:.2f}x; {f['status_100k_ms']:.2f} ms",
+    )
+    yield (
+        "coordinator, processor time of one sample's put, 1,024 prompt groups open, 64 ranks and a replica waiting; where every "
+        "whole group becomes a round for all ranks",
+        f"{f['coordinator_put_and_answer_ms_1024']:.2f} ms; {f['coordinator_put_ms_1024']:.2f} ms",
+    )
+
+
+def growth(f: Figures) -> Iterator[Row]:
+    yield (
+        f"partitions: put, claim, get, acknowledge, clear with {f['many']:,} rows held, over {f['few']:,}: the worst; a put "
+        "while a reader waits, over one without",
+        f"{f['growth_100k']:.2f}x; {f['put_while_waiting']:.2f}",
+    )
+
+
+def link(f: Figures) -> Iterator[Row]:
+    for name, row in f.items():
+        if isinstance(row, dict) and "of_iperf3" in row:
+            yield (
+                f"link over tcp on loopback, {f['streams']} streams, checksums on, records of {name}, against iperf3 without a "
+                "warm-up of its own",
+                f"{row['gb_per_s']:.2f} GB/s, {row['of_iperf3']:.0%}",
+            )
+
+
+def weights(f: Figures) -> Iterator[Row]:
+    for name, row in f["shared_memory"].items():
+        yield (
+            f"weights, {row['bytes'] / (1 << 30):.0f} GiB, to one reader over shared memory, proved, {name}; copied only",
+            f"{row['proved_gb_s']:.1f} GB/s, {row['of_memcpy']:.0%} of a memcpy of as many threads; {row['copy_gb_s']:.1f} GB/s",
+        )
+    shares = ", ".join(f"{name.removeprefix('lr ')} {row['share']:.1%}" for name, row in f["delta"].items())
+    yield "exact delta of bfloat16 weights, of their bytes, at learning rate", shares
+
+
+def omni(f: Figures) -> Iterator[Row]:
+    yield (
+        "sums of digits, reward on held-out rows",
+        "; ".join(f"{name} {row['reward_before']:.3f} to {row['reward_after']:.3f}" for name, row in f.items()),
+    )
+    gap = max(row["gap_float32"] for row in f.values())
+    yield "largest gap of a step between the engine's and the trainer's log-probs there, float32", f"{gap:.0e} nats"
+
+
+def media(f: Figures) -> Iterator[Row]:
+    yield (
+        f"{f['images']} images of 12 megapixels in flight: memory above idle, main process and workers; decoded they are",
+        f"{f['peak_main_mib']:.0f} MiB and {f['peak_workers_mib']:.0f} MiB; {f['decoded_mib']:,.0f} MiB",
+    )
+    yield (
+        f"bytes on the bus of a prompt group of {f['samples']} with an image, over {f['samples']} times those of a sample",
+        f"{f['ratio']:.3f}",
+    )
+
+
+def router_replay(f: Figures) -> Iterator[Row]:
+    yield (
+        f"router replay, of a step's processor time ({f['pairs']} pairs, 95 % interval); gap with and without",
+        f"{f['share']:.1%} ({f['share_low']:.1%} to {f['share_high']:.1%}); {f['gap_with']:.4f} and {f['gap_without']:.4f} nats",
+    )
+
+
+def staleness(f: Figures) -> Iterator[Row]:
+    yield (
+        "quick start by `max_staleness`, three seeds each, runs kept in docs/staleness.csv: reward of the last tenth of 100 "
+        "steps; steps a second",
+        ", ".join(f"{name}: {row['reward']:.3f}; {row['steps_per_s']:.1f}" for name, row in f.items()),
+    )
+
+
+def sglang_weights(f: Figures) -> Iterator[Row]:
+    large = f.get("large") or f["tiny"]
+    told = [
+        f"{name} {row['seconds']:.1f} s" for name, row in large.items() if isinstance(row, dict) and "seconds" in row
+    ]
+    yield "new weights into a real SGLang server on the CPU, by path", ", ".join(told)
+
+
+ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
+    ("start", start), ("recovery", recovery), ("faults", faults), ("strangers", strangers), ("calls", calls), ("trl", trl),
+    ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper), ("generation", generation),
+    ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring), ("bus", bus),
+    ("growth", growth), ("link", link), ("weights", weights), ("omni", omni), ("media", media),
+    ("router_replay", router_replay), ("staleness", staleness),
+)  # fmt: skip
+
+
+def table(results: Path) -> str:
+    """All rows, in Markdown, and under them on what they were measured."""
+    lines = ["| what | figure | measured by; load before, after |", "|---|---|---|"]
+    machines: dict[str, list[str]] = {}
+    for name, rows in ROWS:
+        path = results / f"{name}.json"
+        if not path.exists():
+            continue
+        kept = orjson.loads(path.read_bytes())
+        by = f"`{kept['command']}`; {kept['load_before'][0]:.1f}, {kept['load_after'][0]:.1f}"
+        for number, (what, figure) in enumerate(rows(kept["figures"])):
+            lines.append(f"| {what} | {figure} | {'as above' if number else by} |")
+        machines.setdefault(_machine(kept), []).append(name)
+    told = [f"{', '.join(names)}: {machine}" for machine, names in machines.items()]
+    return "\n".join([*lines, "", *([f"Machine: {next(iter(machines))}."] if len(machines) == 1 else told)])
+
+
+def _machine(kept: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    flags = "AVX-512" if any(flag.startswith("avx512") for flag in kept["flags"]) else ", ".join(kept["flags"])
+    return f"{kept['processor']}, {kept['cores']} cores, {flags}; {versions}"
+
+
+def written(page: str, figures: str) -> str:
+    """The page with the table in its place. ValueError where it has none."""
+    if BEGIN not in page or END not in page:
+        raise ValueError(f"the page must hold {BEGIN!r} and {END!r}, got neither or one. Put them where the table goes")
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{figures}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--into", type=Path, default=HERE.parent / "README.md")
+    options = parser.parse_args()
+    figures = table(options.results)
+    options.into.write_text(written(options.into.read_text(encoding="utf-8"), figures), encoding="utf-8")
+    print(figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The README's figures are those that the benchmarks kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from benchmarks import table
+from rondo.launch.bench import ROOT, benchmarks
+
+
+def kept(folder: Path, name: str, figures: object) -> None:
+    about = {
+        "command": f"rondo bench {name}", "processor": "P", "cores": 2, "flags": ["avx2"], "versions": {"torch": "2"},
+        "load_before": [0.1, 0, 0], "load_after": [1.25, 0, 0], "figures": figures,
+    }  # fmt: skip
+    (folder / f"{name}.json").write_bytes(orjson.dumps(about))
+
+
+def test_the_command_writes_the_figures_of_the_last_runs_into_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(tmp_path, "media", {
+        "images": 3, "peak_main_mib": 4.2, "peak_workers_mib": 5, "decoded_mib": 6, "samples": 8, "ratio": 0.125,
+    })  # fmt: skip
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    monkeypatch.setattr(sys, "argv", ["table", "--results", str(tmp_path), "--into", str(page)])
+    table.main()
+    lines = page.read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
+    assert lines[5].endswith("| 4 MiB and 5 MiB; 6 MiB | `rondo bench media`; 0.1, 1.2 |")
+    assert lines[6] == (
+        "| bytes on the bus of a prompt group of 8 with an image, over 8 times those of a sample | 0.125 | as above |"
+    )
+    assert "Machine: P, 2 cores, avx2; torch 2." in lines
+
+
+def test_a_page_without_a_place_for_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="Put them where the table goes"):
+        table.written("nothing here", "")
+
+
+def test_the_readme_shows_what_was_kept_and_every_kept_file_has_its_rows() -> None:
+    results = ROOT / "benchmarks" / "results"
+    page = (ROOT / "README.md").read_text()
+    assert table.written(page, table.table(results)) == page, "`rondo bench table` writes it"
+    names = {name for name, _ in table.ROWS}
+    assert {path.stem for path in results.glob("*.json")} <= names <= {*benchmarks(ROOT), "trl_pretrained"}
