@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.replay_stages import Replay
 from rondo.comm.bus.bus import Bus, Round
-from rondo.comm.bus.spans import Span
 from rondo.comm.ring.records import Column
+from rondo.comm.ring.spans import Span
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.actor import ActorRole, Read, Taken
 from rondo.roles.advantages import AdvantagesRole

@@ -89,7 +89,7 @@ def train(options: argparse.Namespace) -> int:
     config = load(options.config, options.set)
     kill = tuple(_kill(text, config.num_steps) for text in options.kill)
     roles = {role for group in config.groups for role in group.roles} | {group.name for group in config.groups}
-    _known_roles(kill, roles)
+    _known_roles(kill, roles | ({"partitions"} if config.bus.partitions else set()))
     with _nursery() as nursery:
         from rondo.launch.train import TrainOptions, resume_or_start
         from rondo.launch.train import main as start

@@ -34,7 +34,7 @@ import orjson
 
 from rondo.comm.bus.bus import POLL_S, Round, Row
 from rondo.comm.bus.group import NO_VERSION
-from rondo.comm.bus.spans import Span
+from rondo.comm.ring.spans import Span
 from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes

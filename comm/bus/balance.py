@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 
-from rondo.comm.bus.spans import Span, runs, samples, spans_of
+from rondo.comm.ring.spans import Span, runs, samples, spans_of
 
 Unit = tuple[int, int, int, int]  # group, first of its rows, how many rows stay together, what they cost
 Costs = Mapping[int, Sequence[int]]  # group -> what each of its rows costs a micro-batch, sample by sample

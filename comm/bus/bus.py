@@ -21,9 +21,9 @@ import numpy as np
 from rondo.comm.bus.ahead import Ahead
 from rondo.comm.bus.group import FINISHES, INFO
 from rondo.comm.bus.member import Calls, Member
-from rondo.comm.bus.spans import Span, num_rows, spans_in
 from rondo.comm.ring.records import GROUP_BLOB, Column
 from rondo.comm.ring.ring import Record, RecordRef
+from rondo.comm.ring.spans import Span, num_rows, spans_in
 from rondo.comm.ring.views import Views, Writers
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import CorruptData

@@ -8,7 +8,7 @@ Owns the check alone, read off the index. Who commits when, and what a commit ch
 from __future__ import annotations
 
 from rondo.comm.bus.index import Index
-from rondo.comm.bus.spans import Span, by_part, num_rows
+from rondo.comm.ring.spans import Span, by_part, num_rows
 from rondo.runtime.errors import Refused
 
 

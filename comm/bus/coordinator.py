@@ -35,11 +35,11 @@ from rondo.comm.bus.journal import Event, Journal
 from rondo.comm.bus.pending import Pending
 from rondo.comm.bus.rings import Rings, put_event
 from rondo.comm.bus.rounds import Round, Stream
-from rondo.comm.bus.spans import Span, num_rows
 from rondo.comm.bus.versions import engine_reader
 from rondo.comm.bus.wakes import Wakes
 from rondo.comm.groups.meeting import Meeting
 from rondo.comm.ring.records import worst_case_bytes
+from rondo.comm.ring.spans import Span, num_rows
 from rondo.runtime.actors.actor import Actor, answering, endpoint
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import Refused, Stopping

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondo.comm.bus.spans import members, runs, samples
+from rondo.comm.ring.spans import members, runs, samples
 
 LIVE = ("waiting", "running", "ready")
 SETTLED = ("trained", "filtered", "surplus", "failed", "quarantined")

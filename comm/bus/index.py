@@ -31,9 +31,9 @@ from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Rounds, Stream, mini_batch_of
 from rondo.comm.bus.space import Space
-from rondo.comm.bus.spans import Span, whole_samples
 from rondo.comm.bus.versions import Versions
 from rondo.comm.ring.records import GROUP_BLOB
+from rondo.comm.ring.spans import Span, whole_samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from functools import partial
 from typing import Protocol
 
 from rondo.comm.bus.journal import Event
-from rondo.comm.bus.spans import num_samples
 from rondo.comm.ring.records import Descriptor, numbers_of
 from rondo.comm.ring.ring import RecordRef, RingTail
+from rondo.comm.ring.spans import num_samples
 from rondo.comm.ring.views import Segments
 from rondo.comm.ring.words import PEEK_IS_SAFE, drain
 from rondo.runtime.memory.segments import QUICK_BYTES, Segment

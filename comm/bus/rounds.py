@@ -35,7 +35,7 @@ from typing import Any
 from rondo.comm.bus.balance import Bound, fill, micro_batches, recut
 from rondo.comm.bus.group import Group
 from rondo.comm.bus.journal import Event
-from rondo.comm.bus.spans import Span
+from rondo.comm.ring.spans import Span
 
 MOST_ROUNDS = 8
 """How many rounds are planned at once, where so many are full, and handed out with one answer."""

@@ -18,11 +18,11 @@ from typing import Any
 
 from rondo.comm.bus import formats
 from rondo.comm.bus.journal import Event
-from rondo.comm.bus.spans import num_rows
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.table import Table
 from rondo.comm.ring.records import Descriptor
 from rondo.comm.ring.ring import RecordRef
+from rondo.comm.ring.spans import num_rows
 
 
 class Fold:

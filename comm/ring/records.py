@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from rondo.comm.bus.spans import num_rows
+from rondo.comm.ring.spans import num_rows
 from rondo.runtime.errors import CorruptData
 
 ALIGN_BYTES = 64

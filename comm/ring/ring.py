@@ -32,7 +32,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rondo.comm.bus.spans import num_rows
 from rondo.comm.ring.records import (
     ALIGN_BYTES,
     HEADER_BYTES,
@@ -51,6 +50,7 @@ from rondo.comm.ring.records import (
     write_header,
     write_payload,
 )
+from rondo.comm.ring.spans import num_rows
 from rondo.comm.ring.words import Words, be_settled, ring_doorbell, settle
 from rondo.runtime.errors import CorruptData, OutOfSpace
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rondo.comm.bus.spans import Span, rows_of
+from rondo.comm.ring.spans import Span, rows_of
 from rondo.comm.weights.sums import bucket_sum
 from rondo.models import checkpoint, parallel
 from rondo.models.acceptance import accept

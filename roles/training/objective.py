@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rondo.comm.bus.group import NO_VERSION
-from rondo.comm.bus.spans import Span
+from rondo.comm.ring.spans import Span
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.packing import PackedBatch, Packing

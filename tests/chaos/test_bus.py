@@ -22,7 +22,7 @@ import pytest
 
 from rondo.comm.bus.audit import Audit, audit
 from rondo.comm.bus.journal import Event, encode, files, read
-from rondo.comm.bus.spans import rows_of
+from rondo.comm.ring.spans import rows_of
 from rondo.runtime.actors.actor import serve
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.memory.segments import SegmentServer

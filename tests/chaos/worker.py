@@ -23,8 +23,8 @@ from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.bus.journal import Journal
 from rondo.comm.bus.member import Member
 from rondo.comm.bus.serve import open_index
-from rondo.comm.bus.spans import rows_of
 from rondo.comm.ring.ring import ring_bytes
+from rondo.comm.ring.spans import rows_of
 from rondo.runtime.actors.actor import serve
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.memory.segments import SegmentClient

@@ -9,8 +9,8 @@ from rondo.comm.bus.group import Group
 from rondo.comm.bus.index import Index, Rules
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Stream
-from rondo.comm.bus.spans import num_samples, rows_of, spans_of
 from rondo.comm.ring.records import GROUP_BLOB
+from rondo.comm.ring.spans import num_samples, rows_of, spans_of
 
 STREAMS = (
     Stream("actor_fwd", ("tokens",), ("log_probs",), media=True),

@@ -125,6 +125,10 @@ def test_output_to_a_reader_that_left_is_no_traceback(tmp_path: Path) -> None:
             "--kill must name a role of this run, got 'actr'. Did you mean 'actor'?",
         ),
         (
+            ["train", "demo_config.py", "--set", "bus.partitions=True", "--kill", "partitons@2"],
+            "--kill must name a role of this run, got 'partitons'. Did you mean 'partitions'?",
+        ),
+        (
             ["train", "demo_config.py", "--kill", "actor@9"],
             "--kill must look like ROLE or ROLE@STEP with STEP up to 4, got 'actor@9'.",
         ),

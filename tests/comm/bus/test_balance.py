@@ -4,7 +4,7 @@ import random
 
 from rondo.comm.bus.balance import Bound, fill, micro_batches, recut
 from rondo.comm.bus.group import Group
-from rondo.comm.bus.spans import rows_of
+from rondo.comm.ring.spans import rows_of
 
 
 def test_a_step_takes_the_groups_that_fill_its_budget_and_at_least_one() -> None:

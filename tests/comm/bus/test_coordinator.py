@@ -15,9 +15,9 @@ from rondo.comm.bus.audit import audit
 from rondo.comm.bus.coordinator import HOLD_S
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.rounds import Stream
-from rondo.comm.bus.spans import rows_of, spans_of
 from rondo.comm.groups.epochs import GroupSpec
 from rondo.comm.groups.meeting import fields_of
+from rondo.comm.ring.spans import rows_of, spans_of
 from rondo.runtime.actors.transport import MAX_HEADER_BYTES
 from rondo.runtime.errors import NotYet, OutOfSpace, Refused, Stopping
 from rondo.runtime.memory.segments import QUICK_BYTES

@@ -9,7 +9,7 @@ import pytest
 
 from rondo.comm.bus.audit import Ledger, count
 from rondo.comm.bus.index import Index
-from rondo.comm.bus.spans import num_rows, rows_of
+from rondo.comm.ring.spans import num_rows, rows_of
 from tests.comm.cost import lines
 from tests.comm.driver import BASE, STREAMS, Driver, by_field
 

@@ -40,8 +40,8 @@ from rondo.comm.bus.group import Group
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Rounds
-from rondo.comm.bus.spans import rows_of
 from rondo.comm.ring.records import Column
+from rondo.comm.ring.spans import rows_of
 from rondo.runtime.errors import CorruptData, Refused
 from tests.comm.driver import STREAMS
 from tests.comm.inprocess import MEMBERS, RESPONSE, InProcess, Store, ask, payload, put, put_scores, row_bytes

@@ -12,7 +12,7 @@ import pytest
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import mini_batch_sizes
-from rondo.comm.bus.spans import num_rows, rows_of, spans_of
+from rondo.comm.ring.spans import num_rows, rows_of, spans_of
 from tests.comm.driver import BASE, STREAMS, Driver, by_field
 
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.comm.bus.spans import num_rows
 from rondo.comm.ring.records import (
     RECORD,
     STORAGE,
@@ -22,6 +21,7 @@ from rondo.comm.ring.records import (
     worst_case_bytes,
     write_header,
 )
+from rondo.comm.ring.spans import num_rows
 from rondo.runtime.errors import CorruptData
 from tests.comm.memory import tokens
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from rondo.comm.bus.spans import (
+from rondo.comm.ring.spans import (
     by_part,
     num_rows,
     num_samples,
