@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rondo.comm.bus.ahead import Ahead
-from rondo.comm.bus.group import FINISHES, INFO
+from rondo.comm.bus.group import FINISH, FINISHES, INFO, LENGTH, RESPONSE, REWARD
 from rondo.comm.bus.member import Calls, Member
-from rondo.comm.ring.records import GROUP_BLOB, Column
+from rondo.comm.ring.records import GROUP_BLOB, Column, numbers_of
 from rondo.comm.ring.ring import Record, RecordRef
 from rondo.comm.ring.spans import Span, num_rows, spans_in
 from rondo.comm.ring.views import Views, Writers
@@ -37,6 +38,8 @@ MADE_S = 3900.0
 """Longer than making the largest segment may take."""
 
 Prepare = Callable[["Round"], Awaitable[None]]
+_SAID = (LENGTH, RESPONSE, REWARD, FINISH)
+"""What a row has of `INFO`."""
 
 
 class Row:
@@ -92,17 +95,30 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
     """What a round has of one prompt group: column -> number of the row -> its array. A column is made when it is first asked
     for."""
 
-    __slots__ = ("_extents", "_records", "columns", "group", "media", "num_samples", "step")
+    __slots__ = ("_extents", "_info", "_records", "columns", "group", "media", "num_samples", "step")
 
     def __init__(self, fields: Mapping[str, Any], records: Mapping[tuple[str, int, int], Record]) -> None:
         self.group: int = fields["group"]
         self.step: int = fields["step"]
         self.num_samples: int = fields["samples"]
         self._extents, self._records = fields["extents"], records
+        self._info: dict[int, tuple[Any, ...]] = {}
         self.columns = {name for names, *_ in self._extents for name in names}
         self.media = {
             name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in fields["media"].items()
         } or None
+
+    def rows(self, part: int, first: int, count: int) -> list[Row]:
+        """Those of a span."""
+        if not self._info:
+            for _, of, at, num, (ring, pos, seq, i) in self._extents:
+                told = self._records[ring, pos, seq].descriptor.info
+                if told:  # by rollout, of rows that it put
+                    info = list(zip(*[numbers_of(told[field]) for field in _SAID], strict=True))
+                    start = of * self.num_samples + at
+                    self._info.update(zip(range(start, start + num), info[i : i + num], strict=True))
+        start = part * self.num_samples + first
+        return [Row(self, number, *self._info[number]) for number in range(start, start + count)]
 
     def packed(self, column: str, num_rows: int) -> tuple[np.ndarray, Sequence[int]] | None:
         """The column of all rows as it lies in the only record that has it; None where there are several, or others in it."""
@@ -128,11 +144,10 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
 class Rows(Sequence[Row]):
     """The rows of a round in their order, made when one is first asked for."""
 
-    __slots__ = ("_held", "_info", "_rows", "_spans", "num")
+    __slots__ = ("_held", "_rows", "_spans", "num")
 
-    def __init__(self, held: Mapping[int, _Held], spans: list[Span], info: Sequence[Sequence[Any]]) -> None:
-        self._held, self._spans, self._info = held, spans, info
-        self.num = num_rows(spans)
+    def __init__(self, held: Mapping[int, _Held], spans: list[Span]) -> None:
+        self._held, self._spans, self.num = held, spans, num_rows(spans)
         self._rows: list[Row] | None = None
 
     def __len__(self) -> int:
@@ -146,12 +161,7 @@ class Rows(Sequence[Row]):
 
     def _all(self) -> list[Row]:
         if self._rows is None:
-            of = [self._held[group] for group, _, _, count in self._spans for _ in range(count)]
-            starts = [
-                (part * self._held[group].num_samples + first, count) for group, part, first, count in self._spans
-            ]
-            numbers = [number for start, count in starts for number in range(start, start + count)]
-            self._rows = list(map(Row, of, numbers, *self._info))
+            self._rows = [row for group, *span in self._spans for row in self._held[group].rows(*span)]
         return self._rows
 
     def packed(self, column: str) -> tuple[np.ndarray, Sequence[int]]:
@@ -194,10 +204,9 @@ class Bus:
         # stream -> the rings that the rounds of its newest two answers view: those worked on, and those asked for ahead
         self._named: dict[str, deque[set[str]]] = {}
         self._joined: dict[str, int] = {}  # stream -> tokens a micro-batch
-        self._ahead: dict[str, Ahead[Round | None]] = {}  # train stream -> its next round
-        self._here: dict[
-            str, dict[tuple[int, int], Round]
-        ] = {}  # train stream -> rounds (step, index) that came with another
+        self._ahead: dict[str, Ahead[Any]] = {}  # train stream -> its next round
+        # train stream -> rounds (step, index) that came with another
+        self._here: dict[str, dict[tuple[int, int], Round]] = {}
 
     async def open(self) -> None:
         """Open this rank's ring; the first call of a run makes it, a later incarnation takes it over at its head. Making tens of
@@ -314,59 +323,52 @@ class Bus:
         self, stream: str, step: int, then: int | None, prepare: Prepare | None
     ) -> AsyncGenerator[Round, None]:
         here = self._here.setdefault(stream, {})
-
-        async def request(step: int, index: int, early: bool) -> Round | None:
-            made = here.pop((step, index), None)
-            if made is None:
-                rounds = await self._ask(stream, index, step, early=early)
-                made = rounds[0] if rounds else None
-                here.update(((step, other.index), other) for other in rounds[1:])
-            if early and made is not None and prepare is not None:
-                await prepare(made)
-            return made
-
-        async def hurry(step: int, index: int) -> None:
-            await self.call("round_needed", stream, self.member.rank, index, step, deadline_s=POLL_S)
-
-        if stream not in self._ahead:
-            self._ahead[stream] = Ahead(request, hurry)
-        ahead, index = self._ahead[stream], 0
-        whole = False
+        ahead = self._ahead.setdefault(stream, Ahead(partial(self._round_of_step, stream)))
+        index, whole = 0, False
         try:
             while not whole and (made := await ahead.take(step, index)) is not None:
                 index, whole = index + 1, made.last
                 if not whole and (prepare is not None or (step, index) not in here):
-                    ahead.ask(step, index)
+                    ahead.ask(step, index, prepare)
                 elif whole and then is not None:
-                    ahead.ask(then, 0)
+                    ahead.ask(then, 0, prepare)
                 yield made
         finally:
             if not whole:
                 ahead.drop()
                 here.clear()
 
-    async def _ask(self, stream: str, index: int, step: int | None, *, early: bool = False) -> list[Round]:
+    async def _round_of_step(self, stream: str, step: int, index: int, early: bool) -> Round | None:
+        """One that came with another, or is asked for; None where no more come."""
+        here = self._here[stream]
+        if (step, index) not in here:
+            rounds = await self._ask(stream, index, step, early)
+            here.update(((step, made.index), made) for made in rounds)
+        return here.pop((step, index), None)
+
+    async def _ask(self, stream: str, index: int, step: int | None, early: bool = False) -> list[Round]:
         """Round `index` and those behind it that are there, or none where no more come. early: once it is full, since nobody
         waits for it yet."""
-        method = "rounds_ahead" if early else "next_rounds"
-        answer = await self.call(method, stream, self.member.rank, index, step, deadline_s=POLL_S)
+        answer = await self.call("next_rounds", stream, self.member.rank, index, step, early, deadline_s=POLL_S)
         return self._rounds(stream, answer.get("rounds", ()))
 
     def _rounds(self, stream: str, answer: Sequence[Mapping[str, Any]]) -> list[Round]:
-        named = [_named(fields) for fields in answer]
-        rings = {ring for records in named for ring, _, _ in records}
+        rounds = [self._round(fields) for fields in answer]
+        rings = {ring for made in rounds for ring, _, _ in made.records}
         self._named.setdefault(stream, deque(maxlen=2)).append(rings)
         viewed = set().union(*(rings for newest in self._named.values() for rings in newest))
         self._views.keep(lambda name: name in viewed or not name.startswith("overflow/"))
-        return [self._round(fields, records) for fields, records in zip(answer, named, strict=True)]
+        return rounds
 
-    def _round(self, fields: Mapping[str, Any], named: set[tuple[str, int, int]]) -> Round:
-        records = {(ring, pos, seq): self._views[ring].read(pos, seq) for ring, pos, seq in named}
+    def _round(self, fields: Mapping[str, Any]) -> Round:
+        records: dict[tuple[str, int, int], Record] = {}
+        for group in fields["groups"]:
+            for ring, pos, seq, _ in (*[extent[-1] for extent in group["extents"]], *group["media"].values()):
+                if (ring, pos, seq) not in records:
+                    records[ring, pos, seq] = self._views[ring].read(pos, seq)
         held = {group["group"]: _Held(group, records) for group in fields["groups"]}
-        spans = fields["spans"]
-        rows = Rows(held, spans, fields["info"])
         plain = {name: fields[name] for name in ("key", "index", "step", "last", "turn", "update", "closes", "ring")}
-        return Round(**plain, rows=rows, spans=spans, records=records)
+        return Round(**plain, rows=Rows(held, fields["spans"]), spans=fields["spans"], records=records)
 
     def views(self) -> Views:
         """Views of the rings for whoever reads on another thread: those of the rounds come and go with the rounds."""
@@ -384,9 +386,3 @@ class Bus:
     async def ack(self, made: Round) -> None:
         self.check(made)
         await self.call("ack", made.key, self.member.rank)
-
-
-def _named(fields: Mapping[str, Any]) -> set[tuple[str, int, int]]:
-    """The records that the answer about a round names: (ring, position, generation)."""
-    rows = {(ring, pos, seq) for group in fields["groups"] for *_, (ring, pos, seq, _) in group["extents"]}
-    return rows | {(ring, pos, seq) for group in fields["groups"] for ring, pos, seq, _ in group["media"].values()}

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import orjson
 
@@ -34,7 +35,7 @@ from rondo.comm.bus.index import Index, Rules
 from rondo.comm.bus.journal import Event, Journal
 from rondo.comm.bus.pending import Pending
 from rondo.comm.bus.rings import Rings, put_event
-from rondo.comm.bus.rounds import Round, Stream
+from rondo.comm.bus.rounds import Stream, train_scope
 from rondo.comm.bus.versions import engine_reader
 from rondo.comm.bus.wakes import Wakes
 from rondo.comm.groups.meeting import Meeting
@@ -45,6 +46,9 @@ from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import Refused, Stopping
 from rondo.runtime.memory.segments import SegmentClient
 from rondo.runtime.records.telling import telling
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ROLLOUT_READER = engine_reader(0)
 """Who proves the weights that the leases of a replica depend on that generates on one rank."""
@@ -87,6 +91,20 @@ class CoordinatorConfig:
         return cls(**{**fields, "rules": Rules(**rules)})
 
 
+def at_once(method: Callable[Concatenate[Coordinator, str, int, P], T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    """An endpoint of a member (its name and incarnation come first) that waits for nothing: who is not the living incarnation is
+    refused, what it put before is seen first, and the answer goes when all that it says is in the journal."""
+
+    @functools.wraps(method)
+    async def answer(self: Coordinator, member: str, incarnation: int, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._fence(member, incarnation)
+        found = method(self, member, incarnation, *args, **kwargs)
+        self._pending.check()
+        return found
+
+    return endpoint(answer)
+
+
 class Coordinator(Actor):
     """Endpoints of the bus. `start()` opens what the journal says exists; `tick()` looks at deadlines."""
 
@@ -111,6 +129,7 @@ class Coordinator(Actor):
         self._clock = clock
         self._wakes = Wakes()
         self._pending = Pending(journal, self._state, lambda kind, data: self._report(kind, data), clock=clock)
+        self._unaudited: list[Event] = []  # applied to the index, and not yet to the ledger
         self._freed: dict[str, int] = {}  # ring -> its tail, once what freed it is in the journal
         self._renewed: dict[int, float] = {}  # running group -> when progress was last seen
         self._granted: dict[int, float] = {}
@@ -137,7 +156,7 @@ class Coordinator(Actor):
         self._draining = roster["draining"]
         for member, incarnation in roster["dead"]:
             self.meeting.member_dead(member, incarnation)
-            if self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]:
+            if self._is_living(member, incarnation):
                 self._emit(self._death(member, incarnation))
         for member, life in roster["groups"].items():
             if life["alive"] and self.index.members.get(member, [None])[0] != life["incarnation"]:
@@ -150,6 +169,7 @@ class Coordinator(Actor):
         """Stop listening to doorbells; memory stays where it is."""
         self._rings.close()
         self._write()
+        self._audit()
 
     def tick(self) -> None:
         """Deadlines that nobody's call would notice: leases without progress, stragglers, a step that cannot fill."""
@@ -248,7 +268,7 @@ class Coordinator(Actor):
 
     def _check_alive(self, member: str, incarnation: int) -> None:
         self._pending.check_room()
-        if self.index.members.get(member, [None, 0, 0])[::2] != [incarnation, 1]:
+        if not self._is_living(member, incarnation):
             raise Refused(
                 f"caller must be the living incarnation of {member}, got {incarnation}. "
                 "The supervisor has replaced this process; it ends."
@@ -358,7 +378,8 @@ class Coordinator(Actor):
     def _grants(self, member: str, incarnation: int, rank: int, version: int, max_groups: int) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []
         for step in self.index.open_steps(version):
-            self._apply(self.index.plan_admissions(step))
+            for event in self.index.plan_admissions(step):
+                self._fold(event)
             for group in self.index.waiting(step):
                 if len(grants) >= max_groups:
                     return grants
@@ -366,11 +387,10 @@ class Coordinator(Actor):
                 ring = self._room(f"ring/{member}/{rank}", member, entries, oldest=step == self.index.step)
                 if ring is None:
                     return grants
-                event = {
+                self._fold({
                     "event": "grant", "group": group.id, "epoch": group.epoch, "member": member, "rank": rank,
                     "incarnation": incarnation, "version": version, "ring": ring, "entries": entries,
-                }  # fmt: skip
-                self._apply([event])
+                })  # fmt: skip
                 self._renewed[group.id] = self._granted[group.id] = self._clock()
                 grants.append(lease_of(self.index, group))
         return grants
@@ -394,12 +414,11 @@ class Coordinator(Actor):
         overflow = f"overflow/{name.removeprefix('ring/')}/{self.index.attempt}.{self.index.num_overflow}"
         return self._rings.prepare(name, overflow, sum(entries) + _SPARE_BYTES, fresh=True)
 
-    @endpoint
-    async def renew(
+    @at_once
+    def renew(
         self, member: str, incarnation: int, groups: list[list[int]], held: list[list[int]] | None = None
     ) -> dict[str, Any]:
         """Progress was seen on these [group, epoch]; the answer names those of all that are `held` whose lease is lost."""
-        self._fence(member, incarnation)
         for group, epoch in groups:
             if self._leases(member, group, epoch):
                 self._renewed[group] = self._clock()
@@ -409,11 +428,10 @@ class Coordinator(Actor):
         found = self.index.groups.get(group)
         return found is not None and found.state == "running" and found.epoch == epoch and found.holder == member
 
-    @endpoint
-    async def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:
+    @at_once
+    def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:
         """A group ends before it is ready: `filtered`; `failed`, without enough rewards; `error` when its data failed (retried,
         then quarantined)."""
-        self._fence(member, incarnation)
         held = self.index.groups.get(group)
         if held is None or held.state != "running" or held.epoch != epoch:
             return  # its lease ended meanwhile
@@ -425,96 +443,63 @@ class Coordinator(Actor):
             self._emit(self._settle(group, epoch, outcome, why))
         if outcome != "filtered":
             self._report("group_error", {"group": group, "epoch": epoch, "why": why, "state": outcome})
-        self._pending.check()
 
-    @endpoint
-    async def abandon(self, member: str, incarnation: int, group: int, epoch: int) -> None:
+    @at_once
+    def abandon(self, member: str, incarnation: int, group: int, epoch: int) -> None:
         """The holder of a lease stopped working on it, whatever became of the group: what is left reserved returns."""
-        self._fence(member, incarnation)
         if self.index.space.holds(f"group.{group}.{epoch}"):
             self._emit({"event": "abandon", "group": group, "epoch": epoch})
-            self._pending.check()
 
     def _settle(self, group: int, epoch: int, outcome: str, why: str) -> Event:
         return {"event": "settle", "group": group, "epoch": epoch, "outcome": outcome, "why": why}
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
-    @endpoint
-    async def join(self, member: str, incarnation: int, stream: str, num_ranks: int, tokens: int) -> None:
+    @at_once
+    def join(self, member: str, incarnation: int, stream: str, num_ranks: int, tokens: int) -> None:
         """A role group registers its layout for a stream: data-parallel ranks, and tokens a micro-batch."""
-        self._fence(member, incarnation)
         if self.index.rounds.lanes[stream].layouts.get(member) != [num_ranks, tokens]:
             self._emit({"event": "join", "stream": stream, "member": member, "ranks": num_ranks, "tokens": tokens})
-            self._pending.check()
 
     @endpoint
     async def next_rounds(
-        self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int | None = None
+        self,
+        member: str,
+        incarnation: int,
+        stream: str,
+        rank: int,
+        index: int,
+        step: int | None = None,
+        early: bool = False,
     ) -> dict[str, Any]:
         """Round `index` for one rank, and those behind it that are there: {"rounds": [{...}, ...]} or {"end": True}. Train
-        streams name the step; waits."""
+        streams name the step; waits.
+
+        early: of a rank that still works on another round: waits until nothing could be added to this one any more, so that
+        asking early cuts a step no finer. Once any rank waits for it, it is made of what is ready.
+        """
+        # What rounds wait for: rows of the stream, and where it puts columns, room for them.
+        topics = (wakes.rounds(stream, step), *((wakes.lease(member),) if step is None else ()))
+        scope = f"{member}.{incarnation}" if step is None else train_scope(step)
+        rounds, plan = self.index.rounds, (stream, scope, early)
 
         def made() -> dict[str, Any] | None:
-            return self._rounds(stream, member, incarnation, rank, index, step)
+            found = rounds.find(stream, scope, index)
+            if not found:
+                rests = step is not None and not self.index.trains(stream, step)
+                if rests or self.index.done or self._draining:
+                    return {"end": True}  # the same for every rank: one plan is for all of them
+                if self._wakes.is_vain(plan, *topics):
+                    return None
+                planned = self._plan(stream, member, incarnation, step, full=early)
+                if planned:
+                    self._emit({"event": "rounds", "rounds": planned})
+                else:
+                    self._wakes.in_vain(plan, *topics)
+                found = rounds.find(stream, scope, index)
+            return {"rounds": [round_of(self.index, each, rank) for each in found]} if found else None
 
-        return await self._until(member, incarnation, made, *self._helps(stream, member, step))
-
-    @endpoint
-    async def rounds_ahead(
-        self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int
-    ) -> dict[str, Any]:
-        """`next_rounds` of a rank that still works on another one: waits until nothing could be added to the round any more, so
-        that asking early cuts a step no finer. Once any rank waits for it (`round_needed`), it is made of what is ready."""
-
-        def made() -> dict[str, Any] | None:
-            return self._rounds(stream, member, incarnation, rank, index, step, full=True)
-
-        return await self._until(member, incarnation, made, *self._helps(stream, member, step))
-
-    @endpoint
-    async def round_needed(
-        self, member: str, incarnation: int, stream: str, rank: int, index: int, step: int
-    ) -> dict[str, Any]:
-        """A rank that asked for this round ahead waits for it by now; returns {} when it is there, or none comes any more."""
-
-        def planned() -> dict[str, Any] | None:
-            return {} if self._planned(stream, member, incarnation, index, step, full=False) is not None else None
-
-        return await self._until(member, incarnation, planned, *self._helps(stream, member, step))
-
-    def _rounds(
-        self, stream: str, member: str, incarnation: int, rank: int, index: int, step: int | None, *, full: bool = False
-    ) -> dict[str, Any] | None:
-        found = self._planned(stream, member, incarnation, index, step, full=full)
-        if not found:
-            return None if found is None else {"end": True}  # the same for every rank: one plan is for all of them
-        return {"rounds": [round_of(self.index, made, rank) for made in found]}
-
-    def _planned(
-        self, stream: str, member: str, incarnation: int, index: int, step: int | None, *, full: bool
-    ) -> list[Round] | None:
-        """Round `index` and those behind it, planned now if need be; none where no more come, None while there are none."""
-        rounds = self.index.rounds
-        scope = f"{member}.{incarnation}" if step is None else rounds.train_scope(stream, step)
-        found = rounds.find(stream, scope, index)
-        rests = step is not None and not self.index.trains(stream, step)
-        if found or rests or self.index.done or self._draining:
-            return found
-        plan, topics = (stream, scope, full), self._helps(stream, member, step)
-        if self._wakes.is_vain(plan, *topics):
-            return None
-        planned = self._plan(stream, member, incarnation, step, full=full)
-        if planned:
-            self._emit({"event": "rounds", "rounds": planned})
-        else:
-            self._wakes.in_vain(plan, *topics)
-        return rounds.find(stream, scope, index) or None
-
-    @staticmethod
-    def _helps(stream: str, member: str, step: int | None) -> tuple[str, ...]:
-        """What rounds wait for: rows of the stream, and where it puts columns, room for them."""
-        return (wakes.rounds(stream, step),) if step is not None else (wakes.rounds(stream, None), wakes.lease(member))
+        return await self._until(member, incarnation, made, *topics)
 
     def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Event]:
         planned = self.index.plan_rounds(stream, member, incarnation, step, full=full)
@@ -549,20 +534,17 @@ class Coordinator(Actor):
         tokens = max([max(groups[g].info[RESPONSE][groups[g].at(part, first, n)]) for g, part, first, n in spans])
         return worst_case_bytes(num_rows(spans), [(name, spec.output_bytes_per_token, tokens) for name in spec.outputs])
 
-    @endpoint
-    async def ack(self, member: str, incarnation: int, key: str, rank: int) -> None:
+    @at_once
+    def ack(self, member: str, incarnation: int, key: str, rank: int) -> None:
         """This rank read its rows of a round and put its columns; it holds no view of them any more."""
-        self._fence(member, incarnation)
         if self.index.rounds.get(key) is not None:
             self._emit({"event": "ack", "key": key, "rank": rank})
-            self._pending.check()
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 
-    @endpoint
-    async def committed(self, member: str, incarnation: int) -> dict[str, Any]:
+    @at_once
+    def committed(self, member: str, incarnation: int) -> dict[str, Any]:
         """The newest committed version, with its checksum for each trainable role; None before the first commit of a run."""
-        self._fence(member, incarnation)
         return {
             "version": self.index.version,
             "checksums": self.index.checksums,
@@ -585,8 +567,8 @@ class Coordinator(Actor):
 
         return await self._until(member, incarnation, reached)
 
-    @endpoint
-    async def longest_wait(self, member: str, incarnation: int, step: int) -> dict[str, Any]:
+    @at_once
+    def longest_wait(self, member: str, incarnation: int, step: int) -> dict[str, Any]:
         """What a whole step that is not committed yet paid for its longest trajectories, in seconds: from when half of its
         groups were there, and the version it trains on, to when the last was. 0 where samples came before a restart."""
         times = sorted(self._put_at[group] for group in self.index.membership(step) if group in self._put_at)
@@ -595,8 +577,8 @@ class Coordinator(Actor):
         half = times[(len(times) - 1) // 2]
         return {"longest_wait_s": max(0.0, times[-1] - max(half, self._committed_at))}
 
-    @endpoint
-    async def commit(
+    @at_once
+    def commit(
         self,
         member: str,
         incarnation: int,
@@ -613,7 +595,6 @@ class Coordinator(Actor):
         the snapshots of `version` and of the one before, makes no further one, and waits (`await_version`). A death withdraws
         what was prepared. Answers the newest committed version.
         """
-        self._fence(member, incarnation)
         if attempt != self.index.attempt:
             raise Refused(f"commit must come from attempt {self.index.attempt}, got {attempt}. This process is late.")
         roles = self.index.trainable
@@ -633,7 +614,6 @@ class Coordinator(Actor):
             )  # fmt: skip
             if last:
                 self._committed()
-            self._pending.check()
         return {"version": self.index.version}
 
     def _committed(self) -> None:
@@ -659,9 +639,8 @@ class Coordinator(Actor):
 
         return await self._until(member, incarnation, slot, wakes.SLOTS)
 
-    @endpoint
-    async def end_publish(self, member: str, incarnation: int, slot: int, version: int, checksum: int) -> None:
-        self._fence(member, incarnation)
+    @at_once
+    def end_publish(self, member: str, incarnation: int, slot: int, version: int, checksum: int) -> None:
         self._emit({"event": "published", "slot": slot, "version": version, "checksum": checksum})
         for event in self._evaluations.keep(slot, version):
             self._emit(event)
@@ -669,7 +648,6 @@ class Coordinator(Actor):
                 self._report(
                     "evaluation_skipped", {"version": event["result"]["version"], "why": event["result"]["skipped"]}
                 )
-        self._pending.check()
 
     @endpoint
     async def weights(self, member: str, incarnation: int, reader: str, newer_than: int) -> dict[str, Any]:
@@ -688,42 +666,33 @@ class Coordinator(Actor):
 
         return await self._until(member, incarnation, newest, wakes.WEIGHTS)
 
-    @endpoint
-    async def proved(self, member: str, incarnation: int, reader: str, version: int) -> None:
+    @at_once
+    def proved(self, member: str, incarnation: int, reader: str, version: int) -> None:
         """This reader verified the checksum of `version` and serves it from now on."""
-        self._fence(member, incarnation)
         self._emit({"event": "proved", "reader": f"{member}/{reader}", "version": version})
-        self._pending.check()
 
-    @endpoint
-    async def let_go(self, member: str, incarnation: int, reader: str) -> None:
+    @at_once
+    def let_go(self, member: str, incarnation: int, reader: str) -> None:
         """This reader has done with the slot that it held, and serves what it served before."""
-        self._fence(member, incarnation)
         self._emit({"event": "let_go", "reader": f"{member}/{reader}"})
-        self._pending.check()
 
-    @endpoint
-    async def evaluated(self, member: str, incarnation: int, label: str, result: dict[str, Any]) -> None:
+    @at_once
+    def evaluated(self, member: str, incarnation: int, label: str, result: dict[str, Any]) -> None:
         """The result of an evaluation; the first one for a label counts."""
-        self._fence(member, incarnation)
         if label not in self.index.evaluations:
             self._emit({"event": "evaluated", "label": label, "result": result})
             self._report("metrics", {"evaluation": {"label": label, **result}})
-            self._pending.check()
 
-    @endpoint
-    async def evaluated_part(self, member: str, incarnation: int, label: str, part: int, found: dict[str, Any]) -> None:
+    @at_once
+    def evaluated_part(self, member: str, incarnation: int, label: str, part: int, found: dict[str, Any]) -> None:
         """What one engine found of its part; the first one counts."""
-        self._fence(member, incarnation)
         if label not in self.index.evaluations and str(part) not in self.index.evaluation_parts.get(label, {}):
             self._emit({"event": "evaluated_part", "label": label, "part": part, "found": found})
-        self._pending.check()
 
-    @endpoint
-    async def checkpoint(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
+    @at_once
+    def checkpoint(self, member: str, incarnation: int, version: int) -> dict[str, Any]:
         """The whole index at `version` for a checkpoint, as JSON text: {"state": bytes}, which a call carries beside its header
         however long it is. The journal goes on in a new file that begins with it, where the disk has room for one."""
-        self._fence(member, incarnation)
         if version != self.index.version:
             raise Refused(f"checkpoint must be of the committed version {self.index.version}, got {version}.")
         state = orjson.dumps(self._state())
@@ -767,20 +736,32 @@ class Coordinator(Actor):
 
     # ---- events and waiting -----------------------------------------------------------------------------------------
 
+    def _fold(self, event: Event) -> None:
+        """Of an event that helps nobody, this is all."""
+        self.index.apply(event)
+        self._pending.add(event)
+        if not self._unaudited:
+            asyncio.get_running_loop().call_soon(self._audit)  # behind the answers that it leads to
+        self._unaudited.append(event)
+
+    def _audit(self) -> None:
+        events, self._unaudited = self._unaudited, []
+        for event in events:
+            self.ledger.apply(event)
+
     def _apply(self, events: Iterable[Event]) -> set[str]:
         """The topics of `wakes` that these events can help. Nothing of them leaves the process before `_write`."""
         topics: set[str] = set()
         for event in events:
-            self.index.apply(event)
-            self.ledger.apply(event)
+            self._fold(event)
             if event["event"] == "put":
                 self._has_room(self.index.space.owner(event["ring"]), topics)
                 if "info" in event:
                     self._put_at |= dict.fromkeys((span[0] for span in event["spans"]), self._clock())
             elif event["event"] == "ack":
                 self._has_room(event["key"].split("/")[1].rpartition(".")[0], topics)
-            topics.update(wakes.helped(event))
-            self._pending.add(event)
+            else:
+                topics.update(wakes.helped(event))
         for name, tail in self.index.freed():
             self._freed[name] = tail
             self._has_room(self.index.space.rings[name].owner, topics)
@@ -803,6 +784,7 @@ class Coordinator(Actor):
 
     def _state(self) -> dict[str, Any]:
         """What a new file of the journal, or a checkpoint, begins with."""
+        self._audit()
         return {**self.index.dump(), "audit": self.ledger.dump()}
 
     def _look_for_room(self) -> bool:
@@ -831,8 +813,7 @@ class Coordinator(Actor):
     def _seen(self, puts: list[Event]) -> None:
         """Records became visible. Whoever waits for them is asked first, so that one write journals them and what they led to;
         a coordinator that dies before it finds them in their ring again."""
-        self._wakes.wake(self._apply(puts))
-        self._wakes.ask()
+        self._wakes.ask(self._apply(puts))
         self._write()
         self._drop_idle_overflow()
 

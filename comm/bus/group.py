@@ -148,15 +148,16 @@ class Group:
             return 0
         shift = part * self.num_samples
         fresh = (chosen << shift) & ~self.known
-        self.info = self.info or [[] for _ in INFO]
-        missing = shift + self.num_samples - len(self.info[0])
-        if missing > 0:
-            for values in self.info:
-                values.extend([0] * missing)
         row = place[-1] - first - shift
-        for at, num in runs(fresh):
+        if not self.info and fresh == samples(0, self.num_samples):
+            self.info = [list(told[row : row + self.num_samples]) for told in info]
+        else:
+            self.info = self.info or [[] for _ in INFO]
+            missing = [0] * (shift + self.num_samples - len(self.info[0]))
             for kept, told in zip(self.info, info, strict=False):
-                kept[at : at + num] = told[row + at : row + at + num]
+                kept += missing
+                for at, num in runs(fresh):
+                    kept[at : at + num] = told[row + at : row + at + num]
         self.known |= fresh
         self._place(columns, part, first, fresh, place)
         return fresh.bit_count()

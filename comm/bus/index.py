@@ -490,12 +490,14 @@ class Index:
 
     def membership(self, step: int) -> list[int]:
         """The ready groups whose place among the step's first P survivors is certain, in admission order."""
-        first = self.survivors(step)[: self.rules.groups_per_step]
-        return [g for g in first if self.groups[g].state == "ready"]
+        first, groups = self.survivors(step)[: self.rules.groups_per_step], self.groups
+        return [g for g in first if groups[g].state == "ready"]
 
     def mini_batches(self, step: int, num: int) -> list[list[int]]:
         """`membership` by mini-batch: without the groups that change theirs when one that is not ready yet, before them, is
         settled and those behind it move up."""
+        if num == 1:
+            return [self.membership(step)]
         needed, missing = self.rules.groups_per_step, 0
         batches: list[list[int]] = [[] for _ in range(num)]
         for place, id in enumerate(self.survivors(step)[:needed]):

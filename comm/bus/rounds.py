@@ -27,6 +27,7 @@ update of a pass, and with the same rank in every pass; readiness is a list, nev
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,9 +114,6 @@ class _Lane:
             if not listed:
                 del self.ready[step]
 
-    def cover(self, made: Round) -> None:
-        self.covered.setdefault(made.scope, {}).setdefault(made.update, set()).update(made.groups())
-
     def in_order(self) -> Iterator[int]:
         """Ready groups, oldest step first."""
         return (group for step in sorted(self.ready) for group in self.ready[step])
@@ -126,6 +124,7 @@ class Rounds:
         self.lanes = {spec.name: _Lane(spec) for spec in streams}
         self._by_key: dict[str, Round] = {}
         self._pins: dict[int, set[str]] = {}
+        self._turns: dict[int, int] = {}  # step -> rounds of its train streams that were ever planned
 
     def news(self) -> list[tuple[str, int | None]]:
         """(stream, step) of which more may be planned since the last call; step None of forward streams."""
@@ -188,7 +187,7 @@ class Rounds:
         full: not one that is only begun, as always in a `fixed` stream.
         """
         lane = self.lanes[stream]
-        scope = self.train_scope(stream, step)
+        scope = train_scope(step)
         sizes = mini_batch_sizes(needed, lane.spec.mini_batches)
         num_updates = lane.spec.passes * len(sizes)
         covered = lane.covered.get(scope, {})
@@ -208,9 +207,7 @@ class Rounds:
             batches, missing = self._train_batches(lane, fresh, missing, groups, member, full=full)
         else:
             batches, missing = self._batches_again(lane, scope, update % len(sizes), groups, member), 0
-        first, final = lane.planned.get(scope, 0), update == num_updates - 1
-        train = [each for each in self.lanes.values() if each.spec.kind == "train"]
-        turn = max([made.turn + 1 for each in train for made in each.rounds.get(scope, {}).values()], default=0)
+        first, final, turn = lane.planned.get(scope, 0), update == num_updates - 1, self._turns.get(step, 0)
         ends = [not missing and i == len(batches) - 1 for i in range(len(batches))]
         return [
             _event(
@@ -270,14 +267,11 @@ class Rounds:
     def may_train(self, stream: str, step: int, needed: int) -> bool:
         """False where `plan_train` would find nothing, told without a look at the groups. needed: groups of a whole step."""
         lane = self.lanes[stream]
-        planned = lane.covered.get(self.train_scope(stream, step), {})
+        planned = lane.covered.get(train_scope(step), {})
         if lane.spec.passes > 1 and planned:
             return True
         ready = len(lane.ready.get(step, ()))
         return ready + sum(map(len, planned.values())) >= needed if lane.spec.whole_step else ready > 0
-
-    def train_scope(self, stream: str, step: int) -> str:
-        return f"step{step}"
 
     def find(self, stream: str, scope: str, index: int) -> list[Round]:
         """Round `index` of a scope and those behind it, at most `MOST_ROUNDS`; none while it is not planned."""
@@ -315,10 +309,14 @@ class Rounds:
         for id in made_of:
             lane.unlist(groups[id].step, id)
         if lane.spec.kind == "train":
-            lane.cover(made)
+            self._cover(lane, made)
         else:
             for group in made_of:
                 self._pins.setdefault(group, set()).add(made.key)
+
+    def _cover(self, lane: _Lane, made: Round) -> None:
+        lane.covered.setdefault(made.scope, {}).setdefault(made.update, set()).update(made.groups())
+        self._turns[made.step] = max(self._turns.get(made.step, 0), made.turn + 1)
 
     def acknowledge(self, key: str, rank: int) -> list[int]:
         """A rank has read its rows and put its columns. Groups that nobody pins any more."""
@@ -343,12 +341,13 @@ class Rounds:
 
     def close(self, step: int) -> None:
         """A step is committed: its training rounds are history."""
+        self._turns.pop(step, None)
         for lane in self.lanes.values():
             if lane.spec.kind == "train":
-                for made in lane.rounds.pop(self.train_scope(lane.spec.name, step), {}).values():
+                for made in lane.rounds.pop(train_scope(step), {}).values():
                     self._by_key.pop(made.key)
-                lane.planned.pop(self.train_scope(lane.spec.name, step), None)
-                lane.covered.pop(self.train_scope(lane.spec.name, step), None)
+                lane.planned.pop(train_scope(step), None)
+                lane.covered.pop(train_scope(step), None)
 
     def pinned(self, group: int) -> bool:
         return bool(self._pins.get(group))
@@ -394,7 +393,7 @@ class Rounds:
                 lane.rounds.setdefault(entry.scope, {})[entry.index] = entry
                 rounds._by_key[entry.key] = entry
                 if lane.spec.kind == "train":
-                    lane.cover(entry)
+                    rounds._cover(lane, entry)
         rounds._pins = {group: set(keys) for group, keys in state["pins"]}
         return rounds
 
@@ -403,11 +402,17 @@ def _dump(made: Round) -> dict[str, Any]:
     return {name: getattr(made, name) for name in Round.__slots__} | {"pending": sorted(made.pending)}
 
 
+def train_scope(step: int) -> str:
+    """The scope of the rounds of a step, in every train stream."""
+    return f"step{step}"
+
+
 def mini_batch_of(place: int, num_groups: int, num: int) -> int:
     """The mini-batch, of `num`, of the group at `place` in admission order: sizes differ by one group at most."""
     return place * num // num_groups
 
 
+@functools.cache
 def mini_batch_sizes(num_groups: int, num: int) -> list[int]:
     """Groups in each of `num` mini-batches of a step."""
     of = [mini_batch_of(place, num_groups, num) for place in range(num_groups)]

@@ -127,10 +127,11 @@ class Wakes:
             asyncio.get_running_loop().call_soon(self.ask)
         self._woken.update(questions)
 
-    def ask(self) -> None:
-        """Ask everybody again who was woken, and who is by the answers of those."""
+    def ask(self, topics: Iterable[str] = ()) -> None:
+        """Ask everybody again who was woken, or is by these topics, and who is by the answers of those."""
         self._asking = True
         try:
+            self.wake(topics)
             while self._woken:
                 question = next(iter(self._woken))
                 del self._woken[question]

@@ -81,16 +81,16 @@ class Column:
 
 
 class ColumnLayout(NamedTuple):
-    """Where a column lies: `offset` bytes from the payload, rows end to end in the order of `lengths`, or of `shapes` where
-    some row has not exactly one dimension."""
+    """Where a column lies: `offset` bytes from the payload, rows end to end in the order of `lengths` (of a record that was read,
+    int64 in its descriptor), or of `shapes` where some row has not exactly one dimension."""
 
     name: str
     dtype: str
     offset: int
-    lengths: list[int] | None
+    lengths: Sequence[int] | None
     shapes: list[list[int]] | None = None
 
-    def sizes(self) -> list[int]:
+    def sizes(self) -> Sequence[int]:
         """Elements of every row."""
         return self.lengths if self.lengths is not None else [prod(shape) for shape in self.shapes or ()]
 
@@ -105,7 +105,7 @@ class Descriptor(NamedTuple):
     columns: list[ColumnLayout]
     meta: dict[str, Any]
     payload: int
-    info: list[memoryview] = []  # noqa: RUF012 - int64 or float64 [rows] for each field that is said of rows; nan is None
+    info: list[memoryview[Any]] = []  # noqa: RUF012 - int64 or float64 [rows] for each field that is said of rows; nan is None
 
 
 class Header(NamedTuple):
@@ -266,20 +266,21 @@ def read_descriptor(header: Header, descriptor: bytes) -> Descriptor:
     if descriptor[:1] == b"{":
         return _read_json(header, descriptor, payload)
     num_spans, num_lengths, num_info = _COUNTS.unpack_from(descriptor)
-    bytes_ = memoryview(descriptor)
-    at = _COUNTS.size + 32 * num_spans
+    bytes_, at = memoryview(descriptor), _COUNTS.size + 32 * num_spans
     flat = bytes_[_COUNTS.size : at].cast("q").tolist()
     spans = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-    size = 8 * num_rows(spans)
-    ends = range(at, at + size * (num_lengths + num_info) + 1, size)
-    of = [bytes_[start : start + size] for start in ends[:-1]]
-    kinds, layouts, meta = orjson.loads(bytes_[ends[-1] :])
-    lengths = [each.cast("q").tolist() for each in of[:num_lengths]]
+    n = num_rows(spans)
+    end = at + 8 * n * (num_lengths + num_info)
+    kinds, layouts, meta = orjson.loads(bytes_[end:])
+    numbers = bytes_[at:end].cast("q")
+    of = [numbers[i : i + n] for i in range(0, len(numbers), n)]
     columns = [
-        ColumnLayout(name, dtype, offset, None if same is None else lengths[same], *shapes)
+        ColumnLayout(name, dtype, offset, None if same is None else of[same], *shapes)
         for name, dtype, offset, same, *shapes in layouts
     ]
-    info = [each.cast(kind) for each, kind in zip(of[num_lengths:], kinds, strict=True)]
+    info = [
+        each if kind == "q" else each.cast("B").cast("d") for each, kind in zip(of[num_lengths:], kinds, strict=True)
+    ]
     return Descriptor(spans, header.epoch, header.attempt, header.seq, columns, meta, payload, info)
 
 
@@ -296,7 +297,9 @@ def _read_json(header: Header, descriptor: bytes, payload: int) -> Descriptor:
 def numbers_of(field: memoryview) -> list[float | None]:
     """What a descriptor says of its rows, one field of it."""
     values: list[Any] = field.tolist()
-    return [value if isfinite(value) else None for value in values] if field.format == "d" else values
+    if field.format == "q" or isfinite(sum(values)):
+        return values
+    return [value if isfinite(value) else None for value in values]
 
 
 def _numbers(field: Sequence[float | None]) -> array[Any]:
@@ -304,7 +307,7 @@ def _numbers(field: Sequence[float | None]) -> array[Any]:
     try:
         return array("q", field)
     except TypeError:
-        return array("d", [nan if value is None else value for value in field])
+        return array("d", field if None not in field else [nan if value is None else value for value in field])
 
 
 def column_arrays(payload: np.ndarray, layout: ColumnLayout) -> list[np.ndarray]:

@@ -20,17 +20,19 @@ from rondo.roles.streams import ROUTED
 def columns_of(
     config: JobConfig, prompt: np.ndarray, done: Sequence[Completion], scored: Sequence[bool]
 ) -> list[Column]:
-    """The base columns of some samples of a prompt, int32 [T]."""
+    """The base columns of some samples of a prompt, int32 [T]: pieces that lie end to end, and how much of them is each row's."""
     rollout = config.rollout
+    responses = [len(c.tokens) for c in done]
     masks = [
         loss_mask(c, rollout.mask_old_tokens) * np.uint8(has and not (rollout.mask_truncated and cut_off(c)))
         for c, has in zip(done, scored, strict=True)
     ]
+    pieces = [piece.astype(np.int32, copy=False) for c in done for piece in (prompt, c.tokens)]
     columns = [
-        Column("tokens", "int32", [np.concatenate([prompt, c.tokens]).astype(np.int32) for c in done]),
-        Column("loss_mask", "uint8", masks),
-        Column("rollout_log_probs", "float32", [c.log_probs for c in done]),
-        Column("policy_versions", "int32", [c.policy_versions for c in done]),
+        Column("tokens", "int32", pieces, [len(prompt) + response for response in responses]),
+        Column("loss_mask", "uint8", masks, responses),
+        Column("rollout_log_probs", "float32", [c.log_probs for c in done], responses),
+        Column("policy_versions", "int32", [c.policy_versions for c in done], responses),
     ]
     if config.train.router_replay:
         told = [c.routed_experts for c in done]

@@ -110,7 +110,7 @@ async def test_a_rank_that_is_idle_gets_what_is_ready_and_the_one_that_asked_ear
         put_group(rollout, first, [0, 1])
         async with aclosing(actor.stream("actor", tokens=2 * GROUP, step=0)) as rounds:
             assert [row.group for row in (await anext(rounds)).rows] == [first["group"]] * 2
-            early = asyncio.create_task(actor.call("rounds_ahead", "actor", 0, 1, 0))
+            early = asyncio.create_task(actor.call("next_rounds", "actor", 0, 1, 0, True))
             await until(lambda: waiters(run) == 2)
             put_group(rollout, second, [0, 1])
             await scored(run, [second["group"]])
@@ -141,7 +141,7 @@ async def test_an_end_that_is_told_early_is_the_end_of_the_rounds() -> None:
             assert await anext(rounds, None) is None
 
 
-async def for_ever(*_: int) -> None:
+async def for_ever() -> None:
     await asyncio.Event().wait()
 
 
@@ -150,29 +150,54 @@ async def test_an_error_of_an_early_request_is_raised_to_whoever_takes_its_answe
         assert (step, index, early) == (0, 1, True)
         raise ConnectionError("gone")
 
-    ahead = Ahead(request, for_ever)
+    ahead = Ahead(request)
     ahead.ask(0, 1)
     await asyncio.sleep(0)
     with pytest.raises(ConnectionError, match="gone"):
         await ahead.take(0, 1)
 
 
-async def test_an_early_request_is_hurried_once_it_is_needed_and_not_before() -> None:
-    hurried = asyncio.Event()
+async def test_what_is_needed_while_it_is_waited_for_early_is_asked_for_anew_and_the_early_request_ends() -> None:
+    ended = asyncio.Event()
 
     async def request(step: int, index: int, early: bool) -> int:
-        await hurried.wait()
-        return 10 * step + index
+        try:
+            if early:
+                await for_ever()
+            return 10 * step + index
+        finally:
+            if early:
+                ended.set()
 
-    async def hurry(step: int, index: int) -> None:
-        assert (step, index) == (0, 1)
-        hurried.set()
-
-    ahead = Ahead(request, hurry)
+    ahead = Ahead(request)
     ahead.ask(0, 1)
     await asyncio.sleep(0)
-    assert not hurried.is_set()
+    assert not ended.is_set()
     assert await ahead.take(0, 1) == 1
+    await asyncio.wait_for(ended.wait(), 60)
+
+
+async def test_a_round_that_has_come_is_not_asked_for_again_while_it_is_prepared() -> None:
+    asked: list[bool] = []
+    preparing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def request(step: int, index: int, early: bool) -> int:
+        asked.append(early)
+        return 10 * step + index
+
+    async def prepare(made: int) -> None:
+        assert made == 1
+        preparing.set()
+        await go_on.wait()
+
+    ahead = Ahead(request)
+    ahead.ask(0, 1, prepare)
+    await preparing.wait()
+    taken = asyncio.create_task(ahead.take(0, 1))
+    await asyncio.sleep(0)
+    assert not taken.done()
+    go_on.set()
+    assert await taken == 1 and asked == [True]
 
 
 async def test_what_is_needed_before_the_loop_has_turned_is_asked_for_once_and_not_early() -> None:
@@ -182,25 +207,11 @@ async def test_what_is_needed_before_the_loop_has_turned_is_asked_for_once_and_n
         asked.append((step, index, early))
         return 10 * step + index
 
-    ahead = Ahead(request, for_ever)
+    ahead = Ahead(request)
     ahead.ask(0, 1)
     assert await ahead.take(0, 1) == 1
     await asyncio.sleep(0)
     assert asked == [(0, 1, False)]
-
-
-async def test_whoever_cannot_say_that_it_waits_is_told_so() -> None:
-    async def request(step: int, index: int, early: bool) -> None:
-        await for_ever()
-
-    async def hurry(step: int, index: int) -> None:
-        raise ConnectionError("gone")
-
-    ahead = Ahead(request, hurry)
-    ahead.ask(0, 1)
-    await asyncio.sleep(0)
-    with pytest.raises(ConnectionError, match="gone"):
-        await ahead.take(0, 1)
 
 
 async def test_an_early_request_for_another_place_is_forgotten() -> None:
@@ -214,7 +225,7 @@ async def test_an_early_request_for_another_place_is_forgotten() -> None:
         finally:
             ended.append((step, index, early))
 
-    ahead = Ahead(request, for_ever)
+    ahead = Ahead(request)
     ahead.ask(0, 1)
     await asyncio.sleep(0)
     assert await ahead.take(1, 0) == 10

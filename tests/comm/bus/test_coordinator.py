@@ -531,9 +531,10 @@ async def test_a_put_asks_nobody_again_whom_it_cannot_help_and_one_plan_in_vain_
         grants = (await rollout.call("lease", 4, []))["grants"]
         held = [[grant["group"], grant["epoch"]] for grant in grants]
         waits = [asyncio.create_task(rollout.call("lease", 4, held))]
-        for stream, method in (("actor", "next_rounds"), ("critic", "rounds_ahead")):
+        for stream, early in (("actor", False), ("critic", True)):
             await actor.call("join", stream, 8, 1 << 20)
-            waits += [asyncio.create_task(actor.call(method, stream, rank, 0, 0)) for rank in range(8)]
+            asking = [actor.call("next_rounds", stream, rank, 0, 0, early) for rank in range(8)]
+            waits += map(asyncio.create_task, asking)
 
         async def barrier() -> None:
             await rollout.call("renew", [])
