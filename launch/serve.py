@@ -127,7 +127,7 @@ async def _serve(
     length: int,
 ) -> int:
     from rondo.roles.engines.embedded.embedded import EmbeddedEngine
-    from rondo.roles.serve.app import listening, server
+    from rondo.roles.serve.app import listening
     from rondo.roles.serve.prompt_work import prompt_work
     from rondo.roles.serve.service import Service
 
@@ -144,9 +144,8 @@ async def _serve(
             service = Service(
                 engine, tokenizer, work, name, max_length=length, model_path=path, stop_token_ids=stop_ids
             )
-            app = server(service, token)
             with _signals() as asked:
-                async with listening(app, options.host, options.port) as url:
+                async with listening(service, [token], options.host, options.port) as url:
                     print(f"serving {name} at {url}  token: {token_path}", flush=True)
                     await asked.wait()
                     print(

@@ -3,27 +3,28 @@
 Owns the way that all requests go, and what is recorded of a session's calls. Does not own the fields of a dialect and the form
 of its answers (`openai.py`, `generate.py`), or sampling (`requests.py`).
 
-    body -> the dialect reads it -> Asked: samples, their prompts, a Form -> sampled -> recorded -> the Form writes it
+    body -> the dialect reads it -> Asked: samples, their prompts -> sampled -> recorded -> the dialect's Asked writes it
 
 Invariant: a sample that ended in a session is recorded before it is told, whole or as a stream.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from rondo.roles.engines.engine import SamplingParams
 from rondo.roles.engines.stops import token_stops
 from rondo.roles.serve.conversation import said_in
-from rondo.roles.serve.fields import Fields
 from rondo.roles.serve.requests import Answer, Ask, one_seed
 from rondo.roles.serve.sampling import Sampling, require_tops, token_ids
 from rondo.roles.serve.service import SESSION, Service, json_answer, session_of, stream_events
+from rondo.roles.serve.spans import Span
 from rondo.roles.serve.text import text_of
 from rondo.roles.serve.trajectory import Prompt
 from rondo.runtime.errors import ConfigError
@@ -32,131 +33,148 @@ REUSED = "X-Rondo-Reused-Tokens"
 PARTED = "X-Rondo-Parted"
 
 
-class Form(Protocol):
-    """How a dialect writes the samples of one request; `index` is a sample's place."""
+class Asked(ABC):
+    """One request as it was read: its samples, and the prompt behind each `rid`. A dialect's own writes them; `index` is a
+    sample's place among `asks`."""
 
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """Of a chat."""
+
+    def __init__(self, service: Service, session: str | None, *, stream: bool) -> None:
+        self.service = service
+        self.session = session
+        self.stream = stream
+        self.asks: list[Ask] = []
+        self.prompts: dict[str, Prompt] = {}
+
+    @abstractmethod
     async def whole(self, answers: Sequence[Answer]) -> Any:
         """All of them, in order, as one answer."""
 
+    @abstractmethod
     async def part(self, index: int, answer: Answer) -> list[Any]:
         """What a stream tells of a sample so far, or at its end."""
 
     def end(self, answers: Sequence[Answer]) -> list[Any]:
         """What a stream ends with."""
+        return []
 
     def reply(self, answer: Answer) -> dict[str, Any] | None:
         """The message that a sample is, in a chat."""
-
-
-@dataclass(slots=True)
-class Asked:
-    """One request as it was read: its samples, and the prompt behind each `rid`. `messages` are those of a chat."""
-
-    session: str | None
-    stream: bool
-    messages: Sequence[Mapping[str, Any]] | None = None
-    asks: list[Ask] = field(default_factory=list)
-    prompts: dict[str, Prompt] = field(default_factory=dict)
+        return None
 
     def ask(
         self,
-        service: Service,
         sampling: Sampling,
         prompt: Prompt,
         rid: str,
         *,
+        most: int | None,
         num_top: int = 0,
         priority: int = 0,
         affinity: str | None = None,
     ) -> None:
-        """Samples of one more prompt. ConfigError for one that leaves no room in the server's sequences."""
-        tokens, most = prompt.tokens, service.max_length
-        room = most - tokens.size
+        """Samples of one more prompt, of `most` tokens or as many as fit. ConfigError for one that leaves no room in the server's
+        sequences."""
+        tokens, service = prompt.tokens, self.service
+        room = service.max_length - tokens.size
         if tokens.size < 1 or room < 1:
-            raise ConfigError(f"the prompt must have 1 to {most - 1} tokens, got {tokens.size}. Shorten it")
-        if sampling.max_new_tokens is not None and sampling.max_new_tokens > room:
             raise ConfigError(
-                f"prompt and new tokens must fit into {most} tokens, got {tokens.size} + {sampling.max_new_tokens}. "
+                f"the prompt must have 1 to {service.max_length - 1} tokens, got {tokens.size}. Shorten it"
+            )
+        if most is not None and most > room:
+            raise ConfigError(
+                f"prompt and new tokens must fit into {service.max_length} tokens, got {tokens.size} + {most}. "
                 "Shorten the prompt, or ask for fewer tokens"
             )
         ends = set(sampling.stop_token_ids) | set(() if sampling.ignore_eos else service.stop_token_ids or ())
-        if sampling.stops:
-            ends |= set(token_stops(service.tokenizer, sampling.stops).values())
+        if sampling.stop:
+            ends |= set(token_stops(service.tokenizer, sampling.stop).values())
         params = SamplingParams(
-            max_new_tokens=sampling.max_new_tokens or room,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=tuple(sorted(ends)),
-            num_top=num_top,
+            most or room, sampling.temperature, sampling.top_p, sampling.top_k, tuple(sorted(ends)), num_top
         )
         self.prompts[rid] = prompt
         self.asks += [
             Ask(
-                rid, tokens, params, one_seed(sampling.seed, index), index, sampling.stops, sampling.keep_stop,
+                rid, tokens, params, one_seed(sampling.seed, index), index, sampling.stop, sampling.no_stop_trim,
                 sampling.skip_special_tokens, priority, self.session or affinity,
             )
-            for index in range(sampling.num_samples)
+            for index in range(sampling.n)
         ]  # fmt: skip
 
+    async def prompt(self, text: str, *, special: bool) -> Prompt:
+        """The prompt with this text, in a session with recorded tokens first; with `special` those that the tokenizer puts in
+        front of one too. ConfigError for one that cannot fit."""
+        work, most = self.service.work, self.service.max_chars
+        if len(text) > most:
+            raise ConfigError(f"a prompt must have at most {most} characters, got {len(text)}. Shorten it")
 
-Read = Callable[[Service, str | None, Fields], Awaitable[tuple[Asked, Form]]]
-"""Of a dialect: what the fields of a body ask for, in a session or none."""
+        async def encode(rest: str, after: int | None) -> np.ndarray | None:
+            return await work.encode(rest, special=special and after is None, after=after)
+
+        return await self.service.trajectories.prompt(self.session, text, encode)
+
+    async def prompt_of(self, given: object, name: str) -> Prompt:
+        """Of bare text, or of token ids in the field `name`; in a session with their text."""
+        if isinstance(given, str):
+            return await self.prompt(given, special=True)
+        tokens, tokenizer = token_ids(given, name, self.service.max_length), self.service.tokenizer
+        if self.session is None:
+            return Prompt(tokens, "", Span.root())
+        return self.service.trajectories.prompt_of_tokens(
+            self.session, tokens, lambda rest, after: text_of(tokenizer, rest, after=after)
+        )
+
+    def record(self, ask: Ask, answer: Answer) -> None:
+        """A sample that ended, where it is of a session."""
+        if self.session is None:
+            return
+        text = text_of(self.service.tokenizer, answer.sampled.tokens, after=int(ask.prompt[-1]))
+        message = self.reply(answer)
+        said = b"" if message is None else said_in(message)
+        self.service.trajectories.record(
+            self.session, self.prompts[ask.rid], ask, answer, text, messages=self.messages, reply=message, said=said
+        )
+
+    def headers(self) -> dict[str, str]:
+        """What of a session's prompts was recorded, and why not all."""
+        if self.session is None:
+            return {}
+        prompts = list(self.prompts.values())
+        found = {SESSION: self.session, REUSED: str(sum(prompt.reused_tokens for prompt in prompts))}
+        parted = next((prompt.parted for prompt in prompts if prompt.parted is not None), None)
+        if parted is not None:
+            found[PARTED] = parted.encode("ascii", "backslashreplace").decode()
+        return found
+
+
+Read = Callable[[Service, str | None, Any], Awaitable[Asked]]
+"""Of a dialect: what a body asks for, in a session or none."""
 
 
 async def answered(service: Service, request: web.Request, read: Read) -> web.StreamResponse:
     session = session_of(request)
     with service.trajectories.calling(session):
         async with service.body(request) as body:
-            asked, form = await read(service, session, Fields(body, "the body"))
+            asked = await read(service, session, body)
             del body
         require_tops(asked.asks)
-        headers = _headers(asked)
         if asked.stream:
-            return await stream_events(request, _events(service, asked, form), headers)
+            return await stream_events(request, _events(asked), asked.headers())
         answers = await service.requests.answers(asked.asks)
         for ask, answer in zip(asked.asks, answers, strict=True):
-            _record(service, asked, form, ask, answer)
-        return json_answer(await form.whole(answers), headers)
+            asked.record(ask, answer)
+        return json_answer(await asked.whole(answers), asked.headers())
 
 
-async def prompt_of(service: Service, session: str | None, given: object, name: str) -> Prompt:
-    """Of bare text, or of token ids in the field `name`."""
-    if isinstance(given, str):
-        return await service.prompt(session, given, special=True)
-    return service.prompt_of_tokens(session, token_ids(given, name, service.max_length))
-
-
-async def _events(service: Service, asked: Asked, form: Form) -> AsyncGenerator[Any, None]:
+async def _events(asked: Asked) -> AsyncGenerator[Any, None]:
     answers: list[Answer] = []
-    async with aclosing(service.requests.parts(asked.asks)) as parts:
+    async with aclosing(asked.service.requests.parts(asked.asks)) as parts:
         async for index, answer in parts:
             if answer.finish is not None:
                 answers.append(answer)
-                _record(service, asked, form, asked.asks[index], answer)
-            for event in await form.part(index, answer):
+                asked.record(asked.asks[index], answer)
+            for event in await asked.part(index, answer):
                 yield event
-    for event in form.end(answers):
+    for event in asked.end(answers):
         yield event
-
-
-def _record(service: Service, asked: Asked, form: Form, ask: Ask, answer: Answer) -> None:
-    if asked.session is None:
-        return
-    text = text_of(service.tokenizer, answer.tokens, after=int(ask.prompt[-1]))
-    message = form.reply(answer)
-    said = b"" if message is None else said_in(message)
-    service.trajectories.record(
-        asked.session, asked.prompts[ask.rid], ask, answer, text, messages=asked.messages, reply=message, said=said
-    )
-
-
-def _headers(asked: Asked) -> dict[str, str]:
-    if asked.session is None:
-        return {}
-    prompts = list(asked.prompts.values())
-    found = {SESSION: asked.session, REUSED: str(sum(prompt.reused_tokens for prompt in prompts))}
-    parted = next((prompt.parted for prompt in prompts if prompt.parted is not None), None)
-    if parted is not None:
-        found[PARTED] = parted.encode("ascii", "backslashreplace").decode()
-    return found

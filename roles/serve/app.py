@@ -3,8 +3,7 @@
 Owns who may ask (a bearer token, compared in constant time), how large a body may be, the routes, and the end: drain, then close.
 Does not own the engine, which whoever made it closes.
 
-    app = server(Service(engine, tokenizer, work, "m", max_length=4096), token)
-    async with listening(app, "127.0.0.1", 0) as url: ...
+    async with listening(Service(engine, tokenizer, work, "m", max_length=4096), [token], "127.0.0.1", 0) as url: ...
 
 Invariant: without the token nobody learns more than whether the server is up. A caller that leaves takes its request along.
 """
@@ -21,7 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rondo.roles.serve import control as own
+from rondo.roles.serve import control
 from rondo.roles.serve.answering import answered
 from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.generate import generate
@@ -31,7 +30,6 @@ from rondo.roles.serve.service import Service, error_answer
 from rondo.runtime.admin.http_log import HTTP_LOG, WRONGLY_ASKED
 from rondo.runtime.errors import ConfigError, RondoError
 
-SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 DRAIN_S = 30.0
 log = logging.getLogger("rondo.serve")
 _OPEN = ("/health", "/ready", "/ping")
@@ -41,26 +39,21 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 
 
-def server(service: Service, *tokens: str) -> web.Application:
-    """The application. Any of the tokens must be shown."""
-    most = service.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_A_TOKEN * service.max_length)
-    app = web.Application(middlewares=[_guard(tokens)], client_max_size=most)
-    app[SERVICE] = service
-    for method, path, route in _ROUTES:
-        app.router.add_route(method, path, _with_service(service, route))
-    for name in _not_supported:
-        app.router.add_route("*", f"/{name}", _with_service(service, _refuse))
-    return app
-
-
 @asynccontextmanager
 async def listening(
-    app: web.Application, host: str, port: int, *, earlier: int = 0, drain_s: float = DRAIN_S
+    service: Service, tokens: Sequence[str], host: str, port: int, *, earlier: int = 0, drain_s: float = DRAIN_S
 ) -> AsyncIterator[str]:
-    """Serves while the body lasts; the value is the URL. At the end what is in flight has `drain_s` seconds to be answered.
+    """Serves while the body lasts; the value is the URL. Any of the tokens must be shown. At the end what is in flight has
+    `drain_s` seconds to be answered.
 
     ConfigError when the address cannot be had. `port` 0 takes a free one, `earlier` if it is free.
     """
+    most = service.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_A_TOKEN * service.max_length)
+    app = web.Application(middlewares=[_guard(tokens)], client_max_size=most)
+    for method, path, route in _ROUTES:
+        app.router.add_route(method, path, partial(route, service))
+    for name in control.NOT_SUPPORTED:
+        app.router.add_route("*", f"/{name}", partial(control.not_supported, service))
     runner = web.AppRunner(app, access_log=None, logger=HTTP_LOG, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
     await runner.setup()
     try:
@@ -68,9 +61,9 @@ async def listening(
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{runner.addresses[0][1]}"
         try:
-            await asyncio.wait_for(app[SERVICE].requests.drain(), drain_s)
+            await asyncio.wait_for(service.requests.drain(), drain_s)
         except TimeoutError:
-            app[SERVICE].requests.abort(None)  # they are answered with what they have
+            service.requests.abort(None)  # they are answered with what they have
     finally:
         await runner.cleanup()
 
@@ -117,37 +110,29 @@ def _check_token(request: web.Request, accepted: Sequence[bytes]) -> None:
         raise TurnedDown(401, f"{request.path} must be asked with a valid token. Send 'Authorization: Bearer TOKEN'")
 
 
-def _with_service(service: Service, route: Route) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return await route(service, request)
-
-    return handler
-
-
-_refuse, _not_supported = own.not_supported, own.NOT_SUPPORTED
 _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/chat/completions", partial(answered, read=chat)),
     ("POST", "/v1/completions", partial(answered, read=completions)),
-    ("GET", "/v1/models", own.models),
-    ("GET", "/v1/models/{model:.+}", own.models),
+    ("GET", "/v1/models", control.models),
+    ("GET", "/v1/models/{model:.+}", control.models),
     ("POST", "/generate", partial(answered, read=generate)),
     ("PUT", "/generate", partial(answered, read=generate)),
-    ("POST", "/abort_request", own.abort_request),
-    ("POST", "/pause_generation", own.pause_generation),
-    ("POST", "/continue_generation", own.continue_generation),
-    ("GET", "/flush_cache", own.flush_cache),
-    ("POST", "/flush_cache", own.flush_cache),
-    ("POST", "/update_weights_from_disk", own.update_weights_from_disk),
-    ("GET", "/health", own.health),
-    ("GET", "/ping", own.health),
-    ("GET", "/ready", own.ready),
-    ("GET", "/health_generate", own.health_generate),
-    ("GET", "/model_info", own.model_info),
-    ("GET", "/get_model_info", own.model_info),
-    ("GET", "/server_info", own.server_info),
-    ("GET", "/get_server_info", own.server_info),
-    ("GET", "/v1/loads", own.loads),
-    ("GET", "/rondo/trajectories", own.trajectories),
-    ("GET", "/rondo/trajectories/{session:.+}", own.trajectory),
-    ("DELETE", "/rondo/trajectories/{session:.+}", own.forget),
+    ("POST", "/abort_request", control.abort_request),
+    ("POST", "/pause_generation", control.pause_generation),
+    ("POST", "/continue_generation", control.continue_generation),
+    ("GET", "/flush_cache", control.flush_cache),
+    ("POST", "/flush_cache", control.flush_cache),
+    ("POST", "/update_weights_from_disk", control.update_weights_from_disk),
+    ("GET", "/health", control.health),
+    ("GET", "/ping", control.health),
+    ("GET", "/ready", control.ready),
+    ("GET", "/health_generate", control.health_generate),
+    ("GET", "/model_info", control.info),
+    ("GET", "/get_model_info", control.info),
+    ("GET", "/server_info", control.info),
+    ("GET", "/get_server_info", control.info),
+    ("GET", "/v1/loads", control.loads),
+    ("GET", "/rondo/trajectories", control.trajectories),
+    ("GET", "/rondo/trajectories/{session:.+}", control.trajectory),
+    ("DELETE", "/rondo/trajectories/{session:.+}", control.forget),
 )

@@ -15,14 +15,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from aiohttp import web
+from pydantic import Field
 
 from rondo.roles.engines.engine import SamplingParams
 from rondo.roles.serve.errors import TurnedDown
-from rondo.roles.serve.fields import Fields
+from rondo.roles.serve.fields import Fields, Name
 from rondo.roles.serve.requests import Ask, PauseMode
 from rondo.roles.serve.service import Service, dumps, json_answer
 from rondo.runtime.errors import ConfigError, RondoError
@@ -31,7 +32,6 @@ from rondo.runtime.waits import wait_for
 DIALECT = "0.5.23"
 """The version of SGLang whose contract this server keeps to."""
 _HEALTH_S = 20.0
-_MAX_PATH = 4096
 
 
 # ---- health -------------------------------------------------------------------------------------------------------------
@@ -72,9 +72,15 @@ async def health_generate(service: Service, request: web.Request) -> web.Respons
 # ---- information --------------------------------------------------------------------------------------------------------
 
 
-async def model_info(service: Service, request: web.Request) -> web.Response:
+async def info(service: Service, request: web.Request) -> web.Response:
+    """What SGLang tells of model and server, as one."""
+    stats = service.engine.stats()
+    room = {"max_running_requests": stats.num_slots, "max_total_num_tokens": stats.num_slots * service.max_length}
     return json_answer(
         {
+            "version": DIALECT,
+            "server": "rondo",
+            "status": "ready" if service.requests.paused is None else "paused",
             "model_path": service.model_path,
             "tokenizer_path": service.model_path,
             "served_model_name": service.model_name,
@@ -83,31 +89,16 @@ async def model_info(service: Service, request: web.Request) -> web.Response:
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "max_length": service.max_length,
-        }
-    )
-
-
-async def server_info(service: Service, request: web.Request) -> web.Response:
-    stats = service.engine.stats()
-    tokens = stats.num_slots * service.max_length
-    return json_answer(
-        {
-            "version": DIALECT,
-            "server": "rondo",
-            "status": "ready" if service.requests.paused is None else "paused",
-            "model_path": service.model_path,
-            "served_model_name": service.model_name,
+            "context_length": service.max_length,
             "tp_size": 1,
             "dp_size": 1,
-            "context_length": service.max_length,
-            "max_running_requests": stats.num_slots,
-            "max_total_num_tokens": tokens,
             "enable_deterministic_inference": service.seeds,
             "enable_priority_scheduling": False,
             "enable_return_routed_experts": service.tells_experts,
-            "internal_states": [{"max_running_requests": stats.num_slots, "max_total_num_tokens": tokens}],
+            "internal_states": [room],
             "stats": asdict(stats),
             "trajectories": asdict(service.trajectories.stats()),
+            **room,
         }
     )
 
@@ -141,23 +132,32 @@ async def loads(service: Service, request: web.Request) -> web.Response:
 # ---- requests in flight -------------------------------------------------------------------------------------------------
 
 
+class _Body(Fields):
+    """Of any of these requests; other names mean nothing."""
+
+    off: ClassVar = {"load_format": ("auto", "safetensors")}
+    ignored: ClassVar = None
+    rid: Name | None = None
+    abort_all: bool = False
+    mode: PauseMode = "abort"
+    model_path: Annotated[str, Field(max_length=4096)] | None = None
+    weight_version: Annotated[Name, Field(pattern=r"^\d{1,9}$")] | None = None
+    abort_all_requests: bool = False
+
+
 async def abort_request(service: Service, request: web.Request) -> web.Response:
-    fields = await _fields(service, request)
-    everything, rid = fields.flag("abort_all"), fields.text("rid")
-    if everything == (rid is not None):
+    body = await _body(service, request)
+    if body.abort_all == (body.rid is not None):
         raise ConfigError("rid and abort_all must be sent one without the other, got both or neither. Send rid")
-    if everything:
+    if body.abort_all:
         _require_control(service, request)
-    service.requests.abort(rid)
+    service.requests.abort(body.rid)
     return web.Response()
 
 
 async def pause_generation(service: Service, request: web.Request) -> web.Response:
     _require_control(service, request)
-    told = (await _fields(service, request)).text("mode", "abort")
-    mode: PauseMode | None = next((each for each in get_args(PauseMode) if each == told), None)
-    if mode is None:
-        raise ConfigError(f"mode must be one of {', '.join(get_args(PauseMode))}, got {told!r}. Change it")
+    mode = (await _body(service, request)).mode
     await service.requests.pause(mode)
     return json_answer({"status": "ok", "message": f"paused with mode {mode}"})
 
@@ -178,23 +178,16 @@ async def flush_cache(service: Service, request: web.Request) -> web.Response:
     return web.Response(text="Cache flushed.\n")
 
 
-# ---- weights ------------------------------------------------------------------------------------------------------------
-
-
 async def update_weights_from_disk(service: Service, request: web.Request) -> web.Response:
     """Sequences in flight go on under the new weights from the next step on, paused or not; `weight_versions` tell them apart."""
     _require_control(service, request)
-    fields = await _fields(service, request)
-    path, text = fields.text("model_path", most=_MAX_PATH), fields.text("weight_version")
-    fields.off("load_format", "auto", "safetensors")
-    if path is None:
+    body = await _body(service, request)
+    if body.model_path is None:
         raise ConfigError("model_path must be a folder with safetensors, got nothing. Name it")
-    if text is not None and not text.isdigit():
-        raise ConfigError(f"weight_version must be a number, as policy versions are, got {text!r}. Send one")
-    version = service.engine.version + 1 if text is None else int(text)
-    if fields.flag("abort_all_requests"):
+    version = service.engine.version + 1 if body.weight_version is None else int(body.weight_version)
+    if body.abort_all_requests:
         service.requests.abort(None)
-    tensors = await asyncio.to_thread(_read_tensors, Path(path))
+    tensors = await asyncio.to_thread(_read_tensors, Path(body.model_path))
     await service.engine.update_weights(version, tensors)
     return json_answer({"success": True, "message": f"Succeeded to update model weights to version {version}."})
 
@@ -211,9 +204,9 @@ NOT_SUPPORTED = (
 )  # fmt: skip
 
 
-async def _fields(service: Service, request: web.Request) -> Fields:
+async def _body(service: Service, request: web.Request) -> _Body:
     async with service.body(request) as body:
-        return Fields(body, "the body")
+        return _Body.of(body)
 
 
 def _require_control(service: Service, request: web.Request) -> None:

@@ -10,6 +10,7 @@ Invariant: what replaces the template, or decides what becomes of its text, is t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Mapping
@@ -18,14 +19,14 @@ from typing import Any
 
 import orjson
 
-from rondo.roles.serve.fields import Fields, shown
+from rondo.roles.serve.fields import refuse_unknown, shown
 from rondo.roles.serve.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.errors import ConfigError
 
 Message = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_KNOWN = ("content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
+_KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
 _IGNORED = ("refusal", "annotations", "audio", "function_call")
 """What OpenAI's answers have, and come back in a next request."""
 _GIVEN = {"add_generation_prompt", "continue_final_message", "documents"}
@@ -37,15 +38,12 @@ def messages_of(given: Any, template: object) -> list[Message]:
     there where the template names them."""
     if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
         raise ConfigError(f"messages must be a list of 1 to {MAX_MESSAGES} messages, got {shown(given)}. Correct it")
-    return [_message(message, f"messages[{number}]", template) for number, message in enumerate(given)]
+    named = _named(str(template))
+    return [_message(message, f"messages[{number}]", named) for number, message in enumerate(given)]
 
 
-def tools_of(fields: Fields) -> list[Any] | None:
+def tools_of(tools: Any, choice: Any) -> list[Any] | None:
     """What the template is told of tools; None where the model is not to call any."""
-    tools, choice = fields.take("tools"), fields.take("tool_choice", "auto")
-    fields.off("parallel_tool_calls", True)
-    fields.off("functions", [], why="tools have replaced it")
-    fields.off("function_call", "none", "auto", why="tool_choice has replaced it")
     if tools is not None and not (
         isinstance(tools, list) and len(tools) <= MAX_TOOLS and all(isinstance(tool, dict) for tool in tools)
     ):
@@ -57,9 +55,8 @@ def tools_of(fields: Fields) -> list[Any] | None:
     return tools if tools and choice == "auto" else None
 
 
-def arguments_of(fields: Fields, tokenizer: Any) -> dict[str, Any]:
+def arguments_of(found: Any, tokenizer: Any) -> dict[str, Any]:
     """`chat_template_kwargs`: what the template is given beside messages and tools."""
-    found = fields.take("chat_template_kwargs", {})
     if not isinstance(found, dict):
         raise ConfigError(f"chat_template_kwargs must be an object, got {type(found).__name__}. Correct it")
     own = {
@@ -97,15 +94,15 @@ def said_in(message: Mapping[str, Any]) -> bytes:
         return b""
 
 
-def _message(message: Any, where: str, template: object) -> Message:
+def _message(message: Any, where: str, named: frozenset[str]) -> Message:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise ConfigError(
             f"{where} must be an object with a role of {', '.join(_ROLES)}, got {shown(message)}. Correct it"
         )
-    fields = Fields(message, where)
-    role = fields.take("role")
-    made = {"role": "system" if role == "developer" else role, "content": _content(fields.take("content", ""), where)}
-    made |= {name: value for name in _KNOWN if (value := fields.take(name)) is not None}
+    made = {name: value for name, value in message.items() if value is not None and name not in _IGNORED}
+    refuse_unknown([name for name in made if name not in named], _KNOWN, _IGNORED, where)
+    made["role"] = "system" if made["role"] == "developer" else made["role"]
+    made["content"] = _content(made.get("content", ""), where)
     if "tool_calls" in made:
         calls = made["tool_calls"]
         if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
@@ -113,14 +110,13 @@ def _message(message: Any, where: str, template: object) -> Message:
                 f"{where}.tool_calls must be a list of at most {MAX_TOOLS}, got {shown(calls)}. Correct it"
             )
         made["tool_calls"] = [_tool_call(call, where) for call in calls]
-    made |= {name: fields.take(name) for name in message if name not in made and _names(template, name)}
-    fields.refuse_rest(_IGNORED)
-    return {name: value for name, value in made.items() if value is not None}
+    return made
 
 
-def _names(template: object, name: str) -> bool:
-    """Whether a template reads this field of a message."""
-    return name.isidentifier() and re.search(rf"[.'\"]{name}\b", str(template)) is not None
+@functools.lru_cache(maxsize=8)
+def _named(template: str) -> frozenset[str]:
+    """What may be a field of a message that this template reads."""
+    return frozenset(re.findall(r"[.'\"](\w+)", template))
 
 
 def _content(content: Any, where: str) -> str:

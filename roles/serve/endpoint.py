@@ -20,7 +20,7 @@ import orjson
 
 from rondo.roles.config import EndpointConfig
 from rondo.roles.engines.engine import Engine
-from rondo.roles.serve.app import listening, server
+from rondo.roles.serve.app import listening
 from rondo.roles.serve.prompt_work import prompt_work
 from rondo.roles.serve.service import Service
 from rondo.roles.serve.trajectory import Trajectories
@@ -69,8 +69,7 @@ async def endpoint(
             stop_token_ids=stop_token_ids, control=False, seeds=seeds, tells_experts=tells_experts,
             max_body_bytes=config.max_body_bytes, trajectories=kept,
         )  # fmt: skip
-        app = server(service, *tokens)
-        async with listening(app, config.host, port, earlier=earlier, drain_s=_DRAIN_S) as url:
+        async with listening(service, tokens, config.host, port, earlier=earlier, drain_s=_DRAIN_S) as url:
             told = {
                 "group": name, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(),
             }  # fmt: skip

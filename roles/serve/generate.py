@@ -13,120 +13,94 @@ from __future__ import annotations
 import base64
 import itertools
 import uuid
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
-import orjson
+from pydantic import Field
 
-from rondo.roles.serve.answering import Asked, prompt_of
-from rondo.roles.serve.answers import likeliest
+from rondo.roles.serve.answering import Asked
 from rondo.roles.serve.errors import TurnedDown
-from rondo.roles.serve.fields import Fields
-from rondo.roles.serve.fields import shown as quoted
+from rondo.roles.serve.fields import Count, Fields, Name, shown
 from rondo.roles.serve.limits import MAX_NAME
 from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.requests import Answer, Ask
-from rondo.roles.serve.sampling import read_sglang, require_samples
+from rondo.roles.serve.sampling import Sampling, Seed, any_seed, require_samples
 from rondo.roles.serve.service import Service, in_slices
 from rondo.runtime.errors import ConfigError
-
-_OFF: dict[str, tuple[Any, ...]] = {
-    "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
-    "return_hidden_states": (False,), "return_indexer_topk": (False,), "return_entropy": (False,),
-    "return_sampling_mask": (False,), "session_params": ({},), "lora_path": (), "custom_logit_processor": (),
-}  # fmt: skip
 
 _GROWTH = 1.02
 """Each part of a stream repeats all before it, as SGLang's do: the next is told once it has so many times the tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """`Form` of one request. `alone`: one prompt, not in a batch; `log_probs`: the `rid`s that want them; `prompt`: it is told
-    too."""
+class _Params(Sampling):
+    """`sampling_params`. Unknown names are refused, as there."""
 
-    service: Service
-    asks: Sequence[Ask]
-    alone: bool
-    log_probs: Collection[str]
-    texts: bool
-    prompt: bool
-    experts: bool
-    experts_from: int
-    told: dict[int, int] = field(default_factory=dict)
-    """Of each sample of a stream, how many tokens it told."""
-
-    async def whole(self, answers: Sequence[Answer]) -> Any:
-        found = [await self._shown(index, answer) for index, answer in enumerate(answers)]
-        return found[0] if self.alone and len(found) == 1 else found
-
-    async def part(self, index: int, answer: Answer) -> list[dict[str, Any]]:
-        if answer.finish is None and len(answer.tokens) < self.told.get(index, 0) * _GROWTH:
-            return []
-        self.told[index] = len(answer.tokens)
-        return [await self._shown(index, answer)]
-
-    def end(self, answers: Sequence[Answer]) -> list[Any]:
-        return []
-
-    def reply(self, answer: Answer) -> None:
-        """Of bare text there is none."""
-
-    async def _shown(self, index: int, answer: Answer) -> dict[str, Any]:
-        found = await _answer(self, self.asks[index], answer)
-        return found if self.alone and len(self.asks) == 1 else found | {"index": index}
+    off: ClassVar = Sampling.off | {
+        "min_new_tokens": (0,), "spaces_between_special_tokens": (True,), "custom_params": ({},), "json_schema": (),
+        "regex": (), "ebnf": (), "structural_tag": (), "stop_regex": (), "beam_width": (), "watermark": (), "choice": (),
+    }  # fmt: skip
+    ignored: ClassVar = frozenset({"stream_interval"})
+    max_new_tokens: Count = 128
+    seed: Seed = Field(default_factory=any_seed, alias="sampling_seed")
 
 
-async def generate(service: Service, session: str | None, fields: Fields) -> tuple[Asked, _Told]:
-    for name, neutral in _OFF.items():
-        fields.off(name, *neutral)
-    given, is_batch = _prompts(fields)
-    count = len(given)
-    params = fields.take("sampling_params", {})
-    samplings = [read_sglang(each) for each in _each(params, count, "sampling_params")]
-    require_samples(sum(sampling.num_samples for sampling in samplings))
-    wants = [
-        value if isinstance(value, bool) else _no_flag(value)
-        for value in _each(fields.take("return_logprob", False), count, "return_logprob")
-    ]
-    if fields.integer("logprob_start_len", -1) != -1:
-        raise ConfigError("logprob_start_len must be -1, since log-probs of the prompt are not computed. Remove it")
-    num_top = fields.integer("top_logprobs_num", 0, least=0)
-    asked = Asked(session, fields.flag("stream"))
-    priority, affinity = fields.integer("priority", 0), fields.text("session_id")
-    rids = _rids(fields.take("rid"), count)
-    told = _Told(
-        service,
-        asked.asks,
-        not is_batch,
-        {rid for rid, log_probs in zip(rids, wants, strict=True) if log_probs},
-        fields.flag("return_text_in_logprobs"),
-        fields.flag("return_prompt_token_ids"),
-        fields.flag("return_routed_experts"),
-        fields.integer("routed_experts_start_len", 0, least=0),
-    )
-    for rid, each, sampling, log_probs in zip(rids, given, samplings, wants, strict=True):
-        prompt = await prompt_of(service, session, each, "input_ids")
-        top = num_top if log_probs else 0
-        asked.ask(service, sampling, prompt, rid, num_top=top, priority=priority, affinity=affinity)
-    return asked, told
+class _Body(Fields):
+    off: ClassVar = {
+        "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
+        "return_hidden_states": (False,), "return_indexer_topk": (False,), "return_entropy": (False,),
+        "return_sampling_mask": (False,), "session_params": ({},), "lora_path": (), "custom_logit_processor": (),
+        "logprob_start_len": (-1,),
+    }  # fmt: skip
+    why: ClassVar = {"logprob_start_len": "log-probs of the prompt are not computed"}
+    ignored: ClassVar = None
+    input_ids: Any = None
+    text: Any = None
+    rid: Any = None
+    sampling_params: Any = Field({})
+    stream: bool = False
+    priority: int = 0
+    session_id: Name | None = None
+    return_logprob: Any = False
+    top_logprobs_num: int = Field(0, ge=0)
+    return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = Field(0, ge=0)
 
 
-def _prompts(fields: Fields) -> tuple[list[Any], bool]:
+async def generate(service: Service, session: str | None, given: Any) -> Asked:
+    body = _Body.of(given)
+    prompts, is_batch = _prompts(body)
+    count = len(prompts)
+    samplings = [_Params.of(each, "sampling_params") for each in _each(body.sampling_params, count, "sampling_params")]
+    require_samples(sum(sampling.n for sampling in samplings))
+    wants = _each(body.return_logprob, count, "return_logprob")
+    for want in wants:
+        if not isinstance(want, bool):
+            raise ConfigError(f"return_logprob must be true or false, got {shown(want)}. Correct it")
+    rids = _rids(body.rid, count)
+    asked = _Native(service, session, body, alone=not is_batch, log_probs=set(itertools.compress(rids, wants)))
+    for rid, each, sampling, want in zip(rids, prompts, samplings, wants, strict=True):
+        asked.ask(
+            sampling, await asked.prompt_of(each, "input_ids"), rid, most=sampling.max_new_tokens,
+            num_top=body.top_logprobs_num if want else 0, priority=body.priority, affinity=body.session_id,
+        )  # fmt: skip
+    return asked
+
+
+def _prompts(body: _Body) -> tuple[list[Any], bool]:
     """(the prompts, each as text or as a list of ids, whether they came as a batch)."""
-    ids, text = fields.take("input_ids"), fields.take("text")
+    ids, text = body.input_ids, body.text
     if (ids is None) == (text is None):
         raise ConfigError(
             f"input_ids and text must be sent one without the other, got {'neither' if ids is None else 'both'}. "
             "Send input_ids"
         )
     if text is not None:
-        texts = [text] if isinstance(text, str) else text
-        if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
+        found, is_batch = (text, True) if isinstance(text, list) else ([text], False)
+        if not found or not all(isinstance(each, str) for each in found):
             raise ConfigError(f"text must be text or a list of texts, got {type(text).__name__}. Correct it")
-        found, is_batch = texts, isinstance(text, list)
     else:
         is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
         found = ids if is_batch else [ids]
@@ -143,59 +117,91 @@ def _each(value: Any, count: int, name: str) -> Sequence[Any]:
     return value
 
 
-def _no_flag(value: Any) -> bool:
-    raise ConfigError(f"return_logprob must be true or false, got {quoted(value)}. Correct it")
-
-
 def _rids(value: Any, count: int) -> list[str]:
     if value is None:
         return [uuid.uuid4().hex for _ in range(count)]
-    rids = [value] if isinstance(value, str) else value
-    if isinstance(value, str) and count > 1:
-        rids = [f"{value}_{index}" for index in range(count)]
+    rids = value
+    if isinstance(value, str):
+        rids = [value] if count == 1 else [f"{value}_{index}" for index in range(count)]
     if (
         not isinstance(rids, list)
         or len(rids) != count
         or not all(isinstance(rid, str) and 1 <= len(rid) <= MAX_NAME for rid in rids)
     ):
         raise ConfigError(
-            f"rid must be text of at most {MAX_NAME} characters, one for each of {count} prompts, got {quoted(value)}. "
+            f"rid must be text of at most {MAX_NAME} characters, one for each of {count} prompts, got {shown(value)}. "
             "Correct it"
         )
     if len(set(rids)) < count:
-        raise ConfigError(f"rid must be unique in a batch, got {quoted(value)}. Rename one")
+        raise ConfigError(f"rid must be unique in a batch, got {shown(value)}. Rename one")
     return rids
 
 
-async def _answer(wanted: _Told, ask: Ask, answer: Answer) -> dict[str, Any]:
-    service = wanted.service
-    tokens = answer.tokens.tolist()
-    meta: dict[str, Any] = {
-        "id": ask.rid,
-        "finish_reason": _finish(answer),
-        "prompt_tokens": int(ask.prompt.size),
-        "completion_tokens": len(tokens),
-        "cached_tokens": 0,
-        "num_retractions": answer.num_retractions,
-        "weight_version": str(answer.policy_versions[-1] if len(tokens) else service.engine.version),
-    }
-    if ask.rid in wanted.log_probs:
-        texts = list(map(pieces_of(service.tokenizer).alone, tokens)) if wanted.texts else [None] * len(tokens)
-        drawn = list(zip(answer.log_probs.tolist(), tokens, texts, strict=True))
-        meta["output_token_logprobs"] = await in_slices(drawn, tuple)
-        meta["output_token_logprobs_length"] = len(tokens)
-        meta["input_token_logprobs"] = []
+class _Native(Asked):
+    """`alone`: one prompt, not in a batch; `log_probs`: the `rid`s that want them."""
+
+    def __init__(self, service: Service, session: str | None, body: _Body, *, alone: bool, log_probs: set[str]) -> None:
+        super().__init__(service, session, stream=body.stream)
+        self._body = body
+        self._alone = alone
+        self._log_probs = log_probs
+        self._told: dict[int, int] = {}  # of each sample of a stream, how many tokens it told
+
+    async def whole(self, answers: Sequence[Answer]) -> Any:
+        found = [await self._shown(index, answer) for index, answer in enumerate(answers)]
+        return found[0] if self._alone and len(found) == 1 else found
+
+    async def part(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+        num_tokens = len(answer.sampled.tokens)
+        if answer.finish is None and num_tokens < self._told.get(index, 0) * _GROWTH:
+            return []
+        self._told[index] = num_tokens
+        return [await self._shown(index, answer)]
+
+    async def _shown(self, index: int, answer: Answer) -> dict[str, Any]:
+        ask, body, sampled = self.asks[index], self._body, answer.sampled
+        tokens = sampled.tokens.tolist()
+        meta: dict[str, Any] = {
+            "id": ask.rid,
+            "finish_reason": _finish(answer),
+            "prompt_tokens": int(ask.prompt.size),
+            "completion_tokens": len(tokens),
+            "cached_tokens": 0,
+            "num_retractions": answer.num_retractions,
+            "weight_version": str(sampled.policy_versions[-1] if tokens else self.service.engine.version),
+        }
+        if ask.rid in self._log_probs:
+            meta |= await self._likely(ask, answer, tokens)
+        if answer.finish is not None:
+            meta |= {"e2e_latency": answer.seconds, "weight_versions": spans(sampled.policy_versions)}
+            if body.return_routed_experts:
+                meta["routed_experts"] = _experts(answer, body.routed_experts_start_len)
+        found: dict[str, Any] = {"text": answer.text, "output_ids": tokens, "meta_info": meta}
+        if body.return_prompt_token_ids:
+            found["prompt_token_ids"] = ask.prompt.tolist()
+        if not self._alone or len(self.asks) > 1:
+            found["index"] = index
+        return found
+
+    async def _likely(self, ask: Ask, answer: Answer, tokens: Sequence[int]) -> dict[str, Any]:
+        """The log-probs of what was drawn, and of others where they were asked for."""
+        alone = pieces_of(self.service.tokenizer).alone
+
+        def told(value: float, token: int) -> tuple[float, int, str | None]:
+            return value, token, alone(token) if self._body.return_text_in_logprobs else None
+
+        values = answer.sampled.log_probs.tolist()
+        found: dict[str, Any] = {
+            "output_token_logprobs": await in_slices(range(len(tokens)), lambda at: told(values[at], tokens[at])),
+            "output_token_logprobs_length": len(tokens),
+            "input_token_logprobs": [],
+        }
         if ask.params.num_top:
-            meta["output_top_logprobs"], meta["input_top_logprobs"] = await _top(service, answer, wanted.texts), []
-    if answer.finish is not None:
-        meta["e2e_latency"] = answer.seconds
-        meta["weight_versions"] = spans(answer.policy_versions)
-        if wanted.experts:
-            meta["routed_experts"] = _experts(answer, wanted.experts_from)
-    found: dict[str, Any] = {"text": answer.text, "output_ids": tokens, "meta_info": meta}
-    if wanted.prompt:
-        found["prompt_token_ids"] = ask.prompt.tolist()
-    return found
+            found["output_top_logprobs"] = await in_slices(
+                range(len(tokens)), lambda at: [told(value, token) for token, value in answer.likeliest(at)]
+            )
+            found["input_top_logprobs"] = []
+        return found
 
 
 def _finish(answer: Answer) -> dict[str, Any] | None:
@@ -205,7 +211,7 @@ def _finish(answer: Answer) -> dict[str, Any] | None:
     if finish.kind == "stop":
         return {"type": "stop", "matched": finish.matched}
     if finish.kind == "length":
-        return {"type": "length", "length": len(answer.tokens)}
+        return {"type": "length", "length": len(answer.sampled.tokens)}
     return {"type": "abort", "message": "Aborted by request or pause", "status_code": None, "err_type": None}
 
 
@@ -219,21 +225,11 @@ def spans(versions: np.ndarray) -> list[dict[str, Any]]:
     ]
 
 
-async def _top(service: Service, answer: Answer, texts: bool) -> orjson.Fragment:
-    if answer.top is None:
-        raise TurnedDown(501, "top_logprobs_num must be 0 with this engine, which does not tell them. Remove it")
-    alone = pieces_of(service.tokenizer).alone
-
-    def told(place: int) -> list[tuple[float, int, str | None]]:
-        return [(value, token, alone(token) if texts else None) for token, value in likeliest(answer, place)]
-
-    return await in_slices(range(len(answer.tokens)), told)
-
-
 def _experts(answer: Answer, start: int) -> str:
     """Base64 of little-endian int32 [T + R - 1 - start, layers, top_k]."""
-    if answer.routed_experts is None:
+    experts = answer.sampled.routed_experts
+    if experts is None:
         raise TurnedDown(
             501, "return_routed_experts must be false with this engine, which does not tell them. Remove it"
         )
-    return base64.b64encode(answer.routed_experts[start:].astype("<i4").tobytes()).decode()
+    return base64.b64encode(experts[start:].astype("<i4").tobytes()).decode()

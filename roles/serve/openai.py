@@ -1,10 +1,14 @@
 """OpenAI's /v1/chat/completions and /v1/completions.
 
-Owns their fields, and how a conversation becomes a prompt. Does not own the way of a request (`answering.py`) or the objects of
-answers (`answers.py`). A field that would change the answer and is not supported is refused; those that would not, such as `user`
-or `store`, may be sent.
+Owns their fields, how a conversation becomes a prompt, and the objects of a chat and of a completion, whole and as chunks of a
+stream. Does not own the way of a request (`answering.py`), what a message may be (`conversation.py`), or text and tokens. A field
+that would change the answer and is not supported is refused; those that would not, such as `user` or `store`, may be sent.
 
     POST /v1/chat/completions   X-Rondo-Session: task-7     {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    chat   {"choices": [{"message": {"content", "reasoning_content", "tool_calls"}, "finish_reason", "logprobs"}], "usage"}
+    chunk  {"choices": [{"delta": {...}, "finish_reason": null}]} .. , the last one with usage where it was asked for
+
+Beside OpenAI's fields a choice has, with `return_token_ids`, `token_ids` and `policy_versions`, and an answer `prompt_token_ids`.
 
 Invariant: the prompt of a call is what the chat template makes of its messages; in a session its tokens begin with recorded ones
 wherever the text does (`trajectory.py`).
@@ -12,80 +16,116 @@ wherever the text does (`trajectory.py`).
 
 from __future__ import annotations
 
+import itertools
+import time
 import uuid
-from dataclasses import replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
 
-from rondo.roles.serve.answering import Asked, prompt_of
-from rondo.roles.serve.answers import Told
-from rondo.roles.serve.calls import call_reader
+from pydantic import Field, PlainValidator, model_validator
+
+from rondo.roles.serve.answering import Asked
+from rondo.roles.serve.calls import CallReader, call_reader
 from rondo.roles.serve.conversation import arguments_of, messages_of, tools_of, with_reasoning
-from rondo.roles.serve.fields import Fields, shown
-from rondo.roles.serve.sampling import read_openai, require_samples
-from rondo.roles.serve.service import Service
+from rondo.roles.serve.fields import Count, Fields, Name, require_off, shown
+from rondo.roles.serve.output import OutputReader, Part
+from rondo.roles.serve.pieces import REPLACEMENT, Pieces, pieces_of
+from rondo.roles.serve.requests import Answer
+from rondo.roles.serve.sampling import Sampling, require_samples
+from rondo.roles.serve.service import Service, in_slices
 from rondo.runtime.errors import ConfigError
 
 _MAX_TOP = 20
-_IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-}  # fmt: skip
 
 
-async def chat(service: Service, session: str | None, fields: Fields) -> tuple[Asked, Told]:
-    service.require_model(fields.text("model"))
-    tokenizer = service.tokenizer
-    messages = messages_of(fields.take("messages"), tokenizer.chat_template)
-    tools, arguments = tools_of(fields), arguments_of(fields, tokenizer)
-    most = fields.integer("max_completion_tokens", least=1)
-    sampling, priority = read_openai(fields), fields.integer("priority", 0)
-    log_probs, num_top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, least=0)
-    if num_top and (not log_probs or num_top > _MAX_TOP):
+class _StreamOptions(Fields):
+    ignored: ClassVar = frozenset({"include_obfuscation", "continuous_usage_stats"})
+    include_usage: bool = False
+
+
+class _Body(Sampling):
+    """What both endpoints have."""
+
+    ignored: ClassVar = frozenset(
+        {
+            "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+            "prediction",
+        }
+    )  # fmt: skip
+    model: Name | None = None
+    max_new_tokens: Count | None = Field(None, alias="max_tokens")
+    priority: int = 0
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: Annotated[Any, PlainValidator(lambda value: _StreamOptions.of(value, "stream_options"))] = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options must come with stream, got no stream. Remove them")
+        return self
+
+
+class _ChatBody(_Body):
+    off: ClassVar = Sampling.off | {
+        "parallel_tool_calls": (True,), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+        "response_format": ({"type": "text"},), "reasoning_effort": (), "verbosity": ("medium",),
+    }  # fmt: skip
+    why: ClassVar = {
+        "functions": "tools have replaced it",
+        "function_call": "tool_choice has replaced it",
+        "reasoning_effort": "templates differ in what they know; set it in chat_template_kwargs",
+    }
+    messages: Any = None
+    tools: Any = None
+    tool_choice: Any = "auto"
+    chat_template_kwargs: Any = Field({})
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0)
+
+
+class _TextBody(_Body):
+    off: ClassVar = Sampling.off | {"echo": (False,), "suffix": ("",)}
+    prompt: Any = None
+    logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
+    best_of: Any = 1
+
+
+async def chat(service: Service, session: str | None, given: Any) -> Asked:
+    body, tokenizer = _ChatBody.of(given), service.tokenizer
+    service.require_model(body.model)
+    messages = messages_of(body.messages, tokenizer.chat_template)
+    tools, arguments = tools_of(body.tools, body.tool_choice), arguments_of(body.chat_template_kwargs, tokenizer)
+    num_top = body.top_logprobs
+    if num_top and (not body.logprobs or num_top > _MAX_TOP):
         raise ConfigError(f"top_logprobs must be 0 to {_MAX_TOP}, and come with logprobs, got {num_top}. Correct it")
-    with_ids = fields.flag("return_token_ids")
-    stream, usage = _stream(fields)
-    fields.off("response_format", {"type": "text"})
-    fields.off("modalities", ["text"])
-    fields.off("reasoning_effort", why="templates differ in what they know; set it in chat_template_kwargs")
-    fields.off("verbosity", "medium")
-    fields.refuse_rest(_IGNORED)
-    sampling = replace(sampling, max_new_tokens=most if most is not None else sampling.max_new_tokens)
     messages = with_reasoning(service.trajectories, session, messages)
     text = await service.work.render(arguments | {"messages": messages, "tools": tools}, most=service.max_chars)
-    prompt = await service.prompt(session, text, special=False)
-    rid = f"chatcmpl-{uuid.uuid4().hex}"
-    asked = Asked(session, stream, messages)
-    asked.ask(service, sampling, prompt, rid, num_top=num_top, priority=priority)
-    calls = None if tools is None else call_reader(tokenizer.chat_template, tools)
-    return asked, Told(
-        rid, service.model_name, service.engine.version, tokenizer, asked.asks, True, log_probs, num_top, with_ids, usage,
-        calls, reasoning=text.rstrip().endswith("<think>"),
-    )  # fmt: skip
+    asked = _OpenAI(service, session, body, "chatcmpl", num_top if body.logprobs else None)
+    asked.messages = messages
+    asked.reasoning = text.rstrip().endswith("<think>")
+    asked.calls = None if tools is None else call_reader(tokenizer.chat_template, tools)
+    prompt, most = await asked.prompt(text, special=False), body.max_completion_tokens or body.max_new_tokens
+    asked.ask(body, prompt, asked.id, most=most, num_top=num_top, priority=body.priority)
+    return asked
 
 
-async def completions(service: Service, session: str | None, fields: Fields) -> tuple[Asked, Told]:
-    service.require_model(fields.text("model"))
-    given = _prompts(fields.take("prompt"))
-    sampling, priority = read_openai(fields), fields.integer("priority", 0)
-    num_top = fields.integer("logprobs", None, least=0)
-    if num_top is not None and num_top > _MAX_TOP:
-        raise ConfigError(f"logprobs must be 0 to {_MAX_TOP}, got {num_top}. Ask for fewer")
-    with_ids = fields.flag("return_token_ids")
-    stream, usage = _stream(fields)
-    fields.off("echo", False)
-    fields.off("suffix", "")
-    fields.off("best_of", 1, sampling.num_samples)
-    fields.refuse_rest(_IGNORED)
-    if sampling.max_new_tokens is None:
-        sampling = replace(sampling, max_new_tokens=16)  # OpenAI's default here
-    require_samples(len(given) * sampling.num_samples)
-    rid, asked = f"cmpl-{uuid.uuid4().hex}", Asked(session, stream)
-    for number, each in enumerate(given):
-        prompt = await prompt_of(service, session, each, "prompt")
-        asked.ask(service, sampling, prompt, f"{rid}-{number}", num_top=num_top or 0, priority=priority)
-    return asked, Told(
-        rid, service.model_name, service.engine.version, service.tokenizer, asked.asks, False, num_top is not None,
-        num_top or 0, with_ids, usage,
-    )  # fmt: skip
+async def completions(service: Service, session: str | None, given: Any) -> Asked:
+    body = _TextBody.of(given)
+    service.require_model(body.model)
+    require_off("best_of", body.best_of, (1, body.n))
+    prompts, num_top = _prompts(body.prompt), body.logprobs
+    require_samples(len(prompts) * body.n)
+    asked = _OpenAI(service, session, body, "cmpl", num_top)
+    for number, each in enumerate(prompts):
+        asked.ask(
+            body, await asked.prompt_of(each, "prompt"), f"{asked.id}-{number}", most=body.max_new_tokens or 16,
+            num_top=num_top or 0, priority=body.priority,
+        )  # fmt: skip
+    return asked
 
 
 def _prompts(given: Any) -> list[Any]:
@@ -99,14 +139,164 @@ def _prompts(given: Any) -> list[Any]:
     raise ConfigError(f"prompt must be text, token ids, or a list of either, got {shown(given)}. Correct it")
 
 
-def _stream(fields: Fields) -> tuple[bool, bool]:
-    """(whether to stream, whether the stream ends with the usage)."""
-    stream, options = fields.flag("stream"), fields.take("stream_options")
-    if options is None:
-        return stream, False
-    if not stream:
-        raise ConfigError("stream_options must come with stream, got no stream. Remove them")
-    inner = Fields(options, "stream_options")
-    usage = inner.flag("include_usage")
-    inner.refuse_rest({"include_obfuscation", "continuous_usage_stats"})
-    return stream, usage
+@dataclass(slots=True)
+class _Told:
+    """What a stream has told of one sample: `reader` has read so many of its characters."""
+
+    reader: OutputReader | None
+    num_chars: int = 0
+    num_tokens: int = 0
+    num_calls: int = 0
+    begun: bool = False
+
+    def parts(self, answer: Answer) -> list[Part]:
+        """What the text says beyond; at its end all that is left."""
+        text = answer.text[self.num_chars :]
+        self.num_chars += len(text)
+        if self.reader is None:
+            return [Part("content", text)] if text else []
+        return self.reader.feed(text) + (self.reader.finish() if answer.finish is not None else [])
+
+
+class _OpenAI(Asked):
+    """`num_top` None: no log-probs."""
+
+    reasoning = False
+    """The prompt of a chat ended inside of it."""
+    calls: CallReader | None = None
+    """Reads those of tools, where there are any."""
+
+    def __init__(self, service: Service, session: str | None, body: _Body, kind: str, num_top: int | None) -> None:
+        super().__init__(service, session, stream=body.stream)
+        self._body, self._num_top, self._chat = body, num_top, isinstance(body, _ChatBody)
+        self._told = defaultdict[int, _Told](self._nothing_told)
+        self.id = f"{kind}-{uuid.uuid4().hex}"
+        name = "chat.completion" if self._chat else "text_completion"
+        self._head = {
+            "id": self.id, "object": f"{name}.chunk" if self._chat and self.stream else name, "created": int(time.time()),
+            "model": service.model_name, "system_fingerprint": f"rondo-policy-{service.engine.version}",
+        }  # fmt: skip
+
+    async def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [await self._choice(index, answer) for index, answer in enumerate(answers)]
+        found = self._head | {"choices": choices, "usage": self._usage(answers)}
+        return found | ({"prompt_token_ids": self.asks[0].prompt.tolist()} if self._body.return_token_ids else {})
+
+    async def part(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+        """Nothing where all that is new is kept back."""
+        told = self._told[index]
+        deltas = [self._delta(told, part) for part in told.parts(answer)]
+        start, told.num_tokens = told.num_tokens, len(answer.sampled.tokens)
+        extra = await self._extra(answer, start) if told.num_tokens > start else {}
+        if answer.finish is not None or (extra and not deltas):
+            deltas.append({} if self._chat else {"text": ""})
+        if not deltas:
+            return []
+        if self._chat and not told.begun:
+            deltas[0] = {"role": "assistant"} | deltas[0]
+        told.begun = True
+        choices: list[dict[str, Any]] = [
+            {"index": index, "finish_reason": None, "logprobs": None} | ({"delta": delta} if self._chat else delta)
+            for delta in deltas
+        ]
+        choices[0] |= extra
+        if answer.finish is not None:
+            choices[-1]["finish_reason"] = _reason(answer, told.num_calls > 0)
+        return [self._head | {"choices": [choice]} for choice in choices]
+
+    def end(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        options = self._body.stream_options
+        usage = options is not None and options.include_usage
+        return [self._head | {"choices": [], "usage": self._usage(answers)}] if usage else []
+
+    def reply(self, answer: Answer) -> dict[str, Any] | None:
+        """The assistant's message."""
+        if not self._chat:
+            return None
+        parts = self._nothing_told().parts(answer)
+        content, reasoning = (
+            "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")
+        )
+        calls = [_call(part) for part in parts if part.kind == "call"]
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    async def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        message = self.reply(answer)
+        reason = _reason(answer, bool(message and "tool_calls" in message))
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+        choice |= {"text": answer.text} if message is None else {"message": message}
+        return choice | await self._extra(answer, 0)
+
+    def _nothing_told(self) -> _Told:
+        return _Told(OutputReader(calls=self.calls, reasoning=self.reasoning) if self._chat else None)
+
+    def _delta(self, told: _Told, part: Part) -> dict[str, Any]:
+        if not self._chat:
+            return {"text": part.text}
+        if part.kind != "call":
+            return {"content" if part.kind == "content" else "reasoning_content": part.text}
+        told.num_calls += 1
+        return {"tool_calls": [{"index": told.num_calls - 1} | _call(part)]}
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        """Tokens; a prompt with several samples counts once."""
+        num_prompt = sum(prompt.tokens.size for prompt in self.prompts.values())
+        num_new = sum(len(answer.sampled.tokens) for answer in answers)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+    async def _extra(self, answer: Answer, start: int) -> dict[str, Any]:
+        """Log-probs and ids of the tokens from `start` on, where they were asked for."""
+        sampled, found = answer.sampled, dict[str, Any]()
+        if self._num_top is not None:
+            found["logprobs"] = await self._log_probs(answer, start)
+        if self._body.return_token_ids:
+            found["token_ids"] = sampled.tokens[start:].tolist()
+            found["policy_versions"] = sampled.policy_versions[start:].tolist()
+        return found
+
+    async def _log_probs(self, answer: Answer, start: int) -> dict[str, Any]:
+        """In the endpoint's form."""
+        tokens, values = answer.sampled.tokens[start:].tolist(), answer.sampled.log_probs[start:].tolist()
+        places = range(len(tokens))
+        pieces = pieces_of(self.service.tokenizer)
+
+        def others(place: int) -> list[tuple[int, float]]:
+            return answer.likeliest(start + place) if self._num_top else []
+
+        def told(place: int) -> dict[str, Any]:
+            top = [_token(pieces, *other) for other in others(place)]
+            return _token(pieces, tokens[place], values[place]) | {"top_logprobs": top}
+
+        if self._chat:
+            return {"content": await in_slices(places, told), "refusal": None}
+        texts = list(map(pieces.alone, tokens))
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": await in_slices(places, lambda place: {pieces.alone(each): p for each, p in others(place)})
+            if self._num_top
+            else None,
+            "text_offset": list(itertools.accumulate(map(len, texts), initial=0))[:-1],
+        }
+
+
+def _reason(answer: Answer, called: bool) -> str:
+    assert answer.finish is not None
+    return "tool_calls" if called and answer.finish.kind == "stop" else answer.finish.kind
+
+
+def _call(part: Part) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": part.text}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _token(pieces: Pieces, token: int, value: float) -> dict[str, Any]:
+    text, raw = pieces.alone(token), pieces.raw(token)
+    # A part of a character has no text of its own, but its bytes, where they are known.
+    known = raw if raw is not None else None if REPLACEMENT in text else text.encode()
+    return {"token": text, "logprob": value, "bytes": None if known is None else list(known)}

@@ -14,6 +14,7 @@ its end is there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,98 +38,78 @@ class OutputReader:
 
     def __init__(self, *, calls: CallReader | None, reasoning: bool) -> None:
         self._calls = calls
-        self._state: Literal["start", "reasoning", "content", "call"] = "reasoning" if reasoning else "start"
+        self._kind: Literal["reasoning", "content"] = "reasoning" if reasoning else "content"
+        self._open = ""  # the mark of a call whose end has not come
         self._left = ""
         self._space = ""  # white space that has come, and is told only if words follow
         self._bare = True  # a mark stands before the next words
+        self._found: list[Part] = []
+        self._reading = self._read()
 
     def feed(self, text: str) -> list[Part]:
         """What the text so far says for sure; the rest is kept."""
         self._left += text
-        found: list[Part] = []
-        while self._step(found):
-            pass
-        return _joined(found)
+        next(self._reading)
+        found, self._found = self._found, []
+        return found
 
     def finish(self) -> list[Part]:
         """What is left at the end."""
-        kind: Literal["reasoning", "content"] = "reasoning" if self._state == "reasoning" else "content"
-        text = self._space + (_CALL if self._state == "call" else "") + self._left
+        text = self._space + self._open + self._left
         self._left = self._space = ""
-        return [Part(kind, text)] if text else []
+        return [Part(self._kind, text)] if text else []
 
-    def _step(self, found: list[Part]) -> bool:
-        """One move; False when more text is needed."""
-        match self._state:
-            case "start":
-                return self._begin()
-            case "reasoning":
-                return self._reason(found)
-            case "content":
-                return self._content(found)
-            case "call":
-                return self._call(found)
-
-    def _begin(self) -> bool:
-        bare = self._left.lstrip()
-        if bare.startswith(_THINK):
-            self._left, self._state = bare[len(_THINK) :], "reasoning"
-            return True
-        if not bare or _THINK.startswith(bare):
-            return False
-        self._state = "content"
-        self._bare = False
-        return True
-
-    def _reason(self, found: list[Part]) -> bool:
-        if not self._until(_THOUGHT, "reasoning", found):
-            return False
-        self._state, self._space, self._bare = "content", "", True
-        return True
-
-    def _content(self, found: list[Part]) -> bool:
-        if self._calls is None:
+    def _read(self) -> Iterator[None]:
+        """Takes what is left, and stops wherever more is needed."""
+        if self._kind == "content":
+            while _THINK.startswith(bare := self._left.lstrip()) and bare != _THINK:
+                yield
+            self._bare = bare.startswith(_THINK)
+            if self._bare:
+                self._kind, self._left = "reasoning", bare[len(_THINK) :]
+        if self._kind == "reasoning":
+            yield from self._until(_THOUGHT)
+            self._kind, self._space, self._bare = "content", "", True
+        while self._calls is None:
             text, self._left = self._left, ""
-            self._say(text, "content", found)
-            return False
-        if not self._until(_CALL, "content", found):
-            return False
-        self._state = "call"
-        return True
+            self._say(text)
+            yield
+        while True:
+            yield from self._until(_CALL)
+            self._open = _CALL
+            while _CALLED not in self._left:
+                yield
+            text, _, self._left = self._left.partition(_CALLED)
+            self._open = ""
+            if (call := self._calls(text)) is None:
+                self._say(_CALL + text + _CALLED)
+            else:
+                self._space, self._bare = "", True
+                self._found.append(Part("call", call.arguments, call.name))
 
-    def _until(self, mark: str, kind: Literal["reasoning", "content"], found: list[Part]) -> bool:
-        """Tells what stands before the mark, and takes the mark; False where it has not come."""
-        at = self._left.find(mark)
-        cut = at if at >= 0 else len(self._left) - _tail(self._left, mark)
-        text, self._left = self._left[:cut], self._left[cut:]
-        self._say(text, kind, found)
-        if at >= 0:
-            self._left = self._left[len(mark) :]
-        return at >= 0
+    def _until(self, mark: str) -> Iterator[None]:
+        """Tells what stands before the mark, and takes the mark."""
+        while mark not in self._left:
+            cut = len(self._left) - _tail(self._left, mark)
+            text, self._left = self._left[:cut], self._left[cut:]
+            self._say(text)
+            yield
+        text, _, self._left = self._left.partition(mark)
+        self._say(text)
 
-    def _say(self, text: str, kind: Literal["reasoning", "content"], found: list[Part]) -> None:
-        """Words, without the white space that only sets them apart from the marks around them."""
+    def _say(self, text: str) -> None:
+        """Words, without the white space that only sets them apart from the marks around them; neighbours of one kind as one."""
         text = self._space + text
         if self._bare:
             text = text.lstrip()
-        words = text.rstrip() if self._calls is not None or kind == "reasoning" else text
+        words = text.rstrip() if self._calls is not None or self._kind == "reasoning" else text
         self._space = text[len(words) :]
-        if words:
-            self._bare = False
-            found.append(Part(kind, words))
-
-    def _call(self, found: list[Part]) -> bool:
-        at = self._left.find(_CALLED)
-        if at < 0:
-            return False
-        text, self._left, self._state = self._left[:at], self._left[at + len(_CALLED) :], "content"
-        call = self._calls(text) if self._calls is not None else None
-        if call is None:
-            self._say(_CALL + text + _CALLED, "content", found)
-        else:
-            self._space, self._bare = "", True
-            found.append(Part("call", call.arguments, call.name))
-        return True
+        if not words:
+            return
+        self._bare = False
+        if self._found and self._found[-1].kind == self._kind:
+            words = self._found.pop().text + words
+        self._found.append(Part(self._kind, words))
 
 
 def _tail(text: str, mark: str) -> int:
@@ -137,14 +118,3 @@ def _tail(text: str, mark: str) -> int:
         if mark.startswith(text[-length:]):
             return length
     return 0
-
-
-def _joined(parts: list[Part]) -> list[Part]:
-    """Neighbours of one kind as one."""
-    found: list[Part] = []
-    for part in parts:
-        if found and part.kind != "call" and found[-1].kind == part.kind:
-            found[-1] = Part(part.kind, found[-1].text + part.text)
-        else:
-            found.append(part)
-    return found

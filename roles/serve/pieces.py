@@ -6,13 +6,14 @@ Owns the kinds. Owns no text (`text.py`). Three kinds are known, by what they ma
     fallback    tokens are text, beside 256 of one byte each for what the vocabulary lacks (Llama-2, Mistral, Gemma)
     text        tokens are text alone (WordPiece, unigram)
 
-Invariant: a piece depends on its token and on whether another stands before it, which is when decoders set spaces.
+Invariant: a piece depends on its token, and on what the one before it does to any that follows: so decoders set spaces.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 REPLACEMENT = "\ufffd"
@@ -25,13 +26,17 @@ class Pieces:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = weakref.ref(tokenizer)  # which these pieces must not keep alive, nor so themselves
-        self.special = frozenset(
-            token for token, added in tokenizer.added_tokens_decoder.items() if added.special
-        ) | frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder
+        self.special = {token for token, each in added.items() if each.special} | {*tokenizer.all_special_ids}
         self.longest = max(map(len, tokenizer.get_vocab()), default=1)
         """Characters of a token, at most."""
-        self._raw: dict[int, bytes | None] = {}
-        self._alone: dict[int, str] = {}
+        self.raw: Callable[[int], bytes | None] = functools.cache(self._read)
+        """The bytes that a token stands for; None of one that stands for text."""
+        self.alone: Callable[[int], str] = functools.cache(lambda token: self.text([token]))
+        """The text of one token by itself."""
+        ordinary = next((token for token in range(len(tokenizer)) if token not in added), 0)
+        self._end = functools.cache(lambda before: self._beyond(before, ordinary))
+        self._behind: dict[tuple[str, int], str] = {}
         self.kind: Literal["bytes", "fallback", "text"] = "text"
         self._bytes: dict[str, int] = {}
         for kind, alphabet in (("bytes", _byte_level()), ("fallback", {f"<0x{n:02X}>": n for n in range(256)})):
@@ -52,27 +57,21 @@ class Pieces:
         found: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return found
 
-    def raw(self, token: int) -> bytes | None:
-        """The bytes that a token stands for; None of one that stands for text."""
-        if self.kind == "text":
-            return None
-        if token not in self._raw:
-            self._raw[token] = self._read(token)
-        return self._raw[token]
-
-    def after(self, before: int | None, tokens: Sequence[int]) -> str:
-        """What tokens without bytes of their own add behind `before`, the token that they follow; None: they begin the text."""
+    def after(self, before: int | None, token: int) -> str:
+        """What a token without bytes of its own adds behind `before`, the token that it follows; None: it begins the text."""
         if before is None:
-            return self.text(tokens)
-        return self.text([before, *tokens])[len(self.alone(before)) :]
+            return self.alone(token)
+        key = self._end(before), token
+        if key not in self._behind:
+            self._behind[key] = self._beyond(before, token)
+        return self._behind[key]
 
-    def alone(self, token: int) -> str:
-        """The text of one token by itself."""
-        if token not in self._alone:
-            self._alone[token] = self.text([token])
-        return self._alone[token]
+    def _beyond(self, before: int, token: int) -> str:
+        return self.text([before, token])[len(self.alone(before)) :]
 
     def _read(self, token: int) -> bytes | None:
+        if self.kind == "text":
+            return None
         tokenizer = self._tokenizer()
         assert tokenizer is not None
         name = tokenizer.convert_ids_to_tokens(token)

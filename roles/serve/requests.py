@@ -16,8 +16,9 @@ nothing is ever re-tokenised. Whoever stops waiting for an answer takes its requ
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from rondo.roles.engines.engine import Completion, Engine, Prefix, Request, SamplingParams, Top
+from rondo.roles.engines.engine import Completion, Engine, Prefix, Request, SamplingParams
 from rondo.roles.engines.stops import Reading
 from rondo.roles.serve.errors import TurnedDown
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
@@ -72,18 +73,22 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A sample so far; all of it once `finish` is set. The arrays are as in `Completion`; `text` is without its stop string, and
-    while the answer grows without what may become one."""
+    """A sample so far; all of it once `finish` is set. `text` is without its stop string, and while the answer grows without what
+    may become one."""
 
-    tokens: np.ndarray
-    log_probs: np.ndarray
-    policy_versions: np.ndarray
+    sampled: Prefix
     text: str
     finish: Finish | None
     num_retractions: int = 0
     seconds: float = 0.0
-    routed_experts: np.ndarray | None = field(default=None, repr=False)
-    top: Top | None = field(default=None, repr=False)
+
+    def likeliest(self, place: int) -> list[tuple[int, float]]:
+        """The tokens that are known to be likeliest there, with their log-probs."""
+        top = self.sampled.top
+        if top is None:
+            raise TurnedDown(501, "top_logprobs must be 0 with this engine, which does not tell them. Remove them")
+        pairs = zip(top.tokens[place].tolist(), top.log_probs[place].tolist(), strict=True)
+        return [(token, value) for token, value in pairs if not math.isnan(value)]
 
 
 @dataclass(slots=True, eq=False)
@@ -107,32 +112,19 @@ class _Turn:
     def __init__(self, most: Callable[[], int]) -> None:
         self._most = most
         self._inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._line = asyncio.Lock()
+        self._left = asyncio.Event()
 
     async def __aenter__(self) -> None:
-        came = asyncio.get_running_loop().create_future()
-        self._waiting.append(came)
-        self._let_in()
-        try:
-            await came
-        except asyncio.CancelledError:
-            if not came.cancelled():
-                self._leave()
-            raise
+        async with self._line:
+            while self._inside >= self._most():
+                self._left.clear()
+                await self._left.wait()
+            self._inside += 1
 
     async def __aexit__(self, *_: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
         self._inside -= 1
-        self._let_in()
-
-    def _let_in(self) -> None:
-        while self._waiting and self._inside < self._most():
-            came = self._waiting.popleft()
-            if not came.done():
-                came.set_result(None)
-                self._inside += 1
+        self._left.set()
 
 
 OnPart = Callable[[Answer], None]
@@ -175,31 +167,28 @@ class Requests:
         newest: dict[int, Answer] = {}  # a slow reader gets fewer, longer parts
         come = asyncio.Event()
 
-        def put(index: int, answer: Answer) -> None:
-            newest[index] = answer
+        def put(index: int, part: Answer) -> None:
+            newest[index] = part
             come.set()
 
-        async def one(index: int, ask: Ask) -> None:
-            try:
-                put(index, await self.answer(ask, lambda part: put(index, part), turn=turn))
-            finally:
-                come.set()
-
         with self._sharing() as turn:
-            tasks = [asyncio.ensure_future(one(index, ask)) for index, ask in enumerate(asks)]
+            tasks = [
+                asyncio.ensure_future(self.answer(ask, functools.partial(put, index), turn=turn))
+                for index, ask in enumerate(asks)
+            ]
+            for task in tasks:
+                task.add_done_callback(lambda _: come.set())
+            left = dict(enumerate(tasks))
             try:
-                left = len(asks)
                 while left:
                     await come.wait()
                     come.clear()
                     while newest:
                         index = next(iter(newest))
-                        part = newest.pop(index)
-                        left -= part.finish is not None
-                        yield index, part
-                    for task in tasks:
-                        if task.done():
-                            task.result()
+                        yield index, newest.pop(index)
+                    for index in [index for index, task in left.items() if task.done()]:
+                        newest.pop(index, None)  # its end says it all
+                        yield index, left.pop(index).result()
             finally:
                 await _drop(tasks)
 
@@ -220,7 +209,10 @@ class Requests:
         if ask.key in self._asked:
             raise ConfigError(f"rid must be unique among the requests in flight, got {ask.rid!r} twice. Rename one")
         self._num_answered += 1
-        asked = self._asked[ask.key] = _Asked(ask, self._reading(ask), f"http/{self._num_answered}/{ask.key}")
+        reading = Reading(
+            self.tokenizer, ask.stops, keep_stop=ask.keep_stop, skip_special_tokens=ask.skip_special_tokens
+        )
+        asked = self._asked[ask.key] = _Asked(ask, reading, f"http/{self._num_answered}/{ask.key}")
         began = time.monotonic()
         try:
             async with turn or nullcontext():
@@ -229,9 +221,6 @@ class Requests:
         finally:
             del self._asked[ask.key]
             self._changed.set()
-
-    def _reading(self, ask: Ask) -> Reading:
-        return Reading(self.tokenizer, ask.stops, keep_stop=ask.keep_stop, skip_special_tokens=ask.skip_special_tokens)
 
     async def _sample(self, asked: _Asked, on_part: OnPart | None) -> Completion:
         """The engine's completion, over retractions and interruptions."""
@@ -274,13 +263,7 @@ class Requests:
         if reading.over:
             self.engine.cancel(asked.request_id)
         elif more and on_part is not None:
-            text = reading.reader.shown
-            on_part(
-                Answer(
-                    so_far.tokens, so_far.log_probs, so_far.policy_versions, text, None, asked.num_retractions,
-                    top=so_far.top,
-                )
-            )  # fmt: skip
+            on_part(Answer(so_far, reading.reader.shown, None, asked.num_retractions))
 
     def _whole(self, asked: _Asked, done: Completion, seconds: float) -> Answer:
         reading, cut = asked.reading, asked.reading.cut(done)
@@ -290,10 +273,7 @@ class Requests:
             finish = Finish("stop", int(cut.tokens[-1]))
         else:
             finish = Finish("length" if cut.finish_reason == "length" else "abort")
-        return Answer(
-            cut.tokens, cut.log_probs, cut.policy_versions, reading.reader.text, finish, asked.num_retractions, seconds,
-            cut.routed_experts, cut.top,
-        )  # fmt: skip
+        return Answer(cut.as_prefix(), reading.reader.text, finish, asked.num_retractions, seconds)
 
     # ---- aborts and pauses ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Service: what every route of the server stands on, and how answers are written.
 
-Owns the facts of one server (engine, tokenizer, names, limits), how a body is read and a prompt is made, and the wire form: JSON,
-server-sent events, errors. Owns no route.
+Owns the facts of one server (engine, tokenizer, names, limits), how a body is read, and the wire form: JSON, server-sent events,
+errors. Owns no route.
 
 Invariant: while a body is read and made into tokens, only a few others that are as long are in memory.
 """
@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
 import orjson
 from aiohttp import web
 
@@ -26,9 +25,7 @@ from rondo.roles.serve.limits import BODY_S, LONG_BODY_BYTES, MAX_LONG_BODIES, M
 from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.prompt_work import PromptWork
 from rondo.roles.serve.requests import Requests
-from rondo.roles.serve.spans import Span
-from rondo.roles.serve.text import text_of
-from rondo.roles.serve.trajectory import Prompt, Trajectories
+from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.reference import uncollected
 from rondo.runtime.waits import wait_for
@@ -98,14 +95,6 @@ class Service:
         finally:
             self._long.release()
 
-    def prompt_of_tokens(self, session: str | None, tokens: np.ndarray) -> Prompt:
-        """The prompt of these tokens, int32 [T]; in a session with their text."""
-        if session is None:
-            return Prompt(tokens, "", Span.root())
-        return self.trajectories.prompt_of_tokens(
-            session, tokens, lambda rest, after: text_of(self.tokenizer, rest, after=after)
-        )
-
     async def _read(self, request: web.Request) -> Any:
         try:
             content = await wait_for(request.read(), name="a body", peer="its caller", deadline_s=BODY_S)
@@ -114,21 +103,6 @@ class Service:
             raise TurnedDown(408, f"a body must come within {BODY_S:g} s, got part of it. Ask again") from late
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"the body of {request.path} must be JSON, got {error}. Correct it") from error
-
-    async def prompt(self, session: str | None, text: str, *, special: bool) -> Prompt:
-        """The prompt with this text, int32 [T], in a session with recorded tokens first; with `special` those that the tokenizer
-        puts in front of one too. ConfigError for one that cannot fit."""
-        if len(text) > self.max_chars:
-            raise ConfigError(f"a prompt must have at most {self.max_chars} characters, got {len(text)}. Shorten it")
-
-        async def encode(rest: str, after: int | None) -> np.ndarray | None:
-            return await self.work.encode(rest, special=special and after is None, after=after)
-
-        if session is not None:
-            return await self.trajectories.prompt(session, text, encode)
-        tokens = await encode(text, None)
-        assert tokens is not None
-        return Prompt(tokens, text, Span.root())
 
     def require_model(self, name: str | None) -> None:
         """TurnedDown (404) for a model that is not served here."""

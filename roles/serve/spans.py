@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rondo.roles.engines.engine import Prefix
+
 
 @dataclass(slots=True, eq=False)
 class Span:
     """`tokens` int32 [T] and their text, behind `before`. Of sampled ones `log_probs` float32 [T] and `policy_versions` int32
-    [T]."""
+    [T]. The whole path has `num_tokens` and `num_chars`."""
 
     before: Span | None = field(repr=False)
     tokens: np.ndarray
@@ -32,6 +34,13 @@ class Span:
     log_probs: np.ndarray | None = None
     policy_versions: np.ndarray | None = None
     following: list[Span] = field(default_factory=list, repr=False)
+    num_tokens: int = field(init=False)
+    num_chars: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        before = self.before
+        self.num_tokens = len(self.tokens) + (0 if before is None else before.num_tokens)
+        self.num_chars = len(self.text) + (0 if before is None else before.num_chars)
 
     @classmethod
     def root(cls) -> Span:
@@ -58,17 +67,14 @@ class Span:
     def text_to_here(self) -> str:
         return "".join(span.text for span in self.path())
 
-    def longest(self, begins: Callable[[Span, int], int | None]) -> tuple[Span, int]:
-        """(the farthest span below this one that somebody's prompt has the whole path of, how much of the prompt that is).
-
-        `begins` says where a span ends in the prompt, if it stands at this place of it.
-        """
-        best, left = (self, 0), [(self, 0)]
+    def longest(self, has: Callable[[Span], bool]) -> Span:
+        """The farthest span below this one of whose path somebody's prompt has every span at its place."""
+        best, left = self, [self]
         while left:
-            span, at = left.pop()
-            if at > best[1]:
-                best = span, at
-            left += [(each, end) for each in span.following if (end := begins(each, at)) is not None]
+            span = left.pop()
+            if (span.num_chars, span.num_tokens) > (best.num_chars, best.num_tokens):
+                best = span
+            left += filter(has, span.following)
         return best
 
     def add(self, tokens: np.ndarray, text: str) -> Span:
@@ -82,26 +88,21 @@ class Span:
         self.following.append(made)
         return made
 
-    def sample(self, tokens: np.ndarray, text: str, log_probs: np.ndarray, policy_versions: np.ndarray) -> Span:
+    def sample(self, sampled: Prefix, text: str) -> Span:
         """What the policy wrote behind this one."""
-        made = Span(self, tokens.astype(np.int32), text, log_probs.astype(np.float32), policy_versions.astype(np.int32))
+        made = Span(self, sampled.tokens, text, sampled.log_probs, sampled.policy_versions)
         self.following.append(made)
         return made
 
 
-def in_text(text: str) -> Callable[[Span, int], int | None]:
+def in_text(text: str) -> Callable[[Span], bool]:
     """For `longest`: by what a prompt says."""
-    return lambda span, at: at + len(span.text) if text.startswith(span.text, at) else None
+    return lambda span: text.startswith(span.text, span.num_chars - len(span.text))
 
 
-def in_tokens(tokens: np.ndarray) -> Callable[[Span, int], int | None]:
+def in_tokens(tokens: np.ndarray) -> Callable[[Span], bool]:
     """For `longest`: by a prompt's tokens, int32 [T]."""
-
-    def begins(span: Span, at: int) -> int | None:
-        end = at + len(span.tokens)
-        return end if np.array_equal(tokens[at:end], span.tokens) else None
-
-    return begins
+    return lambda span: np.array_equal(tokens[span.num_tokens - len(span.tokens) : span.num_tokens], span.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +134,12 @@ def rows_of(calls: Sequence[tuple[str, Span]]) -> Iterator[Row]:
 
 def _row(calls: Sequence[tuple[str, Span]]) -> Row:
     own = {sampled for _, sampled in calls}
-    path = calls[-1][1].path()
-    sizes = [len(span.tokens) for span in path]
-    return Row(
-        tuple(name for name, _ in calls),
-        np.concatenate([span.tokens for span in path]),
-        np.repeat(np.array([span in own for span in path], np.uint8), sizes),
-        np.concatenate(
-            [
-                span.log_probs if span in own else np.zeros(size, np.float32)
-                for span, size in zip(path, sizes, strict=True)
-            ]
-        ),
-        np.concatenate(
-            [
-                span.policy_versions if span in own else np.full(size, -1, np.int32)
-                for span, size in zip(path, sizes, strict=True)
-            ]
-        ),
-    )
+    columns = []
+    for span in calls[-1][1].path():
+        size = len(span.tokens)
+        if span in own:
+            columns.append((span.tokens, np.ones(size, np.uint8), span.log_probs, span.policy_versions))
+        else:
+            nothing = np.zeros(size, np.float32), np.full(size, -1, np.int32)
+            columns.append((span.tokens, np.zeros(size, np.uint8), *nothing))
+    return Row(tuple(name for name, _ in calls), *map(np.concatenate, zip(*columns, strict=True)))

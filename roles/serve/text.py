@@ -16,8 +16,7 @@ text is.
 from __future__ import annotations
 
 import codecs
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ class TextReader:
         after: int | None = None,
     ) -> None:
         self._pieces = pieces_of(tokenizer)
-        self._hidden = self._pieces.special if skip_special_tokens else frozenset[int]()
+        self._hidden = self._pieces.special if skip_special_tokens else set[int]()
         self._keep_stop = keep_stop
         self._search = StopSearch(stops) if stops else None
         errors = "replace" if self._pieces.kind == "bytes" else "rondo-each-byte"
@@ -58,29 +57,12 @@ class TextReader:
 
     def feed(self, tokens: Sequence[int] | np.ndarray) -> int | None:
         """Takes the whole sample so far; the number of its tokens that are kept once a stop string has ended it."""
-        new = [int(token) for token in tokens[self._num_tokens :]]
-        search = self._search
-        before = (self._before, self._utf8.getstate(), None if search is None else search.state)
-        piece = self._piece(new)
-        if search is None or search.feed(piece) is None:
-            self._num_tokens += len(new)
-            self.text += piece
-            return None
-        # Which of the new tokens completed it: the same again, one by one.
-        self._before, state, search.state = before  # type: ignore[assignment]
-        self._utf8.setstate(state)
-        for token in new:
-            self._num_tokens += 1
-            if self._say(self._piece([token])):
-                return self._num_tokens
-        raise AssertionError("a stop string that was found must be found again")
+        return self._say(self._piece(int(token)) for token in tokens[self._num_tokens :])
 
     def finish(self, tokens: Sequence[int] | np.ndarray) -> int | None:
         """The last feed. What is still incomplete then stays so: it becomes part of the text."""
         kept = self.feed(tokens)
-        if kept is None and self._say(self._utf8.decode(b"", final=True)):
-            return self._num_tokens
-        return kept
+        return self._say([self._utf8.decode(b"", final=True)]) if kept is None else kept
 
     @property
     def shown(self) -> str:
@@ -88,30 +70,31 @@ class TextReader:
         depth = 0 if self._search is None else self._search.depth
         return self.text[:-depth] if depth else self.text
 
-    def _say(self, piece: str) -> bool:
-        """Adds it; whether it completes a stop string, behind which the text ends."""
-        read = None if self._search is None else self._search.feed(piece)
-        self.text += piece if read is None else piece[:read]
+    def _say(self, pieces: Iterable[str]) -> int | None:
+        """Adds them, until a stop string is complete; then how many tokens that took."""
+        found, read = [], None
+        for piece in pieces:
+            read = None if self._search is None else self._search.feed(piece)
+            found.append(piece[:read])
+            if read is not None:
+                break
+        self.text += "".join(found)
         if read is None:
-            return False
+            return None
         assert self.matched is not None
         if not self._keep_stop:
             self.text = self.text[: -len(self.matched)]
-        return True
+        return self._num_tokens
 
-    def _piece(self, tokens: Sequence[int]) -> str:
-        """What these add to the text that is settled."""
-        pieces, found = self._pieces, []
-        for is_text, run in itertools.groupby(
-            (token for token in tokens if token not in self._hidden), lambda token: pieces.raw(token) is None
-        ):
-            group = list(run)
-            if is_text:
-                found += [self._utf8.decode(b"", final=True), pieces.after(self._before, group)]
-            else:
-                found.append(self._utf8.decode(b"".join(pieces.raw(token) or b"" for token in group)))
-            self._before = group[-1]
-        return "".join(found)
+    def _piece(self, token: int) -> str:
+        """What the next token adds to the text that is settled."""
+        self._num_tokens += 1
+        if token in self._hidden:
+            return ""
+        raw, before, self._before = self._pieces.raw(token), self._before, token
+        if raw is not None:
+            return self._utf8.decode(raw)
+        return self._utf8.decode(b"", final=True) + self._pieces.after(before, token)
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int] | np.ndarray, *, after: int | None = None) -> str:

@@ -15,6 +15,8 @@ begins with that call's tokens. What a session takes grows with its new tokens. 
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -38,15 +40,17 @@ _MAX_DROPPED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens of a call's prompt, int32 [T], with their text; the first `reused_tokens` are recorded ones, on the path to
-    `known`. `parted` says why they are not all that the newest call of the session left, None where they are."""
+    """The tokens of a call's prompt, int32 [T], with their text; they begin with recorded ones, the path to `known`. `parted`
+    says why these are not all that the newest call of the session left, None where they are."""
 
     tokens: np.ndarray
     text: str
     known: Span
-    known_text: int = 0
-    reused_tokens: int = 0
     parted: str | None = None
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.known.num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,29 +127,22 @@ class TrajectoryStats:
     num_dropped: int
 
 
+@dataclass(kw_only=True, slots=True)
 class Trajectories:
     """The sessions of one server. `max_bytes` of all together, `max_session_bytes` of each; `max_age_s` and `idle_s` count from a
     session's last call. `clock` gives monotonic seconds."""
 
-    def __init__(
-        self,
-        *,
-        max_sessions: int = 4096,
-        max_bytes: int = 1 << 30,
-        max_session_bytes: int = 1 << 26,
-        max_age_s: float = 3600.0,
-        idle_s: float = 300.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_sessions = max_sessions
-        self._max_bytes = max_bytes
-        self._max_session_bytes = max_session_bytes
-        self._max_age_s = max_age_s
-        self._idle_s = idle_s
-        self._clock = clock
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # the one used last stands last
-        self._dropped: OrderedDict[str, str] = OrderedDict()
-        self._num_bytes = self._num_dropped = 0
+    max_sessions: int = 4096
+    max_bytes: int = 1 << 30
+    max_session_bytes: int = 1 << 26
+    max_age_s: float = 3600.0
+    idle_s: float = 300.0
+    clock: Callable[[], float] = time.monotonic
+    _sessions: OrderedDict[str, _Session] = field(default_factory=OrderedDict)
+    """The one used last stands last."""
+    _dropped: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
+    _num_dropped: int = 0
 
     def stats(self) -> TrajectoryStats:
         self._expire()
@@ -169,7 +166,7 @@ class Trajectories:
             yield
         finally:
             session.num_calling -= 1
-            session.used_at = self._clock()
+            session.used_at = self.clock()
             if self._sessions.get(name) is session:
                 self._sessions.move_to_end(name)
                 if not session.calls and not session.num_calling:
@@ -202,35 +199,33 @@ class Trajectories:
     # ---- what a call begins with --------------------------------------------------------------------------------------------
 
     async def prompt(
-        self, name: str, text: str, encode: Callable[[str, int | None], Awaitable[np.ndarray | None]]
+        self, name: str | None, text: str, encode: Callable[[str, int | None], Awaitable[np.ndarray | None]]
     ) -> Prompt:
-        """The tokens of a prompt with this text, recorded ones first. `encode` makes tokens of what follows them, behind the last
-        of them; None where it cannot do so exactly."""
-        session = self._sessions[name]
-        known, size = session.root.longest(in_text(text))
+        """The tokens of a prompt with this text, in a session recorded ones first. `encode` makes tokens of what follows them,
+        behind the last of them; None where it cannot do so exactly."""
+        session = _Session(0.0) if name is None else self._sessions[name]
+        known = session.root.longest(in_text(text))
         parted = self._parting(session, text)
-        rest = text[size:]
+        rest = text[known.num_chars :]
         tokens = known.tokens_to_here()
         new = await encode(rest, int(tokens[-1]) if len(tokens) else None) if rest else np.zeros(0, np.int32)
         if new is None:
             parted = parted or f"the tokenizer cannot go on behind recorded tokens with {rest[:_SHOWN]!r}"
-            known, size, tokens, new = session.root, 0, tokens[:0], await encode(text, None)
+            known, tokens, new = session.root, tokens[:0], await encode(text, None)
         assert new is not None
-        return Prompt(np.concatenate([tokens, new]), text, known, size, len(tokens), parted)
+        return Prompt(np.concatenate([tokens, new]), text, known, parted)
 
     def prompt_of_tokens(
         self, name: str, tokens: np.ndarray, text_of: Callable[[np.ndarray, int | None], str]
     ) -> Prompt:
         """A prompt that came as tokens, int32 [T]. `text_of` says what follows a token."""
         session = self._sessions[name]
-        known, size = session.root.longest(in_tokens(tokens))
-        text = known.text_to_here()
-        whole = text + text_of(tokens[size:], int(tokens[size - 1]) if size else None)
-        newest = session.calls[-1].sampled if session.calls else None
-        parted = None
-        if newest is not None and known is not newest:
+        known = session.root.longest(in_tokens(tokens))
+        size, parted = known.num_tokens, None
+        text = known.text_to_here() + text_of(tokens[size:], int(tokens[size - 1]) if size else None)
+        if session.calls and known is not session.calls[-1].sampled:
             parted = f"the prompt's tokens leave what was recorded behind {size} of them"
-        return Prompt(tokens, whole, known, len(text), size, parted)
+        return Prompt(tokens, text, known, parted)
 
     def reasoning(self, name: str, depth: int, said: bytes) -> str | None:
         """The reasoning that the reply behind `depth` messages came with, which says as much without it as `said`."""
@@ -255,10 +250,10 @@ class Trajectories:
         session = self._sessions[name]
         assert answer.finish is not None
         before = session.num_bytes
-        leaf = prompt.known.add(prompt.tokens[prompt.reused_tokens :], prompt.text[prompt.known_text :])
+        leaf = prompt.known.add(prompt.tokens[prompt.reused_tokens :], prompt.text[prompt.known.num_chars :])
         if leaf is not prompt.known and len(leaf.following) == 0:
             session.num_bytes += leaf.num_bytes
-        sampled = leaf.sample(answer.tokens, text, answer.log_probs, answer.policy_versions)
+        sampled = leaf.sample(answer.sampled, text)
         conversation = self._say(session, messages or ())
         told = None if reply is None else orjson.dumps(reply)
         session.num_bytes += sampled.num_bytes + _CALL_BYTES + len(told or b"")
@@ -289,22 +284,22 @@ class Trajectories:
         self._expire()
         self._check_dropped(name)
         session = self._sessions.get(name)
-        if session is not None and session.num_bytes >= self._max_session_bytes:
+        if session is not None and session.num_bytes >= self.max_session_bytes:
             raise TurnedDown(
                 413,
-                f"a session must have at most {self._max_session_bytes} bytes, got {session.num_bytes} of {name!r}. All of "
+                f"a session must have at most {self.max_session_bytes} bytes, got {session.num_bytes} of {name!r}. All of "
                 "its calls are recorded: read it, and go on in another one",
             )
         self._expire(room_for=int(session is None))
-        if self._num_bytes >= self._max_bytes or len(self._sessions) + (session is None) > self._max_sessions:
+        if self._num_bytes >= self.max_bytes or len(self._sessions) + (session is None) > self.max_sessions:
             raise TurnedDown(
                 429,
-                f"recorded sessions must have at most {self._max_bytes} bytes in {self._max_sessions} sessions, got "
+                f"recorded sessions must have at most {self.max_bytes} bytes in {self.max_sessions} sessions, got "
                 f"{self._num_bytes} in {len(self._sessions)}. DELETE those that were read, or raise the limits",
             )
         if session is None:
-            session = self._sessions[name] = _Session(self._clock())
-        session.used_at = self._clock()
+            session = self._sessions[name] = _Session(self.clock())
+        session.used_at = self.clock()
         self._sessions.move_to_end(name)
         return session
 
@@ -316,16 +311,16 @@ class Trajectories:
 
     def _expire(self, room_for: int | None = None) -> None:
         """Drops what is too old; with `room_for` more sessions to come what is idle too, while room is wanted."""
-        now = self._clock()
+        now = self.clock()
         oldest = next(iter(self._sessions.values()), None)
-        if oldest is None or now - oldest.used_at <= min(self._idle_s, self._max_age_s):
+        if oldest is None or now - oldest.used_at <= min(self.idle_s, self.max_age_s):
             return
         for name, session in list(self._sessions.items()):
             idle_s = now - session.used_at
             wanted = room_for is not None and (
-                self._num_bytes >= self._max_bytes or len(self._sessions) + room_for > self._max_sessions
+                self._num_bytes >= self.max_bytes or len(self._sessions) + room_for > self.max_sessions
             )
-            if idle_s <= self._max_age_s and not (wanted and idle_s > self._idle_s):
+            if idle_s <= self.max_age_s and not (wanted and idle_s > self.idle_s):
                 return  # those behind it were used later
             if session.num_calling:
                 continue
@@ -341,15 +336,13 @@ class Trajectories:
         """Where the text of a next prompt leaves what the newest call recorded."""
         if not session.calls:
             return None
-        at = 0
         for span in session.calls[-1].sampled.path():
+            at = span.num_chars - len(span.text)
             if not text.startswith(span.text, at):
-                pairs = enumerate(zip(span.text, text[at : at + len(span.text)], strict=False))
-                cut = next((i for i, (old, new) in pairs if old != new), len(text) - at)
+                cut = sum(itertools.takewhile(bool, map(operator.eq, span.text, text[at : span.num_chars])))
                 old, new = span.text[cut : cut + _SHOWN], text[at + cut : at + cut + _SHOWN]
                 return (
                     f"the conversation's text differs from the newest call's at character {at + cut}: "
                     f"{old!r} was recorded, {new!r} was asked"
                 )
-            at += len(span.text)
         return None

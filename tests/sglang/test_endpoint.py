@@ -15,7 +15,7 @@ import orjson
 from rondo.models.load import load_tokenizer
 from rondo.roles.engines.engine import Prefix, Request, SamplingParams
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.serve.app import listening, server
+from rondo.roles.serve.app import listening
 from rondo.roles.serve.prompt_work import prompt_work
 from rondo.roles.serve.service import Service
 from tests.sglang.servers import Served
@@ -32,7 +32,8 @@ async def test_an_agent_on_sglang_gets_its_tokens_and_leaves_an_exact_trajectory
         async with (
             prompt_work(str(served.model)) as work,
             listening(
-                server(Service(engine, tokenizer, work, "m", max_length=256, control=False, seeds=False), TOKEN),
+                Service(engine, tokenizer, work, "m", max_length=256, control=False, seeds=False),
+                [TOKEN],
                 "127.0.0.1",
                 0,
             ) as url,
@@ -84,7 +85,8 @@ async def test_an_answer_is_streamed_as_it_grows_and_is_that_of_one_part_cut_at_
         async with (
             prompt_work(str(served.model)) as work,
             listening(
-                server(Service(engine, tokenizer, work, "m", max_length=256, control=False, seeds=False), TOKEN),
+                Service(engine, tokenizer, work, "m", max_length=256, control=False, seeds=False),
+                [TOKEN],
                 "127.0.0.1",
                 0,
             ) as url,

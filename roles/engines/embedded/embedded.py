@@ -86,10 +86,10 @@ def slot_engine(
 
 
 _Told = tuple[Callable[[Prefix], None], Prefix]
-_Outcome = tuple[asyncio.Future[Any], Any, Exception | None]
-"""(whose, value, error): settled on the event loop after the turn."""
-_Command = Callable[[list[_Outcome]], None]
-"""What a turn carries out between two steps, and adds the outcomes of."""
+_Outcome = tuple[asyncio.Future[Any], Any]
+"""(whose, value or error): settled on the event loop after the turn."""
+_Command = Callable[[], None]
+"""What a turn carries out between two steps."""
 
 
 class EmbeddedEngine:
@@ -126,7 +126,7 @@ class EmbeddedEngine:
         self._moved_at = PROCESS.clock()
         # The rest belongs to the turn.
         self._running: dict[str, asyncio.Future[Completion]] = {}
-        self._watched: dict[str, Callable[[Prefix], None]] = {}
+        self._outcomes: list[_Outcome] = []
         self._torn: Exception | None = None
 
     @property
@@ -155,11 +155,11 @@ class EmbeddedEngine:
         done = self._future()
         self._ids.add(request.id)
         try:
-            self._send(lambda outcomes: self._begin(request, done, outcomes))
+            self._send(lambda: self._begin(request, done))
             async with waiting("generate", peer="engine", deadline_s=STALL_S, moved=self._moved):
                 return await done
         except (asyncio.CancelledError, DeadlineExceeded):
-            self._send(lambda _: self._drop(request.id, done), even_closed=True)
+            self._send(lambda: self._drop(request.id, done), even_closed=True)
             raise
         finally:
             self._ids.discard(request.id)
@@ -167,12 +167,12 @@ class EmbeddedEngine:
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._ids:
-            self._send(lambda outcomes: self._end(request_id, outcomes), even_closed=True)
+            self._send(lambda: self._end(request_id), even_closed=True)
 
     async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         done, withdrawn = self._future(), False
         try:
-            self._send(lambda outcomes: self._load(version, tensors, done, withdrawn, outcomes))
+            self._send(lambda: self._load(version, tensors, done, withdrawn))
             async with waiting("update weights", peer="engine", deadline_s=STALL_S, moved=self._moved):
                 await asyncio.shield(done)
         except (asyncio.CancelledError, DeadlineExceeded):
@@ -188,7 +188,7 @@ class EmbeddedEngine:
         """Stops between two steps until `resume`: on return nothing is being sampled. Sequences keep slot and cache; requests and
         weights are taken meanwhile."""
         self._paused = True
-        await self._compute(_nothing)  # behind the turn that is under way
+        await self._compute(lambda: None)  # behind the turn that is under way
 
     @property
     def _stands(self) -> bool:
@@ -240,13 +240,9 @@ class EmbeddedEngine:
                 outcomes, told = await self._compute(self._turn)
                 for progress, so_far in told:
                     asyncio.get_running_loop().call_soon(progress, so_far)  # apart, so that its errors end no turn
-                for future, value, error in outcomes:
-                    if future.done():
-                        continue  # its caller was cancelled
-                    if error is None:
-                        future.set_result(value)
-                    else:
-                        future.set_exception(error)
+                for future, outcome in outcomes:
+                    if not future.done():  # else its caller was cancelled
+                        (future.set_exception if isinstance(outcome, Exception) else future.set_result)(outcome)
             if self._slots.asleep and self._slots.has_work and self._closed is None and self._wake is not None:
                 self._wake()
         except BaseException as error:
@@ -265,76 +261,59 @@ class EmbeddedEngine:
 
     def _turn(self) -> tuple[list[_Outcome], list[_Told]]:
         """On the compute thread: steps until `turn_s` is over, or nothing is left to do, or `pause` or `close`."""
-        outcomes: list[_Outcome] = []
         until = self._clock() + self._turn_s
         while self._closed is None:
             while self._inbox:
-                self._inbox.popleft()(outcomes)
+                self._inbox.popleft()()
             if not self._slots.has_work or self._stands:
                 break
             try:
                 ended = self._slots.step()
             except Exception as error:  # noqa: BLE001 - whatever it is, those who wait for it get it
-                self._fail_running(error, outcomes)
+                self._fail_running(error)
                 break
             for each in ended:
-                done = self._running.pop(each.request_id)
-                outcomes.append((done, None, each.error) if isinstance(each, Failed) else (done, each, None))
+                outcome = each.error if isinstance(each, Failed) else each
+                self._outcomes.append((self._running.pop(each.request_id), outcome))
             if self._clock() >= until:
                 break
-        return outcomes, self._progress() if self._watched else []
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes, self._slots.so_far()
 
-    def _progress(self) -> list[_Told]:
-        """What the watched requests have by now. Those that have ended are forgotten."""
-        self._watched = {name: told for name, told in self._watched.items() if name in self._running}
-        return [(self._watched[name], so_far) for name, so_far in self._slots.so_far(self._watched)]
-
-    def _begin(self, request: Request, done: asyncio.Future[Completion], outcomes: list[_Outcome]) -> None:
+    def _begin(self, request: Request, done: asyncio.Future[Completion]) -> None:
         if self._torn is not None:
-            outcomes.append((done, None, self._torn))
+            self._outcomes.append((done, self._torn))
             return
         self._slots.add(request)
         self._running[request.id] = done
-        if request.progress is not None:
-            self._watched[request.id] = request.progress
 
-    def _end(self, request_id: str, outcomes: list[_Outcome]) -> None:
+    def _end(self, request_id: str) -> None:
         if (completion := self._slots.cancel(request_id)) is not None:
-            outcomes.append((self._running.pop(request_id), completion, None))
+            self._outcomes.append((self._running.pop(request_id), completion))
 
     def _drop(self, request_id: str, done: asyncio.Future[Completion]) -> None:
         """The caller of this `generate` is gone."""
         if self._running.get(request_id) is done:
             del self._running[request_id]
-            self._watched.pop(request_id, None)
             self._slots.cancel(request_id)
 
     def _load(
-        self,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        done: asyncio.Future[None],
-        withdrawn: bool,
-        outcomes: list[_Outcome],
+        self, version: int, tensors: Mapping[str, torch.Tensor], done: asyncio.Future[None], withdrawn: bool
     ) -> None:
         error: Exception | None = None
         if not withdrawn:
             try:
                 interrupted = self._slots.load_weights(version, tensors)
-                outcomes += [(self._running.pop(each.request_id), each, None) for each in interrupted]
+                self._outcomes += [(self._running.pop(each.request_id), each) for each in interrupted]
                 self._torn = None
             except ConfigError as refused:  # before anything was written
                 error = refused
             except Exception as torn:  # noqa: BLE001 - handed to everyone who waits, and kept
                 error = self._torn = torn
-                self._fail_running(torn, outcomes)
-        outcomes.append((done, None, error))
+                self._fail_running(torn)
+        self._outcomes.append((done, error))
 
-    def _fail_running(self, error: Exception, outcomes: list[_Outcome]) -> None:
-        outcomes += [(done, None, error) for done in self._running.values()]
+    def _fail_running(self, error: Exception) -> None:
+        self._outcomes += [(done, error) for done in self._running.values()]
         self._running.clear()
         self._slots.clear()
-
-
-def _nothing() -> None:
-    """What a pause computes."""

@@ -24,13 +24,11 @@ class Recorder:
         routing = Routing.of(model)
         if routing is None:
             raise no_experts(model)
-        shape = (num_slots, max_length, routing.num_layers, routing.top_k)
+        self._routing, self._layers = routing, sorted(routers_of(model))
+        shape = (num_slots, max_length, len(self._layers), routing.top_k)
         device = next(model.parameters()).device
         self._kept = torch.zeros(shape, dtype=getattr(torch, routing.dtype.name), device=device)
         self._heard: dict[int, torch.Tensor] = {}
-        # Where every layer has experts, all of a token are written at once.
-        layers = sorted(routers_of(model))
-        self._layers = None if len(layers) == routing.num_layers else torch.tensor(layers, device=device)
         listen(model, self._hear)
 
     def _hear(self, layer: int, experts: torch.Tensor) -> None:
@@ -38,20 +36,12 @@ class Recorder:
 
     def tokens(self, rows: torch.Tensor, at: torch.Tensor) -> None:
         """The forward that has just run took one token for each of these slots, at these places; int64 [n] both."""
-        found = self._taken()
-        if self._layers is None:
-            self._kept[rows, at] = found
-        else:
-            self._kept[rows[:, None], at[:, None], self._layers] = found
+        self._kept[rows, at] = self._taken()
 
     def prompts(self, slots: torch.Tensor) -> None:
         """The forward that has just run took prompts, padded on the right to one length, for these slots; int64 [m]."""
         found = self._taken().unflatten(0, (len(slots), -1))
-        if self._layers is None:
-            self._kept[slots, : found.shape[1]] = found
-        else:
-            at = torch.arange(found.shape[1], device=slots.device)
-            self._kept[slots[:, None, None], at[:, None], self._layers] = found
+        self._kept[slots, : found.shape[1]] = found
 
     def _taken(self) -> torch.Tensor:
         """What was heard since the last time, [N, layers with experts, top_k]."""
@@ -63,6 +53,7 @@ class Recorder:
         self._kept[target, :length] = self._kept[source, :length]
 
     def read(self, slot: int, length: int) -> np.ndarray:
-        """A copy, uint8 or int16 [length, layers, top_k]."""
-        found: np.ndarray = self._kept[slot, :length].cpu().numpy().copy()
+        """A copy, uint8 or int16 [length, layers, top_k]; zeros in layers without experts."""
+        found = np.zeros((length, self._routing.num_layers, self._routing.top_k), self._routing.dtype)
+        found[:, self._layers] = self._kept[slot, :length].cpu().numpy()
         return found

@@ -1,6 +1,6 @@
 """How a token is drawn from logits: counter-based uniforms, inverse CDF, and the log-prob that the trainer will see.
 
-Owns the random numbers of generation and the sampling parameters of every slot. Owns no model and no sequence.
+Owns the random numbers of generation and the draw. Owns no model and no sequence.
 
 Invariant: the draw at position p of a sample is a function of (its seed, p, its logits). Slot, batch, engine and retries do
 not enter: `uniform(seed, p)` is a hash, there is no generator state to carry or to lose.
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-
-from rondo.roles.engines.engine import SamplingParams
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -64,55 +62,37 @@ def likeliest(logits_V: torch.Tensor, temperature: float, count: int) -> tuple[n
     return tokens.cpu().numpy(), values.cpu().numpy()
 
 
-class Sampler:
-    """The sampling parameters of every slot, and the draw for some of them. Called by the slot engine alone."""
+DRAWN = np.dtype([("temperature", np.float32), ("top_k", np.int64), ("top_p", np.float32)], align=True)
+"""How one sample is drawn, as in `SamplingParams`."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._temperature = np.ones(num_slots, np.float32)
-        self._greedy = np.zeros(num_slots, np.bool_)
-        self._top_k = np.full(num_slots, -1, np.int64)
-        self._top_p = np.ones(num_slots, np.float32)
 
-    def set(self, slot: int, params: SamplingParams) -> None:
-        self._greedy[slot] = params.temperature == 0.0
-        self._temperature[slot] = params.temperature or 1.0
-        self._top_k[slot] = params.top_k
-        self._top_p[slot] = params.top_p
+def draw(logits_NV: torch.Tensor, drawn_N: np.ndarray, uniforms_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One token a row: (int64 [N], float32 [N] log-probs after temperature, before top-k and top-p).
 
-    def move(self, source: int, target: int) -> None:
-        for column in (self._temperature, self._greedy, self._top_k, self._top_p):
-            column[target] = column[source]
-
-    def draw(
-        self, logits_NV: torch.Tensor, slots_N: np.ndarray, uniforms_N: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws one token a row: (int64 [N], float32 [N] log-probs after temperature, before top-k and top-p).
-
-        Row i of the logits (any float dtype, any device) belongs to `slots_N[i]`. A row that holds a NaN gets the log-prob
-        NaN; the caller checks.
-        """
-        device = logits_NV.device
-        scaled = logits_NV.float()
-        temperature_N = self._temperature[slots_N]
-        if (temperature_N != 1.0).any():
-            scaled = scaled / torch.from_numpy(temperature_N).to(device)[:, None]
-        probs_NV = scaled.softmax(-1)
-        kept_NV = probs_NV
-        top_k_N, top_p_N = self._top_k[slots_N], self._top_p[slots_N]
-        filtered = np.flatnonzero((top_k_N > 0) | (top_p_N < 1.0))
-        if filtered.size:
-            rows = torch.from_numpy(filtered).to(device)
-            top_k, top_p = (torch.from_numpy(column[filtered]).to(device) for column in (top_k_N, top_p_N))
-            kept_NV = probs_NV.index_copy(0, rows, keep_top(probs_NV[rows], top_k, top_p))
-        upto_NV = kept_NV.cumsum(-1)
-        threshold_N1 = upto_NV[:, -1:] * torch.from_numpy(uniforms_N).to(device)[:, None]
-        # `right`: the first entry strictly above the threshold, so a token of probability 0 is never drawn.
-        tokens_N1 = torch.searchsorted(upto_NV, threshold_N1, right=True)
-        greedy_N = self._greedy[slots_N]
-        if greedy_N.any():
-            tokens_N1 = torch.where(
-                torch.from_numpy(greedy_N).to(device)[:, None], scaled.argmax(-1, keepdim=True), tokens_N1
-            )
-        tokens_N1.clamp_(max=logits_NV.shape[-1] - 1)  # only rows with NaN exceed it
-        log_probs_N1 = probs_NV.gather(-1, tokens_N1).log_()
-        return tokens_N1[:, 0].cpu().numpy(), log_probs_N1[:, 0].cpu().numpy()
+    Row i of the logits (any float dtype, any device) is drawn as `drawn_N[i]` says, of `DRAWN`. A row that holds a NaN gets the
+    log-prob NaN; the caller checks.
+    """
+    device = logits_NV.device
+    scaled = logits_NV.float()
+    temperature_N, top_k_N, top_p_N = (drawn_N[name].copy() for name in DRAWN.names or ())
+    greedy_N = temperature_N == 0.0
+    temperature_N[greedy_N] = 1.0
+    if (temperature_N != 1.0).any():
+        scaled = scaled / torch.from_numpy(temperature_N).to(device)[:, None]
+    probs_NV = scaled.softmax(-1)
+    kept_NV = probs_NV
+    filtered = np.flatnonzero((top_k_N > 0) | (top_p_N < 1.0))
+    if filtered.size:
+        rows = torch.from_numpy(filtered).to(device)
+        top_k, top_p = (torch.from_numpy(column[filtered]).to(device) for column in (top_k_N, top_p_N))
+        kept_NV = probs_NV.index_copy(0, rows, keep_top(probs_NV[rows], top_k, top_p))
+    upto_NV = kept_NV.cumsum(-1)
+    threshold_N1 = upto_NV[:, -1:] * torch.from_numpy(uniforms_N).to(device)[:, None]
+    # `right`: the first entry strictly above the threshold, so a token of probability 0 is never drawn.
+    tokens_N1 = torch.searchsorted(upto_NV, threshold_N1, right=True)
+    if greedy_N.any():
+        rows = torch.from_numpy(greedy_N).to(device)[:, None]
+        tokens_N1 = torch.where(rows, scaled.argmax(-1, keepdim=True), tokens_N1)
+    tokens_N1.clamp_(max=logits_NV.shape[-1] - 1)  # only rows with NaN exceed it
+    log_probs_N1 = probs_NV.gather(-1, tokens_N1).log_()
+    return tokens_N1[:, 0].cpu().numpy(), log_probs_N1[:, 0].cpu().numpy()

@@ -16,7 +16,7 @@ or by copying from a sample still in flight under the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -25,10 +25,16 @@ import numpy as np
 import torch
 
 from rondo.models.media.inputs import MediaInputs
-from rondo.roles.engines.embedded.sampler import Sampler, likeliest, uniforms
+from rondo.roles.engines.embedded.sampler import DRAWN, draw, likeliest, uniforms
 from rondo.roles.engines.embedded.waiting import Waiting
 from rondo.roles.engines.engine import Completion, EngineStats, FinishReason, Prefix, Request, Top, experts_of_whole
 from rondo.runtime.errors import ConfigError, CorruptData
+
+_COUNTED = (
+    "num_completed", "num_cancelled", "num_interrupted", "tokens_generated", "decode_steps", "prefill_tokens",
+    "shared_prompt_tokens",
+)  # fmt: skip
+"""Of `EngineStats`, what only grows."""
 
 
 class Prefill(NamedTuple):
@@ -89,12 +95,9 @@ class Forward(Protocol):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Prompt:
-    """A prompt whose cache lies in at least one slot in flight; it dies with the last of them.
+    """A prompt whose cache lies in at least one slot in flight; it dies with the last of them. `logits` [vocab] is what follows
+    it, None while it is being computed."""
 
-    `row` is its row of this step's logits while it is being computed; afterwards `logits` [vocab] is what follows it.
-    """
-
-    row: int
     logits: torch.Tensor | None = None
 
 
@@ -102,6 +105,7 @@ class _Prompt:
 class _Running:
     request: Request
     prompt: _Prompt
+    stops: frozenset[int]
     top: list[tuple[np.ndarray, np.ndarray]] | None = None
     """For each token that was sampled here the likeliest ones, of requests that want them."""
 
@@ -156,22 +160,18 @@ class SlotEngine:
         self.asleep = False
         self._max_prefill_tokens = max_prefill_tokens
         self._fixed_shapes = fixed_shapes
-        self._sampler = Sampler(num_slots)
         self._waiting = Waiting()
         self._running: list[_Running] = []
         self._prompts: WeakValueDictionary[bytes, _Prompt] = WeakValueDictionary()
-        shape = (num_slots, max_length)
-        self._tokens = np.zeros(shape, np.int32)
-        self._log_probs = np.zeros(shape, np.float32)
-        self._versions = np.zeros(shape, np.int32)
-        self._uniforms = np.zeros(shape, np.float32)
-        self._length = np.zeros(num_slots, np.int64)
-        self._limit = np.zeros(num_slots, np.int64)
-        self._stop_ids = np.full((num_slots, 1), -1, np.int64)
+        # A row a slot. What a token has is of each place of its sequence; `limit` is the length at which that ends.
+        each = {"tokens": np.int32, "log_probs": np.float32, "versions": np.int32, "uniforms": np.float32}
+        columns = [(name, dtype, (max_length,)) for name, dtype in each.items()]
+        counts = [("length", np.int64), ("limit", np.int64), ("drawn", DRAWN)]
+        self._slots = slots = np.zeros(num_slots, np.dtype([*columns, *counts], align=True))
+        self._tokens, self._log_probs, self._versions, self._uniforms = (slots[name] for name in each)
+        self._length, self._limit, self._drawn = slots["length"], slots["limit"], slots["drawn"]
         self._all_slots = np.arange(num_slots)
-        self._num_wanting_top = 0
-        self._num_completed = self._num_cancelled = self._num_interrupted = 0
-        self._tokens_generated = self._decode_steps = self._prefill_tokens = self._shared_prompt_tokens = 0
+        self._counts = dict.fromkeys(_COUNTED, 0)
 
     @property
     def held(self) -> bool:
@@ -231,7 +231,7 @@ class SlotEngine:
         """Ends a request with what it has; None if it is not here (any more)."""
         waiting = self._waiting.pop(request_id)
         if waiting is not None:
-            self._num_cancelled += 1
+            self._counts["num_cancelled"] += 1
             empty = np.zeros(0, np.int32)
             has = waiting.prefix or Prefix(empty, np.zeros(0, np.float32), empty)
             return Completion(
@@ -247,7 +247,6 @@ class SlotEngine:
         """Drops every request. The next step starts from an empty cache."""
         self._waiting.clear()
         self._running.clear()
-        self._num_wanting_top = 0
         self._prompts.clear()
         self._forward.clear()
 
@@ -274,15 +273,13 @@ class SlotEngine:
                 self._waiting.put_first(request.resumed(completion))
         return [completion for request, completion in reversed(taken) if request.on_new_weights == "interrupt"]
 
-    def so_far(self, request_ids: Container[str]) -> list[tuple[str, Prefix]]:
-        """(id, what was sampled) of these requests, as far as they run and have a token."""
+    def so_far(self) -> list[tuple[Callable[[Prefix], None], Prefix]]:
+        """(whom to tell, what was sampled) of the requests whose progress is asked for, as far as they run and have a token."""
         found = []
         for slot, running in enumerate(self._running):
             request = running.request
-            span = slice(request.prompt.size, int(self._length[slot]))
-            if request.id in request_ids and span.stop > span.start:
-                tokens, log_probs, versions = self._sampled(slot, span)
-                found.append((request.id, Prefix(tokens, log_probs, versions, _top(running, len(tokens)))))
+            if request.progress is not None and self._length[slot] > request.prompt.size:
+                found.append((request.progress, self._sampled(slot)))
         return found
 
     def progress(self) -> dict[str, int]:
@@ -294,79 +291,61 @@ class SlotEngine:
         }
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            version=self.version,
-            num_slots=self.num_slots,
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_completed=self._num_completed,
-            num_cancelled=self._num_cancelled,
-            tokens_generated=self._tokens_generated,
-            decode_steps=self._decode_steps,
-            prefill_tokens=self._prefill_tokens,
-            shared_prompt_tokens=self._shared_prompt_tokens,
-            num_interrupted=self._num_interrupted,
-        )
+        return EngineStats(self.version, self.num_slots, len(self._running), len(self._waiting), **self._counts)
 
     @torch.inference_mode()
     def step(self) -> list[Completion | Failed]:
         """Samples one token for every sequence in flight, new ones included, and returns those that ended."""
         num_decode = len(self._running)
-        rows = list(range(num_decode))
         prompts: list[Prefill] = []
-        copies: list[tuple[int, int, int]] = []
-        known: list[torch.Tensor] = []
         computed: list[_Prompt] = []
+        copies: list[tuple[int, int, int]] = []
         budget = self._max_prefill_tokens
         while self._waiting and len(self._running) < self.num_slots:
             request = self._waiting.first()
             slot, media = len(self._running), request.media
             tokens = request.sequence.astype(np.int64)
-            num_tokens = tokens.size
             key = tokens.tobytes() + (media.key.encode() if media is not None else b"")
             prompt = self._prompts.get(key)
-            if prompt is not None and prompt.logits is not None and not self._forward.keeps_prefixes:
-                prompt = None
-            holder = self._holder(prompt)
-            if prompt is None or holder is None:
-                cost = num_tokens + (media.encoder_positions if media is not None else 0)
+            if prompt is None or (prompt.logits is not None and not self._forward.keeps_prefixes):
+                cost = tokens.size + (media.encoder_positions if media is not None else 0)
                 if prompts and cost > budget:
                     break
                 budget -= cost
-                prompt = self._prompts[key] = _Prompt(row=num_decode + len(prompts))
+                prompt = self._prompts[key] = _Prompt()
                 prompts.append(Prefill(slot, tokens, media))
                 computed.append(prompt)
-                self._prefill_tokens += num_tokens
+                self._counts["prefill_tokens"] += tokens.size
             else:
-                copies.append((holder, slot, num_tokens))
-                self._shared_prompt_tokens += num_tokens
-            if prompt.logits is None:
-                rows.append(prompt.row)
-            else:
-                known.append(prompt.logits)
-                rows.append(-len(known))  # counted from the end, see below
+                holder = next(slot for slot, running in enumerate(self._running) if running.prompt is prompt)
+                copies.append((holder, slot, tokens.size))
+                self._counts["shared_prompt_tokens"] += tokens.size
             self._waiting.pop(request.id)
             self._place(slot, request)
-            self._running.append(_Running(request, prompt, [] if request.params.num_top else None))
-            self._num_wanting_top += request.params.num_top > 0
-        if not rows:
+            params = request.params
+            self._running.append(
+                _Running(request, prompt, frozenset(params.stop_token_ids), [] if params.num_top else None)
+            )
+        if not self._running:
             return []
-        if num_decode or prompts:
-            logits_NV = self._compute(num_decode, prompts)
-            for prompt in computed:
-                prompt.logits = logits_NV[prompt.row].clone()
-        if known:
-            logits_NV = torch.cat([logits_NV, torch.stack(known[::-1])])
+        logits_NV = self._compute(num_decode, prompts)
+        for prompt, logits_V in zip(computed, logits_NV[num_decode:], strict=True):
+            prompt.logits = logits_V.clone()
+        if copies:
+            new = [running.prompt.logits for running in self._running[num_decode:]]
+            logits_NV = torch.stack([*logits_NV[:num_decode], *(each for each in new if each is not None)])
         for source, target, length in copies:
             self._forward.copy(source, target, length)
-        return self._record(logits_NV[rows] if copies else logits_NV)
+        return self._record(logits_NV)
 
     def _compute(self, num_decode: int, prompts: list[Prefill]) -> torch.Tensor:
-        """The logits [num_decode + num_prompts, vocab]: one forward, or many of fixed shapes."""
+        """The logits [num_decode + num_prompts, vocab]: one forward, many of fixed shapes, or none where there is nothing new."""
+        if not num_decode and not prompts:
+            return torch.empty(0, 0)
         decode = self._all_slots[:num_decode]
         positions = self._length[:num_decode] - 1
         tokens = self._tokens[decode, positions].astype(np.int64)
-        self._decode_steps += num_decode > 0
+        self._counts["decode_steps"] += num_decode > 0
         if not self._fixed_shapes:
             return self._forward(Batch(tokens, positions, tuple(prompts)))
         nothing = np.zeros(0, np.int64)
@@ -383,16 +362,19 @@ class SlotEngine:
         """Draws the next token of slots 0 .. N - 1 and ends those that are done."""
         num_running = len(self._running)
         slots, at = self._all_slots[:num_running], self._length[:num_running]
-        tokens, log_probs = self._sampler.draw(logits_NV, slots, self._uniforms[slots, at])
+        tokens, log_probs = draw(logits_NV, self._drawn[:num_running], self._uniforms[slots, at])
         broken = ~np.isfinite(log_probs)
         self._tokens[slots, at] = tokens
         self._log_probs[slots, at] = log_probs
         self._versions[slots, at] = self.version
-        if self._num_wanting_top:
-            self._record_top(logits_NV)
+        for slot, running in enumerate(self._running):
+            if running.top is not None:
+                params = running.request.params
+                running.top.append(likeliest(logits_NV[slot], params.temperature, params.num_top))
         at += 1  # a view of the lengths
-        self._tokens_generated += num_running
-        stopped = (self._stop_ids[:num_running] == tokens[:, None]).any(1)
+        self._counts["tokens_generated"] += num_running
+        pairs = zip(self._running, tokens.tolist(), strict=True)
+        stopped = np.fromiter((token in running.stops for running, token in pairs), np.bool_, num_running)
         ended = np.flatnonzero(broken | stopped | (at >= self._limit[:num_running]))
         # From the last to the first, so that the slot which moves into a freed one is never itself about to end.
         return [
@@ -400,50 +382,34 @@ class SlotEngine:
             for slot in map(int, ended[::-1])
         ]
 
-    def _record_top(self, logits_NV: torch.Tensor) -> None:
-        for slot, running in enumerate(self._running):
-            if running.top is not None:
-                params = running.request.params
-                running.top.append(likeliest(logits_NV[slot], params.temperature, params.num_top))
-
-    def _holder(self, prompt: _Prompt | None) -> int | None:
-        """A slot whose cache begins with the prompt."""
-        return next((slot for slot, running in enumerate(self._running) if running.prompt is prompt), None)
-
     def _place(self, slot: int, request: Request) -> None:
         """Writes a request's state into a free slot."""
         params, size, sequence, has = request.params, request.prompt.size, request.sequence, request.prefix
         start, end = sequence.size, size + params.max_new_tokens
-        self._sampler.set(slot, params)
+        self._drawn[slot] = params.temperature, params.top_k, params.top_p
         self._tokens[slot, :start] = sequence
         if has is not None:
             self._log_probs[slot, size:start], self._versions[slot, size:start] = has.log_probs, has.policy_versions
         self._uniforms[slot, start:end] = uniforms(request.seed, start, end - start)
         self._length[slot], self._limit[slot] = start, end
-        num_stop = len(params.stop_token_ids)
-        if num_stop > self._stop_ids.shape[1]:
-            more = num_stop - self._stop_ids.shape[1]
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=-1)
-        self._stop_ids[slot, :num_stop] = params.stop_token_ids
-        self._stop_ids[slot, num_stop:] = -1
 
-    def _sampled(self, slot: int, span: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Copies of a stretch of a slot: tokens, log-probs, versions."""
-        return self._tokens[slot, span].copy(), self._log_probs[slot, span].copy(), self._versions[slot, span].copy()
+    def _sampled(self, slot: int) -> Prefix:
+        """Copies of what a slot has."""
+        running, span = self._running[slot], slice(self._running[slot].request.prompt.size, int(self._length[slot]))
+        tokens, log_probs, versions = (
+            column[slot, span].copy() for column in (self._tokens, self._log_probs, self._versions)
+        )
+        return Prefix(tokens, log_probs, versions, _top(running, len(tokens)))
 
     def _finish(self, slot: int, reason: FinishReason) -> Completion:
         """Takes a sequence out with what it has."""
-        request = self._running[slot].request
-        span = slice(request.prompt.size, int(self._length[slot]))
-        tokens, log_probs, versions = self._sampled(slot, span)
-        top = _top(self._running[slot], len(tokens))
-        told = None if self._experts is None else self._experts(slot, span.stop - 1)  # the newest is not in the cache
+        request, has = self._running[slot].request, self._sampled(slot)
+        length = int(self._length[slot]) - 1  # the newest is not in the cache
+        told = None if self._experts is None else self._experts(slot, length)
         experts = experts_of_whole(request.prefix, told)
-        completion = Completion(request.id, tokens, log_probs, versions, reason, experts, top)
+        completion = Completion(request.id, has.tokens, has.log_probs, has.policy_versions, reason, experts, has.top)
         self._free(slot)
-        self._num_cancelled += reason == "cancelled"
-        self._num_interrupted += reason == "interrupted"
-        self._num_completed += reason in ("stop", "length")
+        self._counts["num_completed" if reason in ("stop", "length") else f"num_{reason}"] += 1
         return completion
 
     def _failed(self, slot: int) -> Failed:
@@ -461,16 +427,12 @@ class SlotEngine:
 
     def _free(self, slot: int) -> None:
         """Closes the gap that a sequence leaves with the last slot."""
-        self._num_wanting_top -= self._running[slot].request.params.num_top > 0
         moved = self._running.pop()
         last = len(self._running)
         if slot != last:
             self._running[slot] = moved
             self._forward.copy(last, slot, int(self._length[last]) - 1)
-            self._sampler.move(last, slot)
-            for row in (self._tokens, self._log_probs, self._versions, self._uniforms, self._stop_ids):
-                row[slot] = row[last]
-            self._length[slot], self._limit[slot] = self._length[last], self._limit[last]
+            self._slots[slot] = self._slots[last]
 
 
 def _top(running: _Running, num_tokens: int) -> Top | None:

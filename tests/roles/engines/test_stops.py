@@ -134,7 +134,7 @@ async def test_every_engine_and_the_server_end_it_alike() -> None:
     assert (TOKENIZER.decode(done.tokens), done.finish_reason) == ("so <b>7</b>", "stop")
     requests = Requests(cast(Any, Growing("so <b>7</b> and")), TOKENIZER)
     answer = await requests.answer(Ask("r", asked().prompt, asked().params, 7, stops=("</b>",)))
-    assert answer.tokens.tolist() == done.tokens.tolist() and answer.text == "so <b>7"
+    assert answer.sampled.tokens.tolist() == done.tokens.tolist() and answer.text == "so <b>7"
     assert answer.finish is not None and (answer.finish.kind, answer.finish.matched) == ("stop", "</b>")
 
 

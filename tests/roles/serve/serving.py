@@ -23,7 +23,7 @@ from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine
 from rondo.roles.engines.embedded.slots import Batch, SlotEngine
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.serve.app import listening, server
+from rondo.roles.serve.app import listening
 from rondo.roles.serve.prompt_work import Lane, PromptWork
 from rondo.roles.serve.prompt_worker import do
 from rondo.roles.serve.requests import Requests
@@ -202,9 +202,8 @@ async def serving(
         engine = EmbeddedEngine(slots, compute, turn_s=turn_s)
         settings |= {"tells_experts": experts is not None}
         service = Service(engine, own, work or in_thread(own), MODEL, max_length=max_length, **settings)
-        app = server(service, TOKEN)
         try:
-            async with listening(app, "127.0.0.1", 0) as url, SGLangClient(url, api_key=TOKEN) as client:
+            async with listening(service, [TOKEN], "127.0.0.1", 0) as url, SGLangClient(url, api_key=TOKEN) as client:
                 async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as agent:
                     yield Served(url, client, agent, engine, speaker, service.requests, service.trajectories)
         finally:

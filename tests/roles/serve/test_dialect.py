@@ -263,7 +263,8 @@ async def test_the_pause_of_mode_abort_ends_what_is_in_flight_and_keeps_the_rest
         go_on.set()
         await pausing
         assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"
-        waiting = asyncio.create_task(served.post("/generate", asking(5, rid="waits")))
+        late = asking(5, rid="waits", top_logprobs_num=2)
+        waiting = asyncio.create_task(served.post("/generate", late))
         await until(lambda: served.requests.num_asked > 0)
         assert (await refused(served, {}, "/flush_cache"))[0] == 400
         await served.post("/abort_request", {"rid": "waits"})

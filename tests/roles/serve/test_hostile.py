@@ -8,8 +8,11 @@ import json
 from typing import Any
 
 import orjson
+import pytest
 
+from rondo.roles.serve.conversation import messages_of
 from rondo.roles.serve.service import SLICE, in_slices, parsed
+from rondo.runtime.errors import ConfigError
 from tests.roles.serve.serving import MODEL, TOKEN, prompt_ids, serving, tokenizer
 
 CHAT, TEXTS, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -97,6 +100,20 @@ async def test_fields_that_the_template_names_or_that_answers_have_may_come_back
     finally:
         own.chat_template = plain
     assert "hi!" in told["choices"][0]["message"]["content"]
+
+
+def test_a_message_of_many_names_is_refused_after_one_look_at_the_template() -> None:
+    class Template:
+        num_looks = 0
+
+        def __str__(self) -> str:
+            self.num_looks += 1
+            return "{{ message.content }}"
+
+    template = Template()
+    with pytest.raises(ConfigError, match=r"messages\[0\] must have known fields only, got 'x0'"):
+        messages_of([USER | {f"x{number}": 1 for number in range(1000)}], template)
+    assert template.num_looks == 1
 
 
 async def test_a_token_that_is_no_text_is_a_wrong_one() -> None:

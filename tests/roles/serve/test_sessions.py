@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rondo.models.tiny.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
-from rondo.roles.engines.engine import Completion, Request, SamplingParams
+from rondo.roles.engines.engine import Completion, Prefix, Request, SamplingParams
 from rondo.roles.engines.sglang.client import ServerError
 from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.requests import Answer, Ask, Finish
@@ -172,7 +172,7 @@ async def call(kept: Trajectories, session: str, prompt: str, sampled: str, name
         made = await kept.prompt(session, prompt, encoded)
         versions, log_probs = np.full(size, 3, np.int32), np.full(size, -0.5, np.float32)
         ask = Ask(name, made.tokens, SamplingParams(99), 0, index)
-        kept.record(session, made, ask, Answer(tokens, log_probs, versions, sampled, Finish("stop")), sampled)
+        kept.record(session, made, ask, Answer(Prefix(tokens, log_probs, versions), sampled, Finish("stop")), sampled)
     return made
 
 

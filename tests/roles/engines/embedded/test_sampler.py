@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rondo.roles.engines import ranges
-from rondo.roles.engines.embedded.sampler import Sampler, keep_top, uniforms
+from rondo.roles.engines.embedded import sampler
+from rondo.roles.engines.embedded.sampler import DRAWN, keep_top, uniforms
 from rondo.roles.engines.engine import Request, SamplingParams
 from rondo.runtime.errors import ConfigError
 
@@ -27,10 +28,8 @@ def splitmix(state: int) -> int:
 def draw(
     logits: list[list[float]] | torch.Tensor, us: list[float], params: list[SamplingParams]
 ) -> tuple[np.ndarray, np.ndarray]:
-    sampler = Sampler(len(params))
-    for slot, each in enumerate(params):
-        sampler.set(slot, each)
-    return sampler.draw(torch.as_tensor(logits), np.arange(len(params)), np.array(us, np.float32))
+    drawn = np.array([(each.temperature, each.top_k, each.top_p) for each in params], DRAWN)
+    return sampler.draw(torch.as_tensor(logits), drawn, np.array(us, np.float32))
 
 
 def plain(**changes: Any) -> SamplingParams:
@@ -169,15 +168,6 @@ def test_a_row_draws_the_same_beside_any_others() -> None:
     for row in range(6):
         token, log_prob = draw(logits[row : row + 1], us[row : row + 1], params[row : row + 1])
         assert (token[0], log_prob[0]) == (tokens[row], log_probs[row])
-
-
-def test_parameters_move_with_their_slot() -> None:
-    sampler = Sampler(3)
-    sampler.set(2, plain(temperature=0.0))
-    sampler.move(2, 0)
-    logits = torch.tensor([[0.0, 5.0, 0.0]]).expand(2, -1)
-    tokens, _ = sampler.draw(logits, np.array([0, 1]), np.array([ALMOST_ONE, ALMOST_ONE]))
-    assert tokens.tolist() == [1, 2]
 
 
 def test_a_row_with_a_nan_shows_it_in_its_log_prob_alone() -> None:
