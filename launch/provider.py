@@ -31,6 +31,7 @@ _PERIOD_S = 2.0
 _ANSWER_S = 1.0
 _NUM_SAMPLES = 20
 _NUM_STEPS = 10
+_PARTITIONS = "partitions"
 
 
 class RunProvider:
@@ -56,15 +57,14 @@ class RunProvider:
             self._broadcast.close()
 
     async def _ask_all(self) -> None:
-        names = [
-            "coordinator",
-            *(f"{g.name}.{r}" for g in self._supervisor.snapshot().groups for r in range(g.num_ranks)),
-        ]
+        groups = self._supervisor.snapshot().groups
+        services = [COORDINATOR_NAME, *[group.name for group in groups if group.name == _PARTITIONS]]
+        names = [*services, *(f"{group.name}.{rank}" for group in groups for rank in range(group.num_ranks))]
         answers = await asyncio.gather(*(self._ask(name, "rondo.waits") for name in names))
         self._waits = [wait for answer in answers if answer is not None for wait in answer["waits"]]
         self._bus = await self._ask(COORDINATOR_NAME, "stats") or self._bus
-        if any(group.name == "partitions" for group in self._supervisor.snapshot().groups):
-            self._bus["partitions"] = await self._ask("partitions", "stats") or {}
+        if _PARTITIONS in services:
+            self._bus[_PARTITIONS] = await self._ask(_PARTITIONS, "stats") or {}
 
     async def _ask(self, name: str, method: str) -> Any:
         """A process's answer, or None from one that is starting, stopping or busy."""
@@ -113,7 +113,7 @@ class RunProvider:
     def metrics(self) -> Mapping[str, Any]:
         figures = {name: value for name, value in self._last_step.items() if isinstance(value, int | float)}
         groups = self._supervisor.snapshot().groups
-        partitions = self._bus.get("partitions", {}).items()
+        partitions = self._bus.get(_PARTITIONS, {}).items()
         return figures | {
             "partition_rows": {"partition": {name: part["rows"] for name, part in partitions}},
             "partition_live_bytes": {"partition": {name: part["live_bytes"] for name, part in partitions}},

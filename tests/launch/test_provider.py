@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from rondo.launch import provider as module
@@ -13,6 +15,7 @@ from rondo.launch.provider import RunProvider
 from rondo.runtime.admin.endpoint import prometheus_lines
 from rondo.runtime.supervision.orders import State
 from rondo.runtime.supervision.supervisor import Supervisor
+from tests.comm.partitions.world import TOKEN, served
 
 LEASE = {"name": "call lease", "waiter": "rollout-0.0", "peer": "coordinator", "seconds": 1.5}
 
@@ -47,11 +50,23 @@ async def test_a_run_is_not_ready_while_a_service_is_away(tmp_path: Path, state:
     assert provider.health()["ready"] is (state is State.READY)
 
 
-async def test_partitions_are_in_the_metrics_by_name_and_task(tmp_path: Path) -> None:
-    supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=[]))
-    provider = RunProvider(cast(Supervisor, supervisor), tmp_path, "t" * 32, tmp_path)
-    provider._bus = {"partitions": {"replay": {"rows": 7, "live_bytes": 640, "tasks": {"critic": {"ready": 3}}}}}
-    lines = list(prometheus_lines(provider.metrics()))
-    assert 'rondo_partition_rows{partition="replay"} 7' in lines
-    assert 'rondo_partition_live_bytes{partition="replay"} 640' in lines
-    assert 'rondo_partition_ready_rows{task="replay/critic"} 3' in lines
+async def test_partitions_in_use_are_shown_with_who_waits_for_them_and_in_the_metrics(tmp_path: Path) -> None:
+    async with served() as run:
+        part = (await run.bus("rollout-0")).partition("replay", capacity_bytes=1 << 16, chunk_bytes=1 << 16)
+        await part.put({"x": np.zeros((3, 10_000), np.uint8)})
+        reader = (await run.bus("critic-0")).partition("replay")
+        assert len(await reader.stream("critic", columns=["x"], batch=1).next() or ()) == 1
+        waiting = asyncio.create_task(part.put({"x": np.zeros((4, 10_000), np.uint8)}))
+        group = SimpleNamespace(name="partitions", num_ranks=1, restarts=0, rss_bytes=0)
+        supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=[group]))
+        provider = RunProvider(cast(Supervisor, supervisor), run.folder, TOKEN, tmp_path)
+        await provider._ask_all()
+        waiting.cancel()
+        for ref in provider._refs.values():
+            ref.close()
+    shown, lines = provider.bus()["partitions"]["replay"], list(prometheus_lines(provider.metrics()))
+    assert (shown["rows"], shown["tasks"]["critic"]["claimed"]) == (3, 1)
+    assert ("partition room", "partition replay") in [(wait["name"], wait["peer"]) for wait in provider.waits()]
+    assert 'rondo_partition_rows{partition="replay"} 3' in lines
+    assert f'rondo_partition_live_bytes{{partition="replay"}} {shown["live_bytes"]}' in lines
+    assert 'rondo_partition_ready_rows{task="replay/critic"} 2' in lines
