@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,7 @@ import orjson
 
 from rondo.comm.partitions.batch import Batch
 from rondo.comm.partitions.client import Partition
+from rondo.comm.partitions.entry import SAID
 from rondo.comm.partitions.runs import compress
 from rondo.comm.partitions.spec import load_sampler
 from rondo.comm.ring.records import (
@@ -45,7 +47,6 @@ from rondo.runtime.errors import CorruptData
 
 ROWS, MANIFEST = "rows.bin", "manifest.json"
 _ROWS_A_RECORD = 256
-_SAID = ("keys", "groups", "versions", "tokens", "tags")
 
 
 async def save(part: Partition, folder: Path, *, rows_a_record: int = _ROWS_A_RECORD) -> int:
@@ -109,23 +110,14 @@ async def restore(part: Partition, folder: Path, *, rank: int = 0, ranks: int = 
 
 def _alike(page: list[dict[str, Any]], most: int) -> Iterator[list[dict[str, Any]]]:
     """Neighbours that have the same columns, and all or none a key; at most so many."""
-    alike: list[dict[str, Any]] = []
-    for row in page:
-        if alike and (_kind(row) != _kind(alike[0]) or len(alike) == most):
+    for _, rows in groupby(page, key=lambda row: (row["columns"], "key" in row)):
+        while alike := list(islice(rows, most)):
             yield alike
-            alike = []
-        alike.append(row)
-    if alike:
-        yield alike
-
-
-def _kind(row: dict[str, Any]) -> tuple[list[str], bool]:
-    return row["columns"], "key" in row
 
 
 def _write(file: BinaryIO, batch: Batch, done: dict[str, Any], seq: int) -> None:
     columns = [Column(name, batch.dtype(name), batch.arrays(name)) for name in batch]
-    said = {name: getattr(batch, name) for name in _SAID if getattr(batch, name) is not None}
+    said = {name: getattr(batch, name) for name in SAID if getattr(batch, name) is not None}
     meta = {**said, "json": [name for name in batch if batch.is_json(name)], "done": done, "sum": _sum(columns)}
     n = len(batch)
     record = plan([(0, 0, 0, n)], columns, meta)

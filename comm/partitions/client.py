@@ -22,12 +22,14 @@ from typing import Any
 
 from rondo.comm.bus.member import Calls, Member
 from rondo.comm.partitions.batch import Batch
+from rondo.comm.partitions.entry import SAID
 from rondo.comm.partitions.nested import columns_of
 from rondo.comm.partitions.opened import Opened
-from rondo.comm.partitions.runs import MAX_ROWS, compress, count
+from rondo.comm.partitions.reading import Reading
+from rondo.comm.partitions.runs import MAX_ROWS, compress
 from rondo.comm.partitions.spec import Sampler, Sequential
 from rondo.comm.partitions.stats import DROPPED, ENDED
-from rondo.comm.partitions.stream import Reading, Stream
+from rondo.comm.partitions.stream import Stream
 from rondo.comm.ring.records import Column, record_bytes
 from rondo.comm.ring.ring import place
 from rondo.comm.ring.views import Segments
@@ -65,94 +67,70 @@ class Partition(Opened):
         (the oldest version in a row) are one for all rows or one a row; `tokens` is what a row costs a sampler, by default the
         length of column "tokens". Waits for room up to `deadline_s`. Raises Closed when the partition ended or was dropped.
         """
-        record = self._new_rows(columns, keys, groups, tags, policy_versions, tokens)
-        await self.put_record(*record, deadline_s=deadline_s)
-
-    def put_nowait(self, columns: Mapping[str, Any], keys: Sequence[str] | None = None, **said: Any) -> None:
-        """`put` without a wait: OutOfSpace where this process has no room for it. One `put` must have come before."""
-        names = ("groups", "tags", "policy_versions", "tokens")
-        record = self._new_rows(columns, keys, *(said.pop(name, None) for name in names))
-        if said:
-            raise TypeError(f"put_nowait must get {', '.join(names)}, got {', '.join(said)}.")
-        if self.life < 0 or self._lock.locked() or not self._try(record):
-            raise OutOfSpace(f"put_nowait into partition {self.name} must find room, got none. Use `await put`.")
-
-    async def add(self, rows: Rows, columns: Mapping[str, Any], *, deadline_s: float = 600.0) -> None:
-        """Further columns of rows that are there: a batch, their ids or their keys. What a row has already stays."""
-        found, json, n = columns_of(columns)
-        meta: dict[str, Any] = {"json": json} if json else {}
-        if isinstance(rows, Batch):
-            meta["to"] = rows.rows
-            num_rows = len(rows)
-        elif rows and isinstance(rows[0], str):
-            meta |= {"keys": list(rows), "add": True}
-            num_rows = len(rows)
-        else:
-            meta["to"] = compress(rows)  # type: ignore[arg-type]  # not keys, so ids
-            num_rows = count(meta["to"])
-        if num_rows != n:
-            raise ValueError(f"the columns must have one value for each of {num_rows} rows, got {n}.")
-        await self.put_record(found, n, meta, deadline_s=deadline_s)
-
-    async def end(self) -> None:
-        """This producer puts no more rows. Streams end when every producer has said so and all rows are read."""
-        await self.ask("part_end", self.member.rank)
-
-    def _new_rows(
-        self, columns: Mapping[str, Any], keys: Any, groups: Any, tags: Any, versions: Any, tokens: Any
-    ) -> tuple[list[Column], int, dict[str, Any]]:
         found, json, n = columns_of(columns)
         if tokens is None:
             tokens = next(([len(array) for array in c.arrays if array.ndim] for c in found if c.name == "tokens"), None)
-        said = {"keys": keys, "groups": groups, "tags": tags, "versions": versions, "tokens": tokens}
-        meta = {name: _plain(value) for name, value in said.items() if value is not None}
+        given = zip(SAID, (keys, groups, policy_versions, tokens, tags), strict=True)
+        meta = {name: _plain(value) for name, value in given if value is not None}
         named = meta.get("keys", [])
         if not isinstance(named, list) or not all(isinstance(key, str) for key in named):
             raise ValueError(f"keys must be a list with one text a row, got {named!r:.200}.")
         for name, value in meta.items():
             if isinstance(value, list) and len(value) != n:
                 raise ValueError(f"{name} must have one value for each of {n} rows, got {len(value)}.")
-        if json:
-            meta["json"] = json
-        return found, n, meta
+        await self.put_record(found, n, meta | ({"json": json} if json else {}), deadline_s=deadline_s)
+
+    async def add(self, rows: Rows, columns: Mapping[str, Any], *, deadline_s: float = 600.0) -> None:
+        """Further columns of rows that are there: a batch, their ids or their keys. What a row has already stays."""
+        found, json, n = columns_of(columns)
+        meta: dict[str, Any] = {"json": json} if json else {}
+        if not isinstance(rows, Batch) and rows and isinstance(rows[0], str):
+            meta |= {"keys": list(rows), "add": True}
+        else:
+            meta["to"] = rows.rows if isinstance(rows, Batch) else compress(rows)  # type: ignore[arg-type]  # so ids
+        if len(rows) != n:
+            raise ValueError(f"the columns must have one value for each of {len(rows)} rows, got {n}.")
+        await self.put_record(found, n, meta, deadline_s=deadline_s)
+
+    async def end(self) -> None:
+        """This producer puts no more rows. Streams end when every producer has said so and all rows are read."""
+        await self.ask("part_end", self.member.rank)
 
     async def put_record(self, columns: Columns, n: int, meta: dict[str, Any], *, deadline_s: float = 600.0) -> None:
         """One record of `n` rows as it lies in memory; `meta` is what was said of them (`fold.put_event` names the fields)."""
         if n > MAX_ROWS:
             raise ConfigError(f"a put must have at most {MAX_ROWS} rows, got {n}. Put them in parts.")
         record = (columns, n, meta)
-        if self.life >= 0 and not self._lock.locked() and self._try(record):
+        if self.life >= 0 and not self._lock.locked() and self._try(*record):
             return
         async with waiting(ROOM, peer=f"partition {self.name}", deadline_s=deadline_s):
             await self.opened()
             async with self._lock:
-                if self._try(record):
+                if self._try(*record):
                     return
-                num_bytes = record_bytes([(0, 0, 0, n)], columns, self._said(meta))
+                num_bytes = record_bytes([(0, 0, 0, n)], columns, {"part": self.life, **meta})
                 done = False
                 try:
                     while not done:
                         rings = await self.ask("part_room", self.member.rank, num_bytes, deadline_s=deadline_s)
                         self._write_to(rings)
-                        done = self._try(record)
+                        done = self._try(*record)
                 finally:
                     if not done:  # the coordinator may have taken an empty ring away for this call: ask which there are
                         self._writers.close()
 
-    def _try(self, record: tuple[list[Column], int, dict[str, Any]]) -> bool:
+    def _try(self, columns: Columns, n: int, meta: dict[str, Any]) -> bool:
         """Put into the first ring that takes it, the newest first."""
-        state = self._counters.state if self._counters is not None else 0
-        if state == DROPPED:
-            self._forget_dropped()
+        if self._state == DROPPED:
+            self._forget()
             raise Closed(
                 f"partition {self.name} must be there, got one that was dropped. The next use makes a new one."
             )
-        if state == ENDED and "to" not in record[2] and "add" not in record[2]:
+        if self._state == ENDED and "to" not in meta and "add" not in meta:
             raise Closed(
                 f"partition {self.name} must be open for new rows, got one that has ended. Add columns, or drop it."
             )
-        columns, n, meta = record
-        spans, said, num_bytes = [(0, 0, 0, n)], self._said(meta), 0
+        spans, said, num_bytes = [(0, 0, 0, n)], {"part": self.life, **meta}, 0
         for name in reversed(list(self._writers)):
             writer = self._writers[name]
             if num_bytes and place(writer.capacity, writer.head, num_bytes) + num_bytes > writer.tail + writer.capacity:
@@ -166,9 +144,6 @@ class Partition(Opened):
                 self._writers.prefer(name)
             return True
         return False
-
-    def _said(self, meta: dict[str, Any]) -> dict[str, Any]:
-        return {"part": self.life, **meta}
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -199,11 +174,8 @@ class Partition(Opened):
         dp_ranks = member.world_size if ranks is None else ranks
         peers = max(1, member.world_size // dp_ranks) if dp_ranks else 1
         dp_rank = member.rank % max(1, dp_ranks) if rank is None else rank
-        reading = Reading(
-            task, tuple(columns), sampler or Sequential(), batch, dp_rank, dp_ranks, member.rank, peers, until, partial,
-            consumer, version, deadline_s,
-        )  # fmt: skip
-        return Stream(self, reading)
+        reading = Reading(task, consumer, list(columns), batch, dp_rank, dp_ranks, member.rank, peers, until, partial)
+        return Stream(self, reading, sampler or Sequential(), version, deadline_s)
 
     async def get(
         self,
@@ -241,12 +213,11 @@ class Partition(Opened):
         until nothing comes.
         """
         answer = await self.ask("part_list", dict(tags or {}), since, limit)
-        said = {name[:-1] if name != "tokens" else name: answer[name] for name in _SAID if name in answer}
-        said["tags"] = said.pop("tag", None)
+        said = {shown: answer[name] for name, shown in zip(SAID, _SHOWN, strict=True) if name in answer}
         found, at = [], 0
         for (start, rows), columns in zip(answer["rows"], answer["columns"], strict=True):
             for id in range(start, start + rows):
-                row = {name: values[at] for name, values in said.items() if values and values[at] is not None}
+                row = {name: values[at] for name, values in said.items() if values[at] is not None}
                 found.append({"id": id, "columns": columns, **row})
                 at += 1
         return found, answer["cursor"]
@@ -274,9 +245,12 @@ class Partition(Opened):
 
     async def drop(self) -> None:
         """The partition is gone for everybody, in one step. The next use of this object makes a new one."""
-        await self.opened()
-        await self._call("part_drop", self.life)
-        self._forget_all()
+        try:
+            await self.ask("part_drop")
+        except Closed:  # somebody has dropped it, perhaps this call before its answer was lost
+            if self.life >= 0:
+                raise
+        self._forget()
 
     async def tasks(self) -> Listed:
         """Every task with what it has read: {name, columns, sampler, num_passes, done: runs of row ids}."""
@@ -310,7 +284,7 @@ class Partitions:
             partition.close()
 
 
-_SAID = ("keys", "groups", "versions", "tokens", "tags")
+_SHOWN = ("key", "group", "version", "tokens", "tags")  # of a row that is listed
 
 
 def _plain(value: Any) -> Any:

@@ -1,22 +1,25 @@
 """The rows that came with one record: where every column of each lies, and what was said about them.
 
-Owns the compact form of that. Most records are put whole and get every further column whole, so a column is one number, the
-record that holds it; only where rows got it apart does it become a list.
+Owns the compact form of that. A column is one place a row: the row id that its value has in the record that holds it, -1 where
+there is none yet. Columns that came with the record share one array.
 
-    columns {"tokens": 7, "ref": 9, "score": [row id, -1, ...]}
-             the record's own | record 9, row by row the same place | one place a row, -1 where there is none yet
+    columns {"tokens": [7/0, 7/1, 7/2], "log_probs": the same, "score": [9/1, -1, 9/0]}
 
 Invariant: once a row has a column it keeps it until the row is cleared.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, row_id
 
-DEAD, LIVE, HELD = 0, 1, 2
-"""A row that is cleared (or never came to be), one that is there, one that is cleared while somebody still reads it."""
+SAID = ("keys", "groups", "versions", "tokens", "tags")
+"""What a put may say of its rows: one value for all (never of keys and tokens), or a list with one a row."""
+_UNSAID: Mapping[str, Any] = {"tokens": 1, "tags": {}}
 _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
 _FLAGS = bytes.maketrans(b"0123456789", bytes(range(10)))
 
@@ -31,119 +34,80 @@ def flags(text: str) -> bytearray:
 
 
 class Entry:
-    """`groups`, `versions` and `tags` are one value for all rows, or a list with one a row; `tokens` and `keys` are lists."""
+    """`live`: whether a row is there. `uses`: who needs its memory, itself while it is there and every claim that holds it.
+    `done`: what tasks had read before a restore, {task: [[first place, rows], ...]}."""
 
-    __slots__ = (
-        "change", "columns", "done", "groups", "keys", "live", "n", "num", "num_held", "num_live", "tags", "tokens",
-        "versions",
-    )  # fmt: skip
+    __slots__ = ("change", "columns", "done", "live", "n", "num", "num_used", "own", "said", "uses")
 
-    def __init__(self, num: int, n: int, columns: list[str], live: bytearray) -> None:
-        self.num = num
-        self.n = n
-        self.columns: dict[str, int | list[int]] = dict.fromkeys(columns, num)
-        self.live = live
-        self.num_live = live.count(LIVE)
-        self.num_held = 0
-        self.keys: list[str] | None = None
-        self.groups: Any = None
-        self.versions: int | list[int] | None = None
-        self.tokens: list[int] | None = None
-        self.tags: Any = None
-        self.done: dict[str, list[list[int]]] = {}  # task -> [first place, rows] that it had read before a restore
-        self.change: int | list[int] = 0
+    def __init__(self, num: int, columns: Iterable[str], live: bytearray, said: Mapping[str, Any]) -> None:
+        self.num, self.n = num, len(live)
+        self.live, self.uses, self.num_used = live, bytearray(live), sum(live)
+        self.own = array("q", range(row_id(num, 0), row_id(num, 0) + self.n))
+        self.columns = dict.fromkeys(columns, self.own)
+        self.said = {name: said[name] for name in SAID if said.get(name) is not None}
+        self.done: dict[str, list[list[int]]] = said.get("done") or {}
+        self.change = array("q", bytes(8 * self.n))
 
-    def place(self, name: str, i: int) -> int:
-        """Row id, in the record that holds it, of this column's value for row `i`; -1 without one."""
-        column = self.columns.get(name, -1)
-        if isinstance(column, int):
-            return column if column < 0 else row_id(column, i)
-        return column[i]
+    def whole(self, names: Iterable[str]) -> bool:
+        """Whether these columns came with the rows."""
+        return all(self.columns.get(name) is self.own for name in names)
 
-    def whole(self, name: str) -> bool:
-        """Whether every row has the column, each at its own place in one record."""
-        return isinstance(self.columns.get(name), int)
-
-    def put_whole(self, name: str, source: int) -> bool:
-        """Give a column to all rows at once; False when some have it."""
-        if name in self.columns:
-            return False
-        self.columns[name] = source
-        return True
+    def has(self, i: int, names: Iterable[str]) -> bool:
+        return all(name in self.columns and self.columns[name][i] >= 0 for name in names)
 
     def put(self, name: str, i: int, place: int) -> bool:
         """Give a column to one row; False when it has it."""
         column = self.columns.get(name)
         if column is None:
-            column = self.columns[name] = [-1] * self.n
-        if isinstance(column, int) or column[i] >= 0:
+            column = self.columns[name] = array("q", [-1]) * self.n
+        if column[i] >= 0:
             return False
         column[i] = place
         return True
 
-    def sources(self, i: int) -> set[int]:
-        """The records that row `i` has values in."""
-        return {
-            column if isinstance(column, int) else column[i] >> ROW_BITS
-            for column in self.columns.values()
-            if isinstance(column, int) or column[i] >= 0
-        }
+    def places(self, name: str, rows: range) -> Sequence[int]:
+        """Where a column of neighbouring rows lies."""
+        column = self.columns.get(name)
+        return [-1] * len(rows) if column is None else column[rows.start : rows.stop]
 
-    def common_sources(self) -> set[int] | None:
-        """The records of every row, where they are the same for all."""
-        values = self.columns.values()
-        if all(type(value) is int for value in values):
-            return set(values)  # type: ignore[arg-type]  # all are numbers
-        return None
+    def records(self, rows: Sequence[int]) -> Counter[int]:
+        """The records that these rows have values in, and how many rows have."""
+        if self.whole(self.columns):
+            return Counter({self.num: len(rows)})
+        found: Counter[int] = Counter()
+        for i in rows:
+            found.update({column[i] >> ROW_BITS for column in self.columns.values() if column[i] >= 0})
+        return found
 
-    def key(self, i: int) -> str | None:
-        return None if self.keys is None else self.keys[i]
+    def values(self, name: str, rows: range) -> list[Any]:
+        """What was said of neighbouring rows."""
+        value = self.said.get(name)
+        found = value[rows.start : rows.stop] if isinstance(value, list) else [value] * len(rows)
+        return [_UNSAID.get(name) if value is None else value for value in found]
 
-    def group(self, i: int) -> int | str | None:
-        return self.groups[i] if isinstance(self.groups, list) else self.groups
-
-    def version(self, i: int) -> int | None:
-        return self.versions[i] if isinstance(self.versions, list) else self.versions
-
-    def cost(self, i: int) -> int:
-        """Tokens of a row, 1 where nobody said."""
-        return 1 if self.tokens is None else self.tokens[i]
-
-    def tag(self, i: int) -> dict[str, Any]:
-        return (self.tags[i] if isinstance(self.tags, list) else self.tags) or {}
-
-    def changed(self, i: int) -> int:
-        return self.change[i] if isinstance(self.change, list) else self.change
-
-    def mark(self, number: int, places: list[int] | None = None) -> None:
-        """Note a change of these rows, or of all."""
-        if places is None or len(places) == self.n:
-            self.change = number
-            return
-        if isinstance(self.change, int):
-            self.change = [self.change] * self.n
-        for i in places:
-            self.change[i] = number
+    def value(self, name: str, i: int) -> Any:
+        return self.values(name, range(i, i + 1))[0]
 
     def dump(self) -> list[Any]:
+        columns = {name: self._short(column) for name, column in self.columns.items()}
+        said = [self.said.get(name) for name in SAID]
+        same = self.change.count(self.change[0]) == self.n
         return [
-            self.num, self.n, {name: list(c) if isinstance(c, list) else c for name, c in self.columns.items()},
-            digits(self.live), self.keys, self.groups, self.versions, self.tokens, self.tags, self.done,
-            list(self.change) if isinstance(self.change, list) else self.change,
+            self.num, self.n, columns, digits(self.live), *said, self.done, self.change[0] if same else list(self.change)
         ]  # fmt: skip
+
+    def _short(self, column: array[int]) -> int | list[int]:
+        """The record that holds all rows at their own places, or one place a row."""
+        start = column[0] & ~ROW_MASK
+        whole = column is self.own or column == array("q", range(start, start + self.n))
+        return column[0] >> ROW_BITS if whole else list(column)
 
     @classmethod
     def load(cls, state: list[Any]) -> Entry:
-        num, n, columns, live, keys, groups, versions, tokens, tags, done, change = state
-        entry = cls(num, n, [], flags(live))
-        entry.columns = {name: list(c) if isinstance(c, list) else c for name, c in columns.items()}
-        entry.num_held = entry.live.count(HELD)
-        entry.keys, entry.groups, entry.versions, entry.tokens, entry.tags = keys, groups, versions, tokens, tags
-        entry.done, entry.change = done, list(change) if isinstance(change, list) else change
+        num, n, columns, live, *said, done, change = state
+        entry = cls(num, [], bytearray(flag == 1 for flag in flags(live)), dict(zip(SAID, said, strict=True)))
+        entry.done, entry.change = done, array("q", change if isinstance(change, list) else [change] * n)
+        for name, at in columns.items():
+            places = at if isinstance(at, list) else range(row_id(at, 0), row_id(at, 0) + n)
+            entry.columns[name] = entry.own if at == num else array("q", places)
         return entry
-
-
-def places_of(start: int, length: int) -> tuple[int, int, int]:
-    """(record, first place, end place) of a run."""
-    i = start & ROW_MASK
-    return start >> ROW_BITS, i, i + length

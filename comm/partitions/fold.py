@@ -18,6 +18,7 @@ from typing import Any
 
 from rondo.comm.bus import formats
 from rondo.comm.bus.journal import Event
+from rondo.comm.partitions.memory import FILE
 from rondo.comm.partitions.spec import Spec
 from rondo.comm.partitions.table import Table
 from rondo.comm.ring.records import Descriptor
@@ -73,7 +74,7 @@ class Fold:
     def files(self) -> list[str]:
         """The rings that are files."""
         tables = (*self.tables.values(), *self.dropped)
-        return [name for table in tables for name in table.shelf.files()]
+        return [name for table in tables for name in table.shelf.rings if name.startswith(FILE)]
 
     def dump(self) -> dict[str, Any]:
         tables = [table.dump() for table in self.tables.values()]

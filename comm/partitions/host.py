@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -79,10 +80,8 @@ class Host(Actor):
         self._lives: dict[str, _Life] = {}
         self._dead: list[list[Any]] = []
         self._changed = asyncio.Condition()
-        self._telling: set[asyncio.Task[None]] = set()
-        self._pidfds: dict[int, int] = {}  # pidfd -> pid
+        self._beside: set[asyncio.Task[None]] = set()  # who watches processes, and tells of deaths
         self._ready = asyncio.Event()
-        self._restarts: deque[float] = deque(maxlen=_RESTARTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._open = contextlib.ExitStack()
         self._server: Server
@@ -103,7 +102,7 @@ class Host(Actor):
             self._server = await serve(self, f"unix:{self.folder}/{HOST}", token=token, name="host")
             self._coordinator = ActorRef(f"unix:{self.folder}/{COORDINATOR}", token=token, peer="coordinator")
             self._open.callback(self._coordinator.close)
-            self._start_coordinator()
+            self._go(self._keep_coordinator())
             async with waiting("bus ready", peer="coordinator", deadline_s=_READY_S):
                 ready = asyncio.ensure_future(self._ready.wait())
                 await asyncio.wait((ready, self.failed), return_when=asyncio.FIRST_COMPLETED)
@@ -122,21 +121,20 @@ class Host(Actor):
 
     async def close(self) -> None:
         """The coordinator ends, the memory goes with its last mapping, and members hear that their peer is gone."""
-        loop = asyncio.get_running_loop()
-        for task in self._telling:
+        for task in self._beside:
             task.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await asyncio.to_thread(process.wait)
-        for pidfd in self._pidfds:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-        self._pidfds.clear()
+        await asyncio.gather(*self._beside, return_exceptions=True)
+        if self._process is not None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
         if hasattr(self, "_server"):
             await self._server.close()
         self._open.close()
+
+    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     def _begin_anew(self) -> str:
         """What a host before this one left is of no use: its memory is gone. Returns the token of this one."""
@@ -152,32 +150,28 @@ class Host(Actor):
 
     # ---- the coordinator --------------------------------------------------------------------------------------------
 
-    def _start_coordinator(self) -> None:
-        self._ready.clear()
+    async def _keep_coordinator(self) -> None:
+        """It restarts from its journal; one that does not come up, or ends again and again, ends the bus."""
         environment = os.environ | {
             "RONDO_RT_DIR": str(self.folder), "RONDO_RUN_DIR": str(self.folder / _RUN), "RONDO_ATTEMPT": "0",
             "RONDO_GROUP": _SERVICE, "RONDO_INCARNATION": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        process = start_process([sys.executable, "-m", "rondo.comm.partitions.serve"], environment, self.folder / _LOG)
-        self._process = process
-        self._when_gone(process.pid, lambda: self._coordinator_ended(process))
-
-    def _coordinator_ended(self, process: subprocess.Popen[bytes]) -> None:
-        """It restarts from its journal; one that does not come up, or ends again and again, ends the bus."""
-        code = process.wait()  # it is a zombie: this does not block
-        if self._process is not process:
-            return
-        now = asyncio.get_running_loop().time()
-        often = len(self._restarts) == _RESTARTS and now - self._restarts[0] < _WITHIN_S
-        if not self._ready.is_set() or often:
-            lines = (self.folder / _LOG).read_text(errors="replace").splitlines() or ["nothing"]
-            self._fail(WorkerDied(
-                f"the coordinator of the bus must stay up, got {exit_text(code)}, and in its log {lines[-1]!r}. "
-                f"Read {self.folder / _LOG}"
-            ))  # fmt: skip
-            return
-        self._restarts.append(now)
-        self._start_coordinator()
+        command = [sys.executable, "-m", "rondo.comm.partitions.serve"]
+        now = asyncio.get_running_loop().time
+        restarts: deque[float] = deque(maxlen=_RESTARTS)
+        while True:
+            self._ready.clear()
+            self._process = start_process(command, environment, self.folder / _LOG)
+            await _ended(os.pidfd_open(self._process.pid))
+            code = self._process.wait()  # it is a zombie: this does not block
+            if not self._ready.is_set() or (len(restarts) == _RESTARTS and now() - restarts[0] < _WITHIN_S):
+                lines = (self.folder / _LOG).read_text(errors="replace").splitlines() or ["nothing"]
+                self._fail(WorkerDied(
+                    f"the coordinator of the bus must stay up, got {exit_text(code)}, and in its log {lines[-1]!r}. "
+                    f"Read {self.folder / _LOG}"
+                ))  # fmt: skip
+                return
+            restarts.append(now())
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():
@@ -216,11 +210,15 @@ class Host(Actor):
                 await self._changed.wait()
         if rank not in life.seats:
             life.seats[rank] = nonce
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                pidfd = -1
             found = stat(pid)
-            if found is None or found.start_time != start_time:
+            if pidfd < 0 or found is None or found.start_time != start_time:
                 self._gone(member, life, rank)
                 raise Refused(f"a member must live on the node of its bus, got pid {pid}, which is not here.")
-            self._when_gone(pid, lambda: self._gone(member, life, rank))
+            self._go(self._watch(pidfd, member, life, rank))
         await self._coordinator.call(
             "member_started", member, life.incarnation, life.ranks, deadline_s=_TOLD_S, retry=True
         )
@@ -248,15 +246,17 @@ class Host(Actor):
         if life is not None and life.incarnation == incarnation:
             self._gone(member, life, rank)
 
+    async def _watch(self, pidfd: int, member: str, life: _Life, rank: int) -> None:
+        await _ended(pidfd)
+        self._gone(member, life, rank)
+
     def _gone(self, member: str, life: _Life, rank: int) -> None:
         if rank in life.gone:
             return
         life.gone.add(rank)
         if life.over:
             self._dead.append([member, life.incarnation])
-            telling = asyncio.get_running_loop().create_task(self._tell_death(member, life))
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
+            self._go(self._tell_death(member, life))
 
     async def _tell_death(self, member: str, life: _Life) -> None:
         await self._coordinator.call("member_dead", member, life.incarnation, deadline_s=_TOLD_S, retry=True)
@@ -264,23 +264,16 @@ class Host(Actor):
         async with self._changed:
             self._changed.notify_all()
 
-    def _when_gone(self, pid: int, then: Any) -> None:
-        """Call `then` once this process has ended; also when it has already."""
-        loop = asyncio.get_running_loop()
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            loop.call_soon(then)
-            return
 
-        def ended() -> None:
-            loop.remove_reader(pidfd)
-            del self._pidfds[pidfd]
-            os.close(pidfd)
-            then()
-
-        self._pidfds[pidfd] = pid
-        loop.add_reader(pidfd, ended)
+async def _ended(pidfd: int) -> None:
+    """Waits until this process has ended, and closes its descriptor."""
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pidfd, over.set)
+    try:
+        await over.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
 
 
 def _make_own(folder: Path) -> None:

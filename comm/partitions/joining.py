@@ -23,7 +23,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -94,13 +94,21 @@ class SyncBus:
         self, folder: Path | str, name: str, *, rank: int = 0, ranks: int = 1, deadline_s: float = 60.0
     ) -> None:
         self._parts: dict[str, SyncPartition] = {}
-        self._error: Exception | None = None
-        self._joined: Future[tuple[Partitions, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        how: dict[str, Any] = {"rank": rank, "ranks": ranks, "deadline_s": deadline_s}
-        self._thread = threading.Thread(target=self._run, args=(folder, name, how), name=f"bus {name}", daemon=True)
+        self._joined: Future[Partitions] = Future()
+        self._loop: asyncio.AbstractEventLoop
+        self._left: asyncio.Event
+
+        async def live() -> None:
+            self._loop, self._left = asyncio.get_running_loop(), asyncio.Event()
+            async with join(folder, name, rank=rank, ranks=ranks, deadline_s=deadline_s) as bus:
+                self._joined.set_result(bus)
+                await self._left.wait()
+
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(live,), name=f"bus {name}", daemon=True)
         self._thread.start()
         with blocking("bus join", peer=str(folder), deadline_s=deadline_s):  # `join` keeps the deadline
-            self._bus, self._loop, self._left = self._joined.result()
+            self._bus = self._joined.result()
 
     def partition(self, name: str, **settings: Any) -> SyncPartition:
         """The named set of rows, as `Partitions.partition` gives it."""
@@ -115,8 +123,7 @@ class SyncBus:
                 part.cancel()
             self._loop.call_soon_threadsafe(self._left.set)
             self._thread.join()
-            if self._error is not None:
-                raise self._error
+            self._ended.result()
 
     def __enter__(self) -> SyncBus:
         return self
@@ -124,18 +131,10 @@ class SyncBus:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, folder: Path | str, name: str, how: dict[str, Any]) -> None:
-        async def live() -> None:
-            async with join(folder, name, **how) as bus:
-                left = asyncio.Event()
-                self._joined.set_result((bus, asyncio.get_running_loop(), left))
-                await left.wait()
-
+    def _run(self, live: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(live())
+            self._ended.set_result(None)
         except Exception as error:  # noqa: BLE001  # it is raised where the bus was asked for, or closed
-            if self._joined.done():
-                self._error = error
-            else:
-                self._joined.set_exception(error)
+            (self._ended if self._joined.done() else self._joined).set_exception(error)

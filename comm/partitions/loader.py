@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -28,7 +28,6 @@ from rondo.comm.partitions.sync import SyncPartition
 from rondo.runtime.errors import ConfigError
 
 Columns = dict[str, list[Any]]
-Fill = Callable[[Callable[[Batch], Any]], Coroutine[Any, Any, None]]
 
 
 class StreamingLoader(IterableDataset):
@@ -62,55 +61,36 @@ class StreamingLoader(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
             raise ConfigError("a StreamingLoader reads ahead by itself: its DataLoader must have num_workers=0.")
-        ahead = _Ahead(self._part, self._batches_into, self._prefetch)
+        part, room = self._part, asyncio.Semaphore(self._prefetch)
+        batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()  # claimed on the loop, not yet taken here
+
+        async def read_ahead() -> None:
+            stream = part.part.stream(self._task, **self._how)
+            for number in range(await stream.open(), self._passes):
+                await part.part.reset(self._task, number)
+                stream.go_on()
+                while (batch := await stream.next()) is not None:
+                    await room.acquire()
+                    batches.put(batch)
+
+        reading = part.begin(read_ahead())
+        reading.add_done_callback(lambda _: batches.put(None))  # also where it was cancelled before it began
         try:
-            while (batch := ahead.next()) is not None:
+            while (
+                batch := batches.get()
+            ) is not None:  # every wait of `read_ahead` has a deadline, and None comes with its end
+                part.loop.call_soon_threadsafe(room.release)
                 yield self._convert(batch)
                 batch.ack()
+            part.result(reading)
         finally:
-            ahead.close()
+            reading.cancel()
+            part.flush()
 
     def reset(self) -> None:
         """One more pass after the last: the next iteration reads everything again."""
         self._part.reset(self._task, self._passes)
         self._passes += 1
-
-    async def _batches_into(self, put: Callable[[Batch], Any]) -> None:
-        part = self._part.part
-        stream = part.stream(self._task, **self._how)
-        for number in range(await stream.open(), self._passes):
-            await part.reset(self._task, number)
-            stream.go_on()
-            while (batch := await stream.next()) is not None:
-                await put(batch)
-
-
-class _Ahead:
-    """Batches that a task on the loop has claimed and the iterating thread has not taken yet."""
-
-    def __init__(self, part: SyncPartition, fill: Fill, most: int) -> None:
-        self._part = part
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._room = asyncio.Semaphore(most)
-        self._filling = part.begin(fill(self._put))
-        self._filling.add_done_callback(
-            lambda _: self._batches.put(None)
-        )  # also where it was cancelled before it began
-
-    async def _put(self, batch: Batch) -> None:
-        await self._room.acquire()
-        self._batches.put(batch)
-
-    def next(self) -> Batch | None:
-        batch = self._batches.get()  # `fill` ends every wait of its own by a deadline, and None comes with its end
-        self._part.loop.call_soon_threadsafe(self._room.release)
-        if batch is None:
-            self._part.result(self._filling)
-        return batch
-
-    def close(self) -> None:
-        self._filling.cancel()
-        self._part.flush()
 
 
 def tensors_of(batch: Batch) -> Columns:

@@ -77,46 +77,33 @@ def decoded(array: np.ndarray) -> Any:
 
 def _column(name: str, value: Any) -> Column | None:
     """A column of arrays, or None where the values are JSON."""
-    if isinstance(value, Column):
-        return value
-    if isinstance(value, np.ndarray):
-        return Column(name, _dtype(name, value), list(_rows(name, value)))
-    if _is_tensor(value):
-        return _tensors(name, list(value.unbind()) if value.dim() else _rows(name, value))
+    if isinstance(value, np.ndarray) or _is_tensor(value):
+        if not value.ndim:
+            raise ValueError(
+                f"column {name} must have its rows along the first axis, got a scalar. Put a list of them."
+            )
+        # Indexing a 1-d array gives scalars, which have no memory of their own; a 0-d view has.
+        value = [value[i, ...] for i in range(len(value))] if isinstance(value, np.ndarray) else value.unbind()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ValueError(
             f"column {name} must be a tensor, an array or a list with one value a row, got {type(value).__name__}. "
             "Wrap a value that all rows share into a list."
         )
     if value and all(_is_tensor(item) for item in value):
-        return _tensors(name, value)
+        from rondo.comm.ring.tensors import as_array  # the bus imports no torch: who has tensors has it
+
+        pairs = [as_array(tensor.detach().cpu().contiguous()) for tensor in value]
+        dtypes = {dtype for _, dtype in pairs}
+        if len(dtypes) > 1:
+            raise ValueError(f"the tensors of column {name} must have one dtype, got {', '.join(sorted(dtypes))}.")
+        return Column(name, dtypes.pop(), [array for array, _ in pairs])
     if value and all(isinstance(item, np.ndarray | np.generic) for item in value):
         arrays = [np.asarray(item) for item in value]
-        return Column(name, _dtype(name, arrays[0]), arrays)
+        dtype = arrays[0].dtype.name
+        if dtype not in STORAGE:
+            raise ValueError(f"column {name} must have one of the dtypes {', '.join(STORAGE)}, got {dtype}.")
+        return Column(name, dtype, arrays)
     return None
-
-
-def _rows(name: str, value: Any) -> Any:
-    if not value.ndim:
-        raise ValueError(f"column {name} must have its rows along the first axis, got a scalar. Put a list of them.")
-    # Indexing a 1-d array gives scalars, which have no memory of their own; a 0-d view has.
-    return value if value.ndim > 1 else [value[i, ...] for i in range(len(value))]
-
-
-def _dtype(name: str, array: np.ndarray) -> str:
-    if array.dtype.name not in STORAGE:
-        raise ValueError(f"column {name} must have one of the dtypes {', '.join(STORAGE)}, got {array.dtype}.")
-    return array.dtype.name
-
-
-def _tensors(name: str, tensors: Sequence[Any]) -> Column:
-    from rondo.comm.ring.tensors import as_array  # the bus imports no torch: who has tensors has it
-
-    pairs = [as_array(tensor.detach().cpu().contiguous()) for tensor in tensors]
-    dtypes = {dtype for _, dtype in pairs}
-    if len(dtypes) > 1:
-        raise ValueError(f"the tensors of column {name} must have one dtype, got {', '.join(sorted(dtypes))}.")
-    return Column(name, pairs[0][1] if pairs else "float32", [array for array, _ in pairs])
 
 
 def _is_tensor(value: Any) -> bool:

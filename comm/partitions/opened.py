@@ -6,7 +6,7 @@ Owns what writing (`client.py`) and reading (`stream.py`) share. Decides nothing
     answer = await part.ask("part_get", ...)
     records = await part.records(answer)     # mapped read-only; rings that were taken away since are let go
 
-Invariant: acknowledgements that are owed go before any other question, so that every answer counts them.
+Invariant: every question takes along the acknowledgements that are owed, so that its answer counts them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,16 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from rondo.comm.bus.member import Calls
 from rondo.comm.partitions.memory import Memories
-from rondo.comm.partitions.stats import DROPPED, PartitionStats, StatsReader, stats_name
+from rondo.comm.partitions.stats import DROPPED, NEW, PartitionStats, StatsReader, stats_name
 from rondo.comm.ring.ring import Record
 from rondo.comm.ring.views import Segments, Views, Writers
 from rondo.runtime.errors import Closed, RondoError
 
 _KEPT_RECORDS = 64  # records whose views are kept: a claim may take a part of one, and the next claim the next part
-
-
-class Owing(Protocol):
-    """Who has acknowledgements to send (`stream.Stream`)."""
-
-    @property
-    def owes(self) -> bool: ...
-    async def flush(self) -> None: ...
 
 
 class Opened:
@@ -51,7 +43,7 @@ class Opened:
         self._lock = asyncio.Lock()  # held while this process opens the partition or asks for room
         self._records: OrderedDict[tuple[str, int, int], Record] = OrderedDict()
         self._num_dropped = 0
-        self._owing: dict[Owing, None] = {}
+        self._owed: dict[tuple[Any, ...], None] = {}  # single steps only: a batch may be acknowledged on another thread
         self._sending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop
 
@@ -75,15 +67,22 @@ class Opened:
             self._writers[ring]
 
     async def ask(self, method: str, *arguments: Any, deadline_s: float = 60.0) -> Any:
-        """A call about this partition. Acknowledgements still owed go first, so that every answer counts them."""
+        """A call about this partition, with what is owed."""
         await self.opened()
-        if self._owing and method not in ("part_claim", "part_ack", "part_room"):
-            await self.flush()
+        acks = list(self._owed)
         try:
-            return await self._call(method, self.life, *arguments, deadline_s=deadline_s)
+            answer = await self._call(method, self.life, acks, *arguments, deadline_s=deadline_s)
         except Closed:
-            self._forget_dropped()
+            if self._state == DROPPED:
+                self._forget()
             raise
+        for ack in acks:
+            self._owed.pop(ack, None)
+        return answer
+
+    @property
+    def _state(self) -> int:
+        return self._counters.state if self._counters is not None else NEW
 
     def stats(self) -> PartitionStats:
         """Counters from shared memory, without a call. Raises Closed before the first use of the partition."""
@@ -94,18 +93,13 @@ class Opened:
         return self._counters.read()
 
     async def flush(self) -> None:
-        """Send every acknowledgement that no claim has taken along."""
-        for stream in list(self._owing):
-            self._owing.pop(stream, None)
-            try:
-                await stream.flush()
-            finally:
-                if stream.owes:
-                    self._owing[stream] = None
+        """Send every acknowledgement that no call has taken along."""
+        if self._owed:
+            await self.ask("part_ack")
 
-    def owed(self, stream: Owing, *, soon: bool) -> None:
-        """The stream has acknowledgements to send: with its next claim, or `soon`, as a call of their own. From any thread."""
-        self._owing[stream] = None
+    def owe(self, ack: tuple[Any, ...], *, soon: bool) -> None:
+        """An acknowledgement to send with the next call, or `soon`, as a call of its own. From any thread."""
+        self._owed[ack] = None
         if soon:
             self._loop.call_soon_threadsafe(self._send_soon)
 
@@ -115,13 +109,13 @@ class Opened:
 
     async def _send(self) -> None:
         with suppress(RondoError):  # what could not be sent is still owed: the next call raises why
-            while self._owing:
+            while self._owed:
                 await self.flush()
 
     async def records(self, answer: Mapping[str, Any]) -> list[Record]:
         """The records of an answer, mapped. Raises CorruptData when one is not there any more."""
         if answer["dropped"] != self._num_dropped:
-            left = await self._call("part_rings", self.life)
+            left = await self.ask("part_rings")
             self._records = OrderedDict((name, record) for name, record in self._records.items() if name[0] in left)
             self._views.keep(left.__contains__)
             self._num_dropped = answer["dropped"]
@@ -137,15 +131,11 @@ class Opened:
             self._records.popitem(last=False)
         return record
 
-    def _forget_dropped(self) -> None:
-        if self._counters is not None and self._counters.state == DROPPED:
-            self._forget_all()
-
-    def _forget_all(self) -> None:
+    def _forget(self) -> None:
         self._writers.close()
         self._records.clear()
         self._views.close()
-        self._owing.clear()
+        self._owed.clear()
         if self._counters is not None:
             self._counters.close()
         self._counters, self.life, self._num_dropped = None, -1, 0
@@ -154,4 +144,4 @@ class Opened:
         """Let go of all memory; rows and records stay. Acknowledgements that were not sent are not: their rows come again."""
         if self._sending is not None:
             self._sending.cancel()
-        self._forget_all()
+        self._forget()

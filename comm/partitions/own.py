@@ -19,8 +19,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, compress
-from rondo.comm.partitions.samplers import Ask, Chooser, Picked
+from rondo.comm.partitions.choosers import Ask, Chooser, Picked
+from rondo.comm.partitions.entry import Entry
+from rondo.comm.partitions.runs import compress, row_id
 from rondo.comm.partitions.spec import Own
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import Task
@@ -38,37 +39,36 @@ class Facts(NamedTuple):
     tags: dict[str, Any]
 
 
+_SAID = ("keys", "groups", "tokens", "versions", "tags")  # as `Facts` has them
+
+
 class OwnChooser(Chooser):
     def __init__(self, table: Table, task: Task, sampler: Own) -> None:
         super().__init__(table, task)
         self._path = sampler.path
+        self._untold: list[Facts] = []
         module, _, name = sampler.path.partition(":")
         try:
             self._own: Any = getattr(import_module(module), name)(**sampler.settings)
         except Exception as error:  # a user's module may raise anything
             raise self._failed("must be importable and take its settings", error) from error
 
-    def admit(self, start: int, length: int) -> None:
-        raise AssertionError("rows are told all at once")
+    def admit(self, entry: Entry, rows: range) -> None:
+        for id, *said in zip(
+            (row_id(entry.num, i) for i in rows), *(entry.values(name, rows) for name in _SAID), strict=True
+        ):
+            if self.is_ready(id):
+                self._untold.append(Facts(id, *said))
 
-    def pick(self, ask: Ask) -> Picked | None:
-        fresh, self.fresh = self.fresh, []
+    def choose(self, ask: Ask) -> Picked | None:
+        untold, self._untold = self._untold, []
         try:
-            if fresh:
-                self._own.add([facts for start, length in fresh for facts in self._facts(start, length)])
+            if untold:
+                self._own.add(untold)
             picked = self._own.pick(ask)
         except Exception as error:  # a user's sampler may raise anything; its caller is told
             raise self._failed("must not raise", error) from error
         return None if picked is None else self._checked(picked, ask)
-
-    def _facts(self, start: int, length: int) -> list[Facts]:
-        entry = self.table.entries.get(start >> ROW_BITS)
-        return [
-            Facts(id, entry.key(i), entry.group(i), entry.cost(i), entry.version(i), entry.tag(i))
-            for id in range(start, start + length)
-            if entry is not None and self.is_ready(id)
-            for i in (id & ROW_MASK,)
-        ]
 
     def _checked(self, picked: Any, ask: Ask) -> Picked | None:
         if not isinstance(picked, list) or len(picked) != ask.ranks or not all(isinstance(p, list) for p in picked):

@@ -15,84 +15,55 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rondo.comm.partitions.entry import Entry, places_of
-from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, Run
+from rondo.comm.partitions.entry import SAID
+from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, Run, compress, expand, row_id
 from rondo.comm.partitions.table import Table
 
 
 def places(table: Table, runs: Sequence[Run], columns: Iterable[str]) -> dict[str, Any]:
     """Raises KeyError when a row has not one of the columns."""
     records: dict[int, int] = {}
-    parts = [(table.entries[run[0] >> ROW_BITS], *places_of(run[0], run[1])[1:]) for run in runs]
-    answer: dict[str, Any] = {
-        "rows": runs,
-        "columns": {name: _pieces(name, parts, records) for name in columns},
-        "dropped": table.shelf.num_dropped,
-    }
-    found = (table.shelf.sources[num] for num in records)
-    answer["records"] = [[source.ring, source.pos, source.seq] for source in found]
-    return answer | facts(parts)
+    pieces = {}
+    for name in columns:
+        found = [place for entry, rows in table.parts(runs) for place in entry.places(name, rows)]
+        if -1 in found:
+            id = next(id for id, place in zip(expand(runs), found, strict=True) if place < 0)
+            entry = table.entry(id)
+            label = entry.value("keys", id & ROW_MASK) or id
+            raise KeyError(f"row {label} must have column {name}, got {', '.join(entry.columns) or 'none'}.")
+        pieces[name] = [
+            [records.setdefault(start >> ROW_BITS, len(records)), start & ROW_MASK, length]
+            for start, length in compress(found)
+        ]
+    sources = [[*table.shelf.sources[record][:3]] for record in records]
+    answer = {"rows": runs, "columns": pieces, "records": sources, "dropped": table.shelf.num_dropped}
+    return answer | facts(table, runs)
 
 
-def facts(parts: Sequence[tuple[Entry, int, int]]) -> dict[str, Any]:
-    """What was said of these rows: (entry, first place, end place) each."""
-    found: dict[str, Any] = {}
-    if any(entry.keys is not None for entry, _, _ in parts):
-        found["keys"] = [entry.key(i) for entry, first, end in parts for i in range(first, end)]
-    if any(entry.groups is not None for entry, _, _ in parts):
-        found["groups"] = [entry.group(i) for entry, first, end in parts for i in range(first, end)]
-    if any(entry.versions is not None for entry, _, _ in parts):
-        found["versions"] = [entry.version(i) for entry, first, end in parts for i in range(first, end)]
-    if any(entry.tokens is not None for entry, _, _ in parts):
-        found["tokens"] = [entry.cost(i) for entry, first, end in parts for i in range(first, end)]
-    if any(entry.tags is not None for entry, _, _ in parts):
-        found["tags"] = [entry.tag(i) for entry, first, end in parts for i in range(first, end)]
-    return found
+def facts(table: Table, runs: Sequence[Run]) -> dict[str, Any]:
+    """What was said of these rows."""
+    parts = list(table.parts(runs))
+    named = [name for name in SAID if any(name in entry.said for entry, _ in parts)]
+    return {name: [value for entry, rows in parts for value in entry.values(name, rows)] for name in named}
 
 
 def with_columns(table: Table, runs: Iterable[Run]) -> tuple[list[list[int]], list[list[str]]]:
     """The same rows as runs of rows with equal columns, and the columns of each."""
     found: list[list[int]] = []
     columns: list[list[str]] = []
-    for start, length in runs:
-        entry, first = table.entry(start), start & ROW_MASK
-        whole = all(entry.whole(name) for name in entry.columns)
-        for at in range(0, length, length if whole else 1):
-            names = [name for name in entry.columns if entry.place(name, first + at) >= 0]
-            if at and names == columns[-1]:
-                found[-1][1] += 1
+    for entry, rows in table.parts(runs):
+        step = len(rows) if entry.whole(entry.columns) else 1
+        for at in range(rows.start, rows.stop, step):
+            names = [name for name in entry.columns if entry.has(at, [name])]
+            if at > rows.start and names == columns[-1]:
+                found[-1][1] += step
             else:
-                found.append([start + at, length if whole else 1])
+                found.append([row_id(entry.num, at), step])
                 columns.append(names)
     return found, columns
 
 
 def common_columns(table: Table, ids: Sequence[int]) -> list[str]:
     """The columns that every one of these rows has, in the order of the first."""
-    if not ids:
-        return []
-    names = list(table.entry(ids[0]).columns)
-    return [name for name in names if all(table.entry(id).place(name, id & ROW_MASK) >= 0 for id in ids)]
-
-
-def _pieces(name: str, parts: Sequence[tuple[Entry, int, int]], records: dict[int, int]) -> list[list[int]]:
-    pieces: list[list[int]] = []
-    for entry, first, end in parts:
-        column = entry.columns.get(name)
-        if isinstance(column, int):
-            _add(pieces, records.setdefault(column, len(records)), first, end - first)
-            continue
-        for i in range(first, end):
-            place = -1 if column is None else column[i]
-            if place < 0:
-                label = entry.key(i) or entry.num << ROW_BITS | i
-                raise KeyError(f"row {label} must have column {name}, got {', '.join(entry.columns) or 'none'}.")
-            _add(pieces, records.setdefault(place >> ROW_BITS, len(records)), place & ROW_MASK, 1)
-    return pieces
-
-
-def _add(pieces: list[list[int]], record: int, first: int, rows: int) -> None:
-    if pieces and pieces[-1][0] == record and pieces[-1][1] + pieces[-1][2] == first:
-        pieces[-1][2] += rows
-    else:
-        pieces.append([record, first, rows])
+    names = list(table.entry(ids[0]).columns) if ids else []
+    return [name for name in names if all(table.entry(id).has(id & ROW_MASK, [name]) for id in ids)]

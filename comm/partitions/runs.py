@@ -12,7 +12,7 @@ Invariant: a run never leaves its record.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 ROW_BITS = 20
@@ -42,6 +42,9 @@ def expand(runs: Iterable[Run]) -> Iterator[int]:
 def compress(ids: Iterable[int]) -> list[list[int]]:
     """The same ids in the same order as runs; neighbours become one."""
     runs: list[list[int]] = []
+    ids = list(ids)
+    if ids and ids[-1] >> ROW_BITS == ids[0] >> ROW_BITS and ids == list(range(ids[0], ids[-1] + 1)):
+        return [[ids[0], len(ids)]]  # as most are
     for id in ids:
         if runs and id == runs[-1][0] + runs[-1][1] and id & ROW_MASK:
             runs[-1][1] += 1
@@ -78,31 +81,22 @@ def number_of(key: str) -> int | None:
 
 
 class Numbers:
-    """A set of whole numbers that mostly follow each other, as runs in order: as small as it has gaps."""
+    """A set of whole numbers that mostly follow each other, as the edges of its runs in order: as small as it has gaps."""
 
-    def __init__(self, runs: Sequence[Sequence[int]] = ()) -> None:
-        self._starts = [start for start, _ in runs]
-        self._ends = [start + length for start, length in runs]
+    def __init__(self, runs: Iterable[Run] = ()) -> None:
+        self._edges = [edge for start, length in runs for edge in (start, start + length)]
 
     def __contains__(self, number: int) -> bool:
-        at = bisect_right(self._starts, number) - 1
-        return at >= 0 and number < self._ends[at]
+        return bisect_right(self._edges, number) % 2 == 1
 
     def add(self, number: int) -> None:
-        at = bisect_right(self._starts, number)  # of the run behind it
-        if at and number < self._ends[at - 1]:
-            return
-        after = at < len(self._starts) and self._starts[at] == number + 1
-        if at and self._ends[at - 1] == number:
-            self._ends[at - 1] = self._ends[at] if after else number + 1
-            if after:
-                del self._starts[at], self._ends[at]
-        elif after:
-            self._starts[at] = number
-        else:
-            self._starts.insert(at, number)
-            self._ends.insert(at, number + 1)
+        for edge in (number, number + 1) if number not in self else ():
+            at = bisect_left(self._edges, edge)
+            if self._edges[at : at + 1] == [edge]:  # a run begins or ends here: now it goes on
+                del self._edges[at]
+            else:
+                self._edges.insert(at, edge)
 
     def runs(self) -> list[list[int]]:
         """[first number, how many], in order."""
-        return [[start, end - start] for start, end in zip(self._starts, self._ends, strict=True)]
+        return [[start, end - start] for start, end in zip(self._edges[::2], self._edges[1::2], strict=True)]

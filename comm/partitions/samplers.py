@@ -1,14 +1,11 @@
 """Which ready rows come next, and to which rank: one chooser for every kind of `spec.Sampler` that is ours.
 
-Owns the order in which ready rows are taken. Changes no state: what it picks becomes a claim event, and only that moves rows.
-A chooser is derived from the task's states and made anew after a restart. Rows leave it when they are picked; those that are
-cleared stay in its containers until they are met, so every row is looked at again when it is taken.
+Owns the order in which ready rows are taken, and how they are dealt to ranks. All but whole groups are one queue: a row stands in
+a lane, at a place of its order, and neighbours that stand alike are one item.
 
-    add(run)     these rows became ready (again)
-    pick(ask)    rows for every rank, as runs; None when there are not enough yet
-
-Invariant: `pick` costs as much as it takes (times the logarithm of what is held), and returns only rows that are ready, each
-once; a pick that returns None leaves them all where they were.
+    sequential, balanced, token budget     one lane, by row id
+    version window                         a lane a version; those in the window are open, oldest first
+    ordered                                one lane, by the place that key and seed give
 """
 
 from __future__ import annotations
@@ -16,220 +13,201 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
+from rondo.comm.partitions.choosers import Ask, Chooser, Picked
 from rondo.comm.partitions.differencing import balanced
-from rondo.comm.partitions.runs import ROW_BITS, ROW_MASK, compress, count, cut, even, expand, number_of
-from rondo.comm.partitions.spec import Balanced, Groups, Ordered, Sequential, TokenBudget, VersionWindow
+from rondo.comm.partitions.entry import Entry
+from rondo.comm.partitions.own import OwnChooser
+from rondo.comm.partitions.runs import compress, count, cut, even, expand, number_of, row_id
+from rondo.comm.partitions.spec import Balanced, Groups, Ordered, TokenBudget, VersionWindow, load_sampler
 from rondo.comm.partitions.table import Table
-from rondo.comm.partitions.task import READY, Task
+from rondo.comm.partitions.task import DONE, READY, Runs, Task
 from rondo.runtime.errors import SamplerFailed
 
-Runs = list[list[int]]
-Picked = list[Runs]
 
+class Queue(Chooser):
+    """Rows in the order of their ids, and what the other kinds do otherwise."""
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a reader wants: at most `batch` rows for each of `ranks` ranks."""
+    counts_rows = True
+    """Whether ranks are full with `batch` rows each, so that fewer ready ones are not worth a look."""
 
-    ranks: int
-    batch: int
-    partial: bool = False  # fewer will do
-    ended: bool = False  # no row will become ready any more
-    version: int = 0  # the policy version that staleness counts back from
-
-
-class Chooser:
-    """What all have in common: `fresh` rows wait here until somebody asks. Subclasses take them in and pick."""
-
-    def __init__(self, table: Table, task: Task) -> None:
-        self.table, self.task = table, task
-        self.fresh: list[tuple[int, int]] = list(task.ready_runs())
-        self.mark = task.mark
-
-    def add(self, start: int, length: int) -> None:
-        self.fresh.append((start, length))
-
-    def pick(self, ask: Ask) -> Picked | None:
-        fresh, self.fresh = self.fresh, []
-        for start, length in fresh:
-            self.admit(start, length)
-        return self.choose(ask)
-
-    def admit(self, start: int, length: int) -> None:
-        raise NotImplementedError
-
-    def choose(self, ask: Ask) -> Picked | None:
-        raise NotImplementedError
-
-    def is_ready(self, id: int) -> bool:
-        return self.task.state(id) == READY
-
-
-class Queue:
-    """Rows by id. Holds runs; gives only what is ready."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._heap: list[tuple[int, int]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-    def add(self, start: int, length: int) -> None:
-        heapq.heappush(self._heap, (start, length))
-
-    def take(self, num_rows: int) -> Runs:
-        """The first ready rows, at most so many; they are out of the queue."""
-        taken: Runs = []
-        while num_rows and self._heap:
-            start, length = heapq.heappop(self._heap)
-            for first, rows in self._ready(start, length):
-                part = min(rows, num_rows)
-                if part:
-                    taken.append([first, part])
-                    num_rows -= part
-                if part < rows:
-                    self.add(first + part, rows - part)
-        return taken
-
-    def give_back(self, runs: Runs) -> None:
-        for start, length in runs:
-            self.add(start, length)
-
-    def _ready(self, start: int, length: int) -> Runs:
-        states = self._task.states.get(start >> ROW_BITS)
-        if states is None:
-            return []
-        first = start & ROW_MASK
-        part = states[first : first + length]
-        if part.count(READY) == length:
-            return [[start, length]]
-        return compress([start + i for i, state in enumerate(part) if state == READY])
-
-
-class SequentialChooser(Chooser):
-    def __init__(self, table: Table, task: Task, sampler: Sequential | Balanced) -> None:
+    def __init__(self, table: Table, task: Task, sampler: Any) -> None:
         super().__init__(table, task)
-        self._queue = Queue(task)
-        self._sampler = sampler
+        self.sampler = sampler
+        self.lanes: dict[Any, list[tuple[int, int, int]]] = {}  # heaps of (place in the order, first row, rows)
 
-    def admit(self, start: int, length: int) -> None:
-        self._queue.add(start, length)
+    def stand(self, entry: Entry, rows: range) -> Iterable[tuple[Any, int]]:
+        """(lane, place in the order) of each row."""
+        return [(None, 0)] * len(rows)
 
-    def choose(self, ask: Ask) -> Picked | None:
-        ready, want = self.task.num_ready, ask.ranks * ask.batch
-        if not ready or (ready < want and not ask.partial):
+    def open(self, ask: Ask) -> list[Any]:
+        """The lanes that may be taken from, first ones first."""
+        return list(self.lanes)
+
+    def allows(self, place: int, ask: Ask) -> bool:
+        """Whether the row at this place may be taken, now that those before it are."""
+        return True
+
+    def deal(self, runs: Runs, ask: Ask) -> Picked | None:
+        """Rows for each rank; None when these are not enough."""
+        total, want = count(runs), ask.ranks * ask.batch
+        if not total or (total < want and not ask.partial):
             return None
-        runs = self._queue.take(want)
-        total = count(runs)
-        sizes = [ask.batch] * ask.ranks if total == want else even(total, ask.ranks)
-        return self._deal(runs, sizes)
+        return self.parts(runs, [ask.batch] * ask.ranks if total == want else even(total, ask.ranks))
 
-    def _deal(self, runs: Runs, sizes: list[int]) -> Picked:
+    def parts(self, runs: Runs, sizes: list[int]) -> Picked:
         return cut(runs, sizes)
 
+    def admit(self, entry: Entry, rows: range) -> None:
+        for (lane, place), alike in groupby(zip(self.stand(entry, rows), rows, strict=True), key=lambda item: item[0]):
+            places = [i for _, i in alike]
+            item = (place, row_id(entry.num, places[0]), len(places))
+            heapq.heappush(self.lanes.setdefault(lane, []), item)
 
-class BalancedChooser(SequentialChooser):
-    def _deal(self, runs: Runs, sizes: list[int]) -> Picked:
+    def choose(self, ask: Ask) -> Picked | None:
+        least = ask.ranks * ask.batch if self.counts_rows and not ask.partial else 1
+        if self.task.counts[READY] < least:
+            return None
+        runs = self._take(ask)
+        picked = self.deal(runs, ask)
+        self.fresh += runs if picked is None else []
+        return picked
+
+    def _take(self, ask: Ask) -> Runs:
+        """The first ready rows, as many as are wanted; they are out of the queue."""
+        taken: Runs = []
+        want = ask.ranks * ask.batch
+        for lane in self.open(ask):
+            heap = self.lanes[lane]
+            while heap and want:
+                place, start, length = heap[0]
+                ready = self.ready(start, length)
+                if ready and not self.allows(place, ask):
+                    break
+                heapq.heappop(heap)
+                for first, rows in ready:
+                    part = min(rows, want)
+                    want -= part
+                    taken += [[first, part]] if part else []
+                    if part < rows:
+                        heapq.heappush(heap, (place, first + part, rows - part))
+            if not heap:
+                del self.lanes[lane]
+        return taken
+
+
+class EvenQueue(Queue):
+    """Dealt so that the tokens of ranks are about equal."""
+
+    sampler: Balanced
+
+    def parts(self, runs: Runs, sizes: list[int]) -> Picked:
         ids = list(expand(runs))
-        costs = [self.table.entry(id).cost(id & ROW_MASK) for id in ids]
-        assert isinstance(self._sampler, Balanced)
-        parts = balanced(costs, len(sizes), equal_size=self._sampler.equal_size)
+        parts = balanced(costs(self.table, runs), len(sizes), equal_size=self.sampler.equal_size)
         return [compress([ids[i] for i in part]) for part in parts]
 
 
-class BudgetChooser(Chooser):
-    def __init__(self, table: Table, task: Task, sampler: TokenBudget) -> None:
-        super().__init__(table, task)
-        self._queue = Queue(task)
-        self._budget = sampler.tokens
+class BudgetQueue(Queue):
+    """Dealt up to a budget of tokens; what is over goes back."""
 
-    def admit(self, start: int, length: int) -> None:
-        self._queue.add(start, length)
+    sampler: TokenBudget
+    counts_rows = False
 
-    def choose(self, ask: Ask) -> Picked | None:
-        if not self.task.num_ready:
-            return None
-        ids = list(expand(self._queue.take(ask.ranks * ask.batch)))
+    def deal(self, runs: Runs, ask: Ask) -> Picked | None:
+        ids, cost = list(expand(runs)), costs(self.table, runs)
         parts: list[list[int]] = []
         at, full = 0, True
         for _ in range(ask.ranks):
-            part: list[int] = []
-            total = 0
-            while at < len(ids) and len(part) < ask.batch:
-                id = ids[at]
-                cost = self.table.entry(id).cost(id & ROW_MASK)
-                if part and total + cost > self._budget:
+            first, total = at, 0
+            while at < len(ids) and at - first < ask.batch:
+                if at > first and total + cost[at] > self.sampler.tokens:
                     break
-                part.append(id)
-                total, at = total + cost, at + 1
-            full = full and (at < len(ids) or len(part) == ask.batch or total >= self._budget)
-            parts.append(part)
+                total, at = total + cost[at], at + 1
+            full = full and (at < len(ids) or at - first == ask.batch or total >= self.sampler.tokens)
+            parts.append(ids[first:at])
         if not full and not ask.partial:
-            self._queue.give_back(compress(ids))
             return None
-        self._queue.give_back(compress(ids[at:]))
+        self.fresh += compress(ids[at:])
         return [compress(part) for part in parts]
 
 
-class WindowChooser(Chooser):
-    def __init__(self, table: Table, task: Task, sampler: VersionWindow) -> None:
-        super().__init__(table, task)
-        self._sampler = sampler
-        self._queues: dict[int | None, Queue] = {}
+class WindowQueue(Queue):
+    sampler: VersionWindow
 
-    def admit(self, start: int, length: int) -> None:
-        entry = self.table.entries.get(start >> ROW_BITS)
-        if entry is None:
-            return  # cleared since
-        if not isinstance(entry.versions, list):
-            self._queue(entry.versions).add(start, length)
-            return
-        for id in range(start, start + length):
-            self._queue(entry.version(id & ROW_MASK)).add(id, 1)
+    def stand(self, entry: Entry, rows: range) -> Iterable[tuple[Any, int]]:
+        return [(version, 0) for version in entry.values("versions", rows)]
+
+    def open(self, ask: Ask) -> list[Any]:
+        """Versions in the window, oldest first. Rows without a version are inside only where there are no bounds."""
+        s = self.sampler
+        low = -1 if s.min_version is None else s.min_version
+        if s.max_staleness is not None:
+            low = max(low, ask.version - s.max_staleness)
+        inside = [v for v in self.lanes if v is not None and v >= low and (s.max_version is None or v <= s.max_version)]
+        bounded = (s.min_version, s.max_version, s.max_staleness) != (None, None, None)
+        return [*([] if bounded or None not in self.lanes else [None]), *sorted(inside)]
+
+
+class OrderedQueue(Queue):
+    """`mark` is the first place that nobody has come to in this pass."""
+
+    sampler: Ordered
+
+    def __init__(self, table: Table, task: Task, sampler: Ordered) -> None:
+        super().__init__(table, task, sampler)
+        self._reached = 0
+        if sampler.window is not None:  # rows that were read before a restore do not hold up those behind them
+            read = {place for entry, rows in table.parts(task.runs(DONE)) for _, place in self.stand(entry, rows)}
+            while (place := self._behind_cleared(self.mark)) in read:
+                self.mark = place + 1
+
+    def stand(self, entry: Entry, rows: range) -> Iterable[tuple[Any, int]]:
+        return [(None, self._place(key)) for key in entry.values("keys", rows)]
 
     def choose(self, ask: Ask) -> Picked | None:
-        want = ask.ranks * ask.batch
-        runs: Runs = []
-        taken: list[tuple[Queue, Runs]] = []
-        for version in self._inside(ask.version):
-            queue = self._queues[version]
-            part = queue.take(want - count(runs))
-            taken.append((queue, part))
-            runs += part
-            if not queue:
-                del self._queues[version]
-        total = count(runs)
-        if not total or (total < want and not ask.partial):
-            for version, part in ((self._version(part), part) for _, part in taken if part):
-                for start, length in part:
-                    self._queue(version).add(start, length)
+        if self.sampler.window is None and not ask.ended:
             return None
-        return cut(runs, [ask.batch] * ask.ranks if total == want else even(total, ask.ranks))
+        self._reached = self._behind_cleared(self.mark)
+        picked = super().choose(ask)
+        if picked is not None:
+            self.mark = self._reached
+        return picked
 
-    def _inside(self, now: int) -> list[int | None]:
-        """Versions in the window, oldest first. Rows without a version are inside only where there are no bounds."""
-        s = self._sampler
-        low = max(
-            -1 if s.min_version is None else s.min_version, -1 if s.max_staleness is None else now - s.max_staleness
-        )
-        bounded = (s.min_version, s.max_version, s.max_staleness) != (None, None, None)
-        known = sorted(version for version in self._queues if version is not None)
-        inside: list[int | None] = [v for v in known if v >= low and (s.max_version is None or v <= s.max_version)]
-        return inside if bounded or None not in self._queues else [None, *inside]
+    def allows(self, place: int, ask: Ask) -> bool:
+        if self.sampler.window is None:
+            return True
+        if place > self._reached and not ask.ended:
+            return False
+        self._reached = self._behind_cleared(max(self._reached, place + 1))
+        return True
 
-    def _version(self, runs: Runs) -> int | None:
-        return self.table.entry(runs[0][0]).version(runs[0][0] & ROW_MASK)
+    def _behind_cleared(self, mark: int) -> int:
+        """The first place from `mark` on whose row was not cleared: nobody waits for one that was, met before or not."""
+        size = self.sampler.window
+        while size is not None:
+            window, at = divmod(mark, size)
+            if window * size + _unshuffled(self.sampler.seed, window, size)[at] not in self.table.cleared:
+                break
+            mark += 1
+        return mark
 
-    def _queue(self, version: int | None) -> Queue:
-        found = self._queues.get(version)
-        if found is None:
-            found = self._queues[version] = Queue(self.task)
-        return found
+    def _place(self, key: str | None) -> int:
+        seed, size = self.sampler.seed, self.sampler.window
+        if key is None:
+            raise SamplerFailed("rows in a fixed order must have keys, got rows without. Put them with keys=.")
+        if size is None:
+            return int.from_bytes(hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest(), "big")
+        number = number_of(key)
+        if number is None:
+            raise SamplerFailed(
+                f"keys of rows in shuffled windows must be numbers below 10**18, got {key[:40]!r}. Use window=None."
+            )
+        window, place = divmod(number, size)
+        return window * size + _shuffled(seed, window, size)[place]
 
 
 class GroupsChooser(Chooser):
@@ -241,11 +219,9 @@ class GroupsChooser(Chooser):
         self._gathered: dict[Any, list[int]] = {}  # fewer than a whole set each
         self._whole: list[tuple[list[int], Any]] = []  # (rows in order, group), by their first row
 
-    def admit(self, start: int, length: int) -> None:
-        entry = self.table.entries.get(start >> ROW_BITS)
-        for id in range(start, start + length) if entry is not None else ():
-            assert entry is not None
-            group = entry.group(id & ROW_MASK)
+    def admit(self, entry: Entry, rows: range) -> None:
+        for i, group in zip(rows, entry.values("groups", rows), strict=True):
+            id = row_id(entry.num, i)
             if group is not None and self.is_ready(id):
                 self._gather(group, id)
 
@@ -262,10 +238,8 @@ class GroupsChooser(Chooser):
                 f"a batch must hold a whole group of {self._size} rows, got a batch of {ask.batch}. Make it larger."
             )
         want = each * ask.ranks
-        if len(self._whole) < want and not ask.partial:
-            return None
         taken: list[tuple[list[int], Any]] = []
-        while self._whole and len(taken) < want:
+        while self._whole and len(taken) < want and (ask.partial or len(taken) + len(self._whole) >= want):
             rows, group = heapq.heappop(self._whole)
             ready = [id for id in rows if self.is_ready(id)]
             if len(ready) == self._size:
@@ -278,77 +252,13 @@ class GroupsChooser(Chooser):
                 heapq.heappush(self._whole, item)
             return None
         sizes = [each] * ask.ranks if len(taken) == want else even(len(taken), ask.ranks)
-        parts, at = [], 0
-        for size in sizes:
-            parts.append(compress([id for rows, _ in taken[at : at + size] for id in rows]))
-            at += size
-        return parts
+        runs = compress([id for rows, _ in taken for id in rows])
+        return cut(runs, [size * self._size for size in sizes])
 
 
-class OrderedChooser(Chooser):
-    def __init__(self, table: Table, task: Task, sampler: Ordered) -> None:
-        super().__init__(table, task)
-        self._seed, self._window = sampler.seed, sampler.window
-        self._heap: list[tuple[int, int]] = []  # (place in the order, row)
-        if self._window is not None:  # rows that were read before a restore do not hold up those behind them
-            read = {self._place(table.entry(id).key(id & ROW_MASK)) for id in expand(task.done_runs())}
-            while (place := self._behind_cleared(self.mark)) in read:
-                self.mark = place + 1
-
-    def admit(self, start: int, length: int) -> None:
-        entry = self.table.entries.get(start >> ROW_BITS)
-        for id in range(start, start + length) if entry is not None else ():
-            assert entry is not None
-            heapq.heappush(self._heap, (self._place(entry.key(id & ROW_MASK)), id))
-
-    def choose(self, ask: Ask) -> Picked | None:
-        if self._window is None and not ask.ended:
-            return None
-        want, mark = ask.ranks * ask.batch, self._behind_cleared(self.mark)
-        taken: list[tuple[int, int]] = []
-        while self._heap and len(taken) < want:
-            place, id = self._heap[0]
-            if not self.is_ready(id):
-                heapq.heappop(self._heap)  # cleared since
-            elif self._window is None or place <= mark or ask.ended:
-                taken.append(heapq.heappop(self._heap))
-                mark = self._behind_cleared(max(mark, place + 1))
-            else:
-                break
-        if not taken or (len(taken) < want and not ask.partial):
-            for item in taken:
-                heapq.heappush(self._heap, item)
-            return None
-        self.mark = mark
-        sizes = [ask.batch] * ask.ranks if len(taken) == want else even(len(taken), ask.ranks)
-        return cut(compress([id for _, id in taken]), sizes)
-
-    def _behind_cleared(self, mark: int) -> int:
-        """The first place from `mark` on whose row was not cleared: nobody waits for one that was, met before or not."""
-        if self._window is None:
-            return mark
-        while self._number_at(mark) in self.table.cleared:
-            mark += 1
-        return mark
-
-    def _number_at(self, place: int) -> int:
-        """The key that an order in windows has at this place."""
-        assert self._window is not None
-        window, at = divmod(place, self._window)
-        return window * self._window + _unshuffled(self._seed, window, self._window)[at]
-
-    def _place(self, key: str | None) -> int:
-        if key is None:
-            raise SamplerFailed("rows in a fixed order must have keys, got rows without. Put them with keys=.")
-        if self._window is None:
-            return int.from_bytes(hashlib.blake2b(f"{self._seed}/{key}".encode(), digest_size=8).digest(), "big")
-        number = number_of(key)
-        if number is None:
-            raise SamplerFailed(
-                f"keys of rows in shuffled windows must be numbers below 10**18, got {key[:40]!r}. Use window=None."
-            )
-        window, place = divmod(number, self._window)
-        return window * self._window + _shuffled(self._seed, window, self._window)[place]
+def costs(table: Table, runs: Runs) -> list[int]:
+    """Tokens of each row, 1 where nobody said."""
+    return [cost for entry, rows in table.parts(runs) for cost in entry.values("tokens", rows)]
 
 
 @lru_cache(maxsize=64)
@@ -363,3 +273,20 @@ def _shuffled(seed: int, window: int, size: int) -> list[int]:
 def _unshuffled(seed: int, window: int, size: int) -> list[int]:
     """Where each place of a window comes from."""
     return sorted(range(size), key=_shuffled(seed, window, size).__getitem__)
+
+
+_CHOOSERS: Mapping[str, Callable[[Table, Task, Any], Chooser]] = {
+    "sequential": Queue,
+    "balanced": EvenQueue,
+    "token_budget": BudgetQueue,
+    "version_window": WindowQueue,
+    "groups": GroupsChooser,
+    "ordered": OrderedQueue,
+    "own": OwnChooser,
+}
+
+
+def chooser(table: Table, task: Task) -> Chooser:
+    """The chooser of a task's sampler, with every row that is ready now."""
+    sampler = load_sampler(task.sampler)
+    return _CHOOSERS[sampler.kind](table, task, sampler)

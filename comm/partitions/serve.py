@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from rondo.comm.bus.journal import Journal, files, read
-from rondo.comm.partitions.endpoints import PartitionCoordinator
+from rondo.comm.partitions.coordinator import PartitionCoordinator
 from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.memory import unlink
 from rondo.runtime.errors import CorruptData

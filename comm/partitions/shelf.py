@@ -1,8 +1,9 @@
 """The memory under a partition: its rings, the records in them, and how many rows still need each.
 
 Owns which record lies where, a part of the fold; room is accounted for as the bus does (`bus/space.py`), bytes are laid by
-`ring.py`, tails are moved by the service. Every ring has one producer, and nobody else promises its room, so the producer sees by
-itself, in the ring's words, what it may put: no reservation is made for a put, and one ring taken serves as many puts as fit.
+`ring.py`, tails are moved by the coordinator. Every ring has one producer, and nobody else promises its room, so the producer
+sees by itself, in the ring's words, what it may put: no reservation is made for a put, and one ring taken serves as many puts as
+fit.
 
     ring "p/3/0"   tail v                                    head v
                    | record 7, 2 uses | record 8, none | record 9, 64 uses |
@@ -32,8 +33,8 @@ class Source(NamedTuple):
 
 class Shelf:
     def __init__(self) -> None:
-        self.sources: dict[int, Source] = {}
-        self.live_bytes = 0  # of records in use
+        self.sources: dict[int, Source] = {}  # records in use
+        self.live_bytes = 0  # theirs
         self.next_ring = 0
         self.num_dropped = 0  # rings taken away so far: readers look again when it changes
         self.freed: dict[str, int] = {}  # ring -> its new tail
@@ -48,10 +49,6 @@ class Shelf:
         """Memory of all rings that are not files."""
         return sum(ring_bytes(ring.capacity) for name, ring in self.rings.items() if not name.startswith(FILE))
 
-    def files(self) -> list[str]:
-        """The rings whose memory is a file."""
-        return [name for name in self.rings if name.startswith(FILE)]
-
     def add(self, name: str, capacity: int, member: str, rank: int) -> None:
         self._space.add(name, capacity, f"{member}/{rank}")
         self.next_ring += 1
@@ -61,20 +58,16 @@ class Shelf:
         self._space.remove(name)
         self.num_dropped += 1
 
-    def of(self, member: str, rank: int | None = None) -> list[str]:
-        """The rings of one producer, or of all ranks of a member."""
-        if rank is not None:
-            return self._space.owned_by(f"{member}/{rank}")
-        return [name for name, ring in self.rings.items() if ring.owner.rpartition("/")[0] == member]
+    def of(self, member: str, rank: int) -> list[str]:
+        """The rings of one producer."""
+        return self._space.owned_by(f"{member}/{rank}")
 
     def record(self, num: int, source: Source, uses: int) -> None:
-        """A record became visible and `uses` rows have values in it."""
+        """A record became visible and so many rows have values in it."""
         self._space.record(source.ring, source.pos, source.num_bytes, uses, "", 0)
-        if uses:
-            self.sources[num] = source
-            self.live_bytes += source.num_bytes
-        else:
-            self._free(source.ring, self._space.trim(source.ring))
+        self.sources[num] = source
+        self.live_bytes += source.num_bytes
+        self.unuse(num, 0)
 
     def uses(self, num: int) -> int:
         """How many rows need a record."""
@@ -82,16 +75,14 @@ class Shelf:
         return self.rings[source.ring].records[source.pos][1]
 
     def unuse(self, num: int, rows: int) -> None:
-        """So many rows need a record no more."""
+        """So many need it no more."""
         source = self.sources[num]
         if self.uses(num) == rows:
             del self.sources[num]
             self.live_bytes -= source.num_bytes
-        self._free(source.ring, self._space.unuse(source.ring, source.pos, rows))
-
-    def _free(self, ring: str, tail: int | None) -> None:
+        tail = self._space.unuse(source.ring, source.pos, rows)
         if tail is not None:
-            self.freed[ring] = tail
+            self.freed[source.ring] = tail
 
     def dump(self) -> dict[str, Any]:
         return {

@@ -60,6 +60,12 @@ class Sampler:
 
     kind: ClassVar[str] = ""
 
+    def __post_init__(self) -> None:
+        for name in ("rows_per_group", "tokens", "window"):
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}.")
+
     def dump(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}
 
@@ -79,10 +85,6 @@ class Groups(Sampler):
     rows_per_group: int
     kind: ClassVar[str] = "groups"
 
-    def __post_init__(self) -> None:
-        if self.rows_per_group < 1:
-            raise ConfigError(f"rows_per_group must be at least 1, got {self.rows_per_group}.")
-
 
 @dataclass(frozen=True, slots=True)
 class Balanced(Sampler):
@@ -99,10 +101,6 @@ class TokenBudget(Sampler):
 
     tokens: int
     kind: ClassVar[str] = "token_budget"
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"tokens must be at least 1, got {self.tokens}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +128,6 @@ class Ordered(Sampler):
     seed: int = 0
     window: int | None = None
     kind: ClassVar[str] = "ordered"
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"window must be at least 1, got {self.window}. None waits for the end instead.")
 
 
 @dataclass(frozen=True, slots=True)

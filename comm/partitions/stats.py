@@ -3,7 +3,7 @@
 Owns their layout. One segment a partition; every counter is a word of its own (`words.py`), so each is exact at the moment it
 is read, and two of one look may be an event apart.
 
-    words | state rows live_bytes ring_bytes put refused num_tasks capacity |
+    words | state rows live_bytes ring_bytes capacity put refused num_tasks |
           | ready waiting claimed done acked returned wait_p50_us wait_p99_us | ...
     names | 64 bytes a task, zero-padded, written before num_tasks counts it
 
@@ -12,21 +12,26 @@ Invariant: one writer, the coordinator; reading costs the same however many rows
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import CLAIMED, DONE, READY, WAITING
 from rondo.comm.ring.words import LINE_BYTES, Words
 from rondo.runtime.memory.segments import Segment
 
-OPEN, ENDED, DROPPED = 1, 2, 3
+NEW, OPEN, ENDED, DROPPED = range(4)
+_STATES = ("new", "open", "ended", "dropped")
 MAX_TASKS = 64
 MAX_NAME_BYTES = 63
-STATE, _ROWS, _LIVE, _RINGS, _PUT, _REFUSED, _NUM_TASKS, _CAPACITY = range(8)
-_PER_TASK = 8
-_NUM_WORDS = 8 + MAX_TASKS * _PER_TASK
+_PER_PARTITION = _PER_TASK = 8
+_NUM_WORDS = _PER_PARTITION + MAX_TASKS * _PER_TASK
 _NAMES = _NUM_WORDS * LINE_BYTES
 STATS_BYTES = _NAMES + MAX_TASKS * (MAX_NAME_BYTES + 1)
+_A_DOUBLING, _NUM_BUCKETS = 4, 136
+_EVERY = 8  # waits between two looks at the percentiles, which cost more than a count
 
 
 def stats_name(part: int) -> str:
@@ -63,74 +68,97 @@ class PartitionStats:
     tasks: dict[str, TaskStats]
 
 
-class StatsWriter:
-    def __init__(self, segment: Segment) -> None:
+class Waited:
+    """How long readers of a task waited for their batches: a histogram of fixed size, with four buckets to a doubling from one
+    microsecond to over an hour, so that a percentile is told to within a fifth."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+        self._buckets = [0] * _NUM_BUCKETS
+
+    def add(self, seconds: float) -> None:
+        bucket = math.ceil(_A_DOUBLING * math.log2(max(1.0, 1e6 * seconds)))
+        self._buckets[min(bucket, _NUM_BUCKETS - 1)] += 1
+        self.num_waits += 1
+
+    def percentiles(self, *parts: float) -> list[float]:
+        """For each part: the seconds within which so much of all waits ended; 0 without any."""
+        below = list(accumulate(self._buckets))
+        edges = [bisect_left(below, part * self.num_waits) for part in parts]
+        return [1e-6 * 2.0 ** (edge / _A_DOUBLING) if self.num_waits else 0.0 for edge in edges]
+
+
+class _Counters:
+    """The segment as its one writer and its readers map it."""
+
+    def __init__(self, segment: Segment, *, readonly: bool) -> None:
         self._segment = segment
-        self._view = segment.view()
-        self._words = Words(self._view, 0, _NUM_WORDS)
-        self._num_tasks = 0
-        self._shown = [-1] * _NUM_WORDS  # a writer before this one may have died between two words
-
-    def write(self, table: Table) -> None:
-        """Every counter as it is now, where it has changed: O(tasks)."""
-        shelf, state = table.shelf, ENDED if table.ended else OPEN
-        counters = table.num_rows, shelf.live_bytes, shelf.ring_bytes, table.num_put, table.num_refused
-        self._store(_ROWS, counters)
-        self._store(_CAPACITY, (table.spec.capacity_bytes,))
-        for at, task in enumerate(table.tasks.values()):
-            if at >= self._num_tasks:
-                start = _NAMES + at * (MAX_NAME_BYTES + 1)
-                self._view[start : start + MAX_NAME_BYTES + 1] = task.name.encode().ljust(MAX_NAME_BYTES + 1, b"\0")
-            counts = task.counts
-            rows = counts[READY], counts[WAITING], counts[CLAIMED], counts[DONE], task.num_acked, task.num_returned
-            self._store(8 + at * _PER_TASK, rows)
-        self._num_tasks = len(table.tasks)
-        self._store(_NUM_TASKS, (self._num_tasks,))
-        self._store(STATE, (state,))
-
-    def waited(self, at: int, p50_s: float, p99_s: float) -> None:
-        """Of the task at this place in the table."""
-        self._store(8 + at * _PER_TASK + 6, (round(1e6 * p50_s), round(1e6 * p99_s)))
-
-    def _store(self, word: int, values: tuple[int, ...]) -> None:
-        """Words from `word` on, those that are not there yet."""
-        shown, store = self._shown, self._words.store
-        for value in values:
-            if shown[word] != value:
-                shown[word] = value
-                store(word, value)
-            word += 1
-
-    def close(self, *, dropped: bool = False) -> None:
-        if dropped:
-            self._words.store(STATE, DROPPED)
-        del self._words, self._view
-        self._segment.close()
-
-
-class StatsReader:
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._view = segment.view(readonly=True)
+        self._view = segment.view(readonly=readonly)
         self._words = Words(self._view, 0, _NUM_WORDS)
 
-    @property
-    def state(self) -> int:
-        return self._words.load(STATE)
-
-    def read(self) -> PartitionStats:
-        load = self._words.load
-        tasks = {}
-        for at in range(load(_NUM_TASKS)):
-            start, word = _NAMES + at * (MAX_NAME_BYTES + 1), 8 + at * _PER_TASK
-            name = bytes(self._view[start : start + MAX_NAME_BYTES + 1]).rstrip(b"\0").decode()
-            ready, waiting, claimed, done, acked, returned, p50_us, p99_us = (load(word + i) for i in range(_PER_TASK))
-            tasks[name] = TaskStats(ready, waiting, claimed, done, acked, returned, 1e-6 * p50_us, 1e-6 * p99_us)
-        return PartitionStats(
-            {OPEN: "open", ENDED: "ended", DROPPED: "dropped"}.get(load(STATE), "new"),
-            load(_ROWS), load(_LIVE), load(_RINGS), load(_CAPACITY), load(_PUT), load(_REFUSED), tasks,
-        )  # fmt: skip
+    def _name(self, at: int) -> memoryview:
+        start = _NAMES + at * (MAX_NAME_BYTES + 1)
+        return self._view[start : start + MAX_NAME_BYTES + 1]
 
     def close(self) -> None:
         del self._words, self._view
         self._segment.close()
+
+
+class StatsWriter(_Counters):
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment, readonly=False)
+        self._shown = [-1] * _NUM_WORDS  # a writer before this one may have died between two words
+        self._waited: dict[str, tuple[Waited, list[int]]] = {}  # of a task: its waits, p50 and p99 in microseconds
+        self._num_tasks = 0
+
+    def write(self, table: Table) -> None:
+        """Every counter as it is now, where it has changed, the last first: O(tasks)."""
+        shelf, tasks = table.shelf, table.tasks
+        words = [
+            ENDED if table.ended else OPEN, table.num_rows, shelf.live_bytes, shelf.ring_bytes,
+            table.spec.capacity_bytes, table.num_put, table.num_refused, len(tasks),
+        ]  # fmt: skip
+        for at, (name, task) in enumerate(tasks.items()):
+            if at >= self._num_tasks:
+                self._name(at)[:] = name.encode().ljust(MAX_NAME_BYTES + 1, b"\0")
+                self._num_tasks += 1
+            counts = task.counts
+            words += counts[READY], counts[WAITING], counts[CLAIMED], counts[DONE], task.num_acked, task.num_returned
+            words += self._waited[name][1] if name in self._waited else (0, 0)
+        for word in range(len(words) - 1, -1, -1):
+            if self._shown[word] != words[word]:
+                self._shown[word] = words[word]
+                self._words.store(word, words[word])
+
+    def waited(self, task: str, seconds: float) -> None:
+        """A reader of this task has waited so long for its batch; shown with what is written next."""
+        waits, shown = self._waited.setdefault(task, (Waited(), [0, 0]))
+        waits.add(seconds)
+        if waits.num_waits < _EVERY or not waits.num_waits % _EVERY:
+            shown[:] = [round(1e6 * wait_s) for wait_s in waits.percentiles(0.5, 0.99)]
+
+    def drop(self) -> None:
+        """The partition is gone for everybody."""
+        self._words.store(0, DROPPED)
+        self.close()
+
+
+class StatsReader(_Counters):
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment, readonly=True)
+
+    @property
+    def state(self) -> int:
+        return self._words.load(0)
+
+    def read(self) -> PartitionStats:
+        load = self._words.load
+        state, rows, live, rings, capacity, put, refused, num_tasks = map(load, range(_PER_PARTITION))
+        tasks = {}
+        for at in range(num_tasks):
+            first = _PER_PARTITION + at * _PER_TASK
+            ready, waiting, claimed, done, acked, returned, p50_us, p99_us = map(load, range(first, first + _PER_TASK))
+            name = bytes(self._name(at)).rstrip(b"\0").decode()
+            tasks[name] = TaskStats(ready, waiting, claimed, done, acked, returned, 1e-6 * p50_us, 1e-6 * p99_us)
+        return PartitionStats(_STATES[state], rows, live, rings, capacity, put, refused, tasks)

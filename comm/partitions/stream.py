@@ -14,54 +14,28 @@ Invariant: batches come in the order of their index, which is the same for every
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict
 
 from rondo.comm.partitions.batch import Batch
 from rondo.comm.partitions.opened import Opened
+from rondo.comm.partitions.reading import Reading
 from rondo.comm.partitions.spec import Sampler
-from rondo.runtime.errors import Closed, ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How a task is read. `rank` of `ranks` is the data-parallel rank, `peer` of `peers` this process among its equals."""
-
-    task: str
-    columns: tuple[str, ...]
-    sampler: Sampler
-    batch: int
-    rank: int
-    ranks: int
-    peer: int
-    peers: int
-    until: str
-    partial: bool
-    consumer: str
-    version: Callable[[], int] | None
-    deadline_s: float
-
-    def __post_init__(self) -> None:
-        if not self.columns or self.until not in ("end", "now") or not 0 <= self.rank < self.ranks or self.batch < 1:
-            raise ConfigError(
-                "a stream must name columns, end with 'end' or 'now', and be for a rank below ranks with at least one row, got "
-                f"columns {self.columns}, until {self.until!r}, rank {self.rank} of {self.ranks} and batch {self.batch}."
-            )
-
-    def reader(self) -> list[Any]:
-        return [self.consumer, self.rank, self.ranks, self.peer, self.peers]
+from rondo.runtime.errors import Closed
 
 
 class Stream:
-    def __init__(self, part: Opened, reading: Reading) -> None:
+    """`Partition.stream` makes it."""
+
+    def __init__(
+        self, part: Opened, reading: Reading, sampler: Sampler, version: Callable[[], int] | None, deadline_s: float
+    ) -> None:
         self._part = part
-        self._reading = reading
-        self._index = -1
-        self._life = -1
-        self._acks: dict[int, None] = {}  # single steps only: a batch may be acknowledged on another thread
+        self._reading, self._asked = reading, asdict(reading)
+        self._sampler, self._version = sampler, version
+        self._deadline_s = deadline_s
+        self._index = self._life = -1
         self._pass = 0
-        self._asking = False
-        self._over = False
+        self._asking = self._over = False
 
     def __aiter__(self) -> Stream:
         return self
@@ -75,28 +49,22 @@ class Stream:
     async def open(self) -> int:
         """Make or find the task. The stream begins with the first batch that this reader has not acknowledged: its pass."""
         if self._index < 0:
-            reading = self._reading
-            arguments = [reading.task, list(reading.columns), reading.sampler.dump(), reading.reader()]
-            self._index, self._pass = await self._part.ask("part_task", *arguments)
+            self._index, self._pass = await self._part.ask("part_task", self._asked, self._sampler.dump())
             self._life = self._part.life
         return self._pass
 
     async def next(self) -> Batch | None:
         """The next batch, perhaps an empty one where other ranks have rows; None at the end. Waits."""
-        reading, part = self._reading, self._part
+        part = self._part
         await self.open()
         if part.life != self._life:
             raise Closed(f"the partition of a stream must stay, got {part.name} dropped. Begin the stream anew.")
-        sent = list(self._acks)
-        version = reading.version() if reading.version is not None else None
-        want = [self._index, reading.batch, reading.until, reading.partial, version]
-        arguments = [reading.task, reading.reader(), want, sent, list(reading.columns)]
+        version = self._version() if self._version is not None else None
         self._asking = True
         try:
-            answer = await part.ask("part_claim", *arguments, deadline_s=reading.deadline_s)
+            answer = await part.ask("part_claim", self._asked, self._index, version, deadline_s=self._deadline_s)
         finally:
             self._asking = False
-        self._sent(sent)
         index, self._index = self._index, self._index + 1
         if "end" in answer:
             self._over = True
@@ -106,31 +74,17 @@ class Stream:
         return Batch(answer["batch"], records, lambda: self._acknowledge(index))
 
     async def flush(self) -> None:
-        """Send the acknowledgements that no claim has taken along."""
-        sent = list(self._acks)
-        if sent:
-            await self._part.ask("part_ack", self._reading.task, self._reading.reader(), sent)
-            self._sent(sent)
-
-    def _sent(self, indices: list[int]) -> None:
-        for index in indices:
-            self._acks.pop(index, None)
-
-    @property
-    def owes(self) -> bool:
-        """Whether acknowledgements wait to be sent."""
-        return bool(self._acks)
+        """Send the acknowledgements that no call has taken along."""
+        await self._part.flush()
 
     def go_on(self) -> None:
         """After an end: batches that come behind it, of the next pass or put since. A new stream would begin with those that
         are not acknowledged yet."""
         self._over = False
 
-    def close(self) -> None:
-        """No more batches; acknowledgements still to be sent go with `flush`."""
-        self._over = True
-
     def _acknowledge(self, index: int) -> None:
         """Goes with the next claim; at once where one is waiting already, or none will come."""
-        self._acks[index] = None
-        self._part.owed(self, soon=self._asking or self._over)
+        reading = self._reading
+        ack = (reading.task, reading.consumer, reading.rank, reading.peer, index)
+        if self._part.life == self._life:
+            self._part.owe(ack, soon=self._asking or self._over)

@@ -6,10 +6,10 @@ from typing import Any
 
 import orjson
 
-from rondo.comm.partitions.choosers import chooser
+from rondo.comm.partitions.choosers import Ask, Picked
 from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.runs import compress, expand
-from rondo.comm.partitions.samplers import Ask, Picked
+from rondo.comm.partitions.samplers import chooser
 from rondo.comm.partitions.spec import Sampler, Sequential, Spec
 from rondo.comm.partitions.table import Table
 from rondo.comm.partitions.task import CLAIMED, DONE, READY, WAITING
@@ -85,10 +85,18 @@ class Hand:
         """What must hold at every moment."""
         table, shelf = self.table, self.table.shelf
         assert table.num_rows == sum(entry.live.count(1) for entry in table.entries.values())
+        held = [
+            id
+            for task in table.tasks.values()
+            for claim in task.claims.values()
+            for rows in claim.held()
+            for id in expand(rows)
+        ]
         uses: dict[int, int] = {}
         for entry in table.entries.values():
             for i in range(entry.n):
-                for source in entry.sources(i) if entry.live[i] else ():
+                assert entry.uses[i] == entry.live[i] + held.count(entry.num << 20 | i)
+                for source in {c[i] >> 20 for c in entry.columns.values() if c[i] >= 0} if entry.uses[i] else ():
                     uses[source] = uses.get(source, 0) + 1
         assert uses == {num: shelf.uses(num) for num in shelf.sources}
         assert shelf.live_bytes == 64 * len(uses)
@@ -105,6 +113,6 @@ class Hand:
             assert len(claimed) == len(set(claimed)) == task.counts[CLAIMED]
             for entry in table.entries.values():
                 for i in range(entry.n):
-                    whole = all(entry.place(name, i) >= 0 for name in task.columns)
+                    whole = entry.has(i, task.columns)
                     state = task.states[entry.num][i]
                     assert entry.live[i] != 1 or (state == WAITING) != whole

@@ -40,4 +40,4 @@ def numbers_of(batch: Batch) -> list[int]:
 
 def leftovers(coordinator: Any) -> int:
     """Waiters of partitions."""
-    return len(coordinator.service.wakes)
+    return len(coordinator.wakes)

@@ -305,7 +305,7 @@ def _dead_reader(machine: PartitionMachine) -> None:
 
 
 def _frees_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Table, "_any_claims", lambda self: False)
+    monkeypatch.setattr(Table, "_hold", lambda self, claim: None)
 
 
 def _cleared_while_read(machine: PartitionMachine) -> None:
@@ -317,7 +317,9 @@ def _cleared_while_read(machine: PartitionMachine) -> None:
 
 def _gives_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     move = Task.move
-    monkeypatch.setattr(Task, "move", lambda self, run, new: move(self, run, 1 if new == 2 else new))  # claimed: ready
+    monkeypatch.setattr(
+        Task, "move", lambda self, num, rows, old, new: move(self, num, rows, old, 1 if new == 2 else new)
+    )  # claimed: ready
 
 
 def _read_by_two(machine: PartitionMachine) -> None:

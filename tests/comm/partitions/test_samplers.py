@@ -178,9 +178,9 @@ def test_the_order_is_the_same_for_a_seed_whatever_the_order_of_arrival(window):
         for key in keys:
             hand.put(1, keys=[key])
             for part in hand.claim(batch=2):
-                found += [hand.table.entry(id).key(0) for id in part]
+                found += [hand.table.entry(id).value("keys", 0) for id in part]
         while parts := hand.claim(batch=2, partial=True, ended=True):
-            found += [hand.table.entry(id).key(0) for id in parts[0]]
+            found += [hand.table.entry(id).value("keys", 0) for id in parts[0]]
         return found
 
     assert order(1, 0) == order(1, 1) == order(1, 2) != order(2, 0)
@@ -214,7 +214,7 @@ def test_an_order_in_windows_does_not_wait_for_rows_that_were_cleared_before_it_
     for batch in range(4):
         hand.ack(batch)
     hand.emit("reset", task="t", to=1)  # in a further pass too
-    assert sorted(hand.table.entry(id).key(id) for id in hand.claim(batch=4)[0]) == ["3", "4", "6", "7"]
+    assert sorted(hand.table.entry(id).value("keys", id) for id in hand.claim(batch=4)[0]) == ["3", "4", "6", "7"]
 
 
 def test_numbers_are_kept_as_runs():

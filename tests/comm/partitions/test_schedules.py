@@ -35,7 +35,7 @@ def whole_partition(folder: Path, wakes: type[Wakes] = Wakes) -> Callable[[], Co
         run = InProcess(folder / str(next(numbers)), store)
         try:
             await run.start()
-            run.coordinator.service.wakes = wakes()
+            run.coordinator.wakes = wakes()
             names = ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0")
             buses = [await run.bus(name) for name in names]
             settings = {

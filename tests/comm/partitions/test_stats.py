@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.partitions.stats import STATS_BYTES, StatsReader, StatsWriter
-from rondo.comm.partitions.waited import Waited
+from rondo.comm.partitions.stats import STATS_BYTES, StatsReader, StatsWriter, Waited
 from tests.comm.memory import MemorySegment
 from tests.comm.partitions.hand import Hand
 from tests.comm.partitions.world import served

@@ -13,7 +13,7 @@ import orjson
 
 from rondo.comm.bus.member import Member
 from rondo.comm.partitions.client import Partitions
-from rondo.comm.partitions.endpoints import PartitionCoordinator
+from rondo.comm.partitions.coordinator import PartitionCoordinator
 from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.serve import open_journal
 from rondo.runtime.actors.actor import Server, serve
