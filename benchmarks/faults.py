@@ -39,9 +39,9 @@ from benchmarks.dispatch import NUM_NEW, NUM_PROMPT, STUB
 from rondo.roles.engines.dispatch import Dispatcher
 from rondo.roles.engines.engine import Request, SamplingParams
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.engines.sglang.keeper import KeptEngine, kept
 from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.roles.engines.sglang.open import one_engine
+from rondo.roles.engines.sglang.restarts import KeptEngine, kept
 from rondo.runtime.errors import PeerGone, RondoError, WorkerDied
 
 NUM_SERVERS, IN_FLIGHT = 8, 512

@@ -35,7 +35,7 @@ from rondo.launch.check.target import Target, group_bytes, judge_devices, judge_
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
-from rondo.roles.engines.sglang.lengths import of_context
+from rondo.roles.engines.sglang.requirements import of_context
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied

@@ -18,8 +18,15 @@ from rondo.launch.check.findings import Finding
 from rondo.launch.config import RunConfig
 from rondo.launch.sglang_env import has_sglang
 from rondo.roles.config import SGLangConfig
-from rondo.roles.engines.sglang.lengths import Lengths, of_server, too_short
-from rondo.roles.engines.sglang.versions import MEDIA, parse_version, require_version, silent_about_experts
+from rondo.roles.engines.sglang.requirements import (
+    MEDIA,
+    Lengths,
+    of_server,
+    parse_version,
+    require_version,
+    silent_about_experts,
+    too_short,
+)
 from rondo.runtime.errors import ConfigError
 
 _ANSWER_S = 5.0

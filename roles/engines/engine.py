@@ -12,8 +12,9 @@ completion carries the log-prob and the policy version it was sampled under.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -175,6 +176,15 @@ class Completion:
         )
 
 
+def ended_with(request: Request, reason: FinishReason, done: Prefix | None) -> Completion:
+    """What a request has when it ends for this reason."""
+    if done is None:
+        done = Prefix(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+    return Completion(
+        request.id, done.tokens, done.log_probs, done.policy_versions, reason, done.routed_experts, done.top
+    )
+
+
 def experts_of_whole(before: Prefix | None, told: np.ndarray | None) -> np.ndarray | None:
     """`told` by an engine of a whole sample that it continued after `before`, with the experts in their place that the earlier
     tokens were sampled with: what it told of these is how it computed them anew."""
@@ -200,6 +210,18 @@ class EngineStats:
     """Prompt tokens that were copied from another sample of the same prompt instead of being computed."""
     num_interrupted: int = 0
     """Sequences that new weights took out of their slots, to be computed anew here or asked for again."""
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        """Of two engines together; the older version."""
+        _, *sums = map(operator.add, _values(self), _values(other))
+        return EngineStats(min(self.version, other.version), *sums)
+
+    def ended(self) -> EngineStats:
+        """What stays counted of an engine that is no more."""
+        return replace(self, num_slots=0, num_running=0, num_waiting=0)
+
+
+_values = operator.attrgetter(*(each.name for each in fields(EngineStats)))
 
 
 class Engine(Protocol):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from rondo.comm.bus.bus import POLL_S
@@ -27,6 +27,7 @@ from rondo.roles.engines.embedded.time_share import Share
 from rondo.roles.engines.engine import Engine
 from rondo.roles.job import SLAB, Job, follow
 from rondo.roles.training.determinism import settle
+from rondo.runtime.errors import Closed
 from rondo.runtime.worker.context import WorkerContext
 
 ROLE = "rollout"
@@ -77,8 +78,8 @@ class Replica:
 
     async def _open_servers(self, ends: AsyncExitStack) -> Engine:
         """SGLang servers, which load the model themselves; they are kept there, and ended with `ends`."""
-        from rondo.roles.engines.sglang.keeper import kept
         from rondo.roles.engines.sglang.open import kept_engines, one_engine, releases_memory
+        from rondo.roles.engines.sglang.restarts import kept
 
         settings = self._job.config.rollout.sglang
         assert settings is not None
@@ -93,13 +94,12 @@ class Replica:
         return one_engine(engines, newest=self.newest_weights, update_deadline_s=settings.update_deadline_s)
 
     @asynccontextmanager
-    async def newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:
-        """What was published last, for a server that was started anew, while the body reads it; None when the run is over."""
+    async def newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]]]:
+        """What was published last, for a server that was started anew, while the body reads it. Closed when the run is over."""
         ctx, job, reader = self._ctx, self._job, f"{ROLE}.{self._ctx.rank}.restart"
         held = await job.bus.call("weights", reader, -1, deadline_s=POLL_S)
         if "slot" not in held:
-            yield None
-            return
+            raise Closed("weights must be published to be given to a server, got none any more. The run is over")
         try:
             slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
             place = {"attempt": held["attempt"], "version": held["version"], "checksum": held["checksum"]}
@@ -187,9 +187,10 @@ class Replica:
                     version = self.engine.version
                     await self.engine.update_weights(version, Flip(version))
                 continue
-            async with self._installing, self.newest_weights() as found:
-                if found is not None and found[0] >= self.engine.version:
-                    await self.engine.update_weights(*found)
+            with suppress(Closed):
+                async with self._installing, self.newest_weights() as found:
+                    if found[0] >= self.engine.version:
+                        await self.engine.update_weights(*found)
 
     async def _flip(self, lent: Lent, first: asyncio.Event) -> None:
         """Each version is there when the trainer says so: its tensors are those that it committed."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rondo.launch.sglang_env import has_sglang
-from rondo.roles.engines.sglang.owned import FOLDER
+from rondo.roles.engines.sglang.shared_memory import FOLDER
 from tests.sglang.servers import Served, environment, launch, moe, serve
 
 _HERE = Path(__file__).parent

@@ -22,9 +22,9 @@ from rondo.models.parallel import full_tensors
 from rondo.roles.config import SGLangConfig
 from rondo.roles.engines.dispatch import Dispatcher
 from rondo.roles.engines.engine import Completion, Request
-from rondo.roles.engines.sglang.keeper import KeptEngine, Weights, kept
 from rondo.roles.engines.sglang.one_server import Load
 from rondo.roles.engines.sglang.open import connect_engine
+from rondo.roles.engines.sglang.restarts import KeptEngine, kept
 from rondo.roles.engines.sglang.server import SGLangServer
 from rondo.runtime.waits import waiting
 from tests.roles.engines.engines import request
@@ -133,7 +133,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     found: list[World] = []
 
     @contextlib.asynccontextmanager
-    async def newest() -> AsyncIterator[Weights | None]:
+    async def newest() -> AsyncIterator[tuple[int, Mapping[str, Any]]]:
         yield found[0].version, tensors
 
     async def tell(kind: str, more: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
         async def start() -> World:
             await ends.enter_async_context(kept(engines))
-            dispatcher = Dispatcher(engines, names=["sglang-0", "sglang-1"], reload=newest)  # type: ignore[arg-type]
+            dispatcher = Dispatcher(engines, names=["sglang-0", "sglang-1"], reload=newest)
             ends.push_async_callback(dispatcher.close)
             return World(runner, dispatcher, servers, tensors, model, asyncio.get_running_loop().create_future())
 

@@ -20,8 +20,8 @@ from rondo.models.load import load_model
 from rondo.roles.config import SGLangConfig
 from rondo.roles.engines.sglang import weights_buckets
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
-from rondo.roles.engines.sglang.owned import FOLDER
 from rondo.roles.engines.sglang.server import SGLangServer
+from rondo.roles.engines.sglang.shared_memory import FOLDER
 from rondo.roles.engines.sglang.weights import ServerWeights
 from rondo.roles.engines.sglang.weights_buckets import Bucket, pack
 from rondo.runtime.errors import PeerGone

@@ -9,7 +9,7 @@ and what a caller has shown cannot be taken back.
     request = told.lost(request)                                # begins with what was told
 
 Invariant: tokens that are kept have the version they were sampled under. The version of tokens that are told around an
-update of weights may be the next one (`sglang/stream.py`), so only those are kept that bear the version that their attempt
+update of weights may be the next one (`sglang/responses.py`), so only those are kept that bear the version that their attempt
 began under. Else the sample is begun anew, and a caller that has shown tokens compares.
 """
 

@@ -20,21 +20,21 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from rondo.roles.engines.dispatch.attempts import Told
 from rondo.roles.engines.dispatch.breaker import State
 from rondo.roles.engines.dispatch.fleet import DispatchLimits, Fleet, Member, NoEngine
 from rondo.roles.engines.dispatch.installing import Installer, Reload
 from rondo.roles.engines.dispatch.places import Job, Places
 from rondo.roles.engines.dispatch.rolling import Rolling
-from rondo.roles.engines.engine import Completion, Engine, EngineStats, Request
+from rondo.roles.engines.dispatch.suspicion import Suspicion
+from rondo.roles.engines.engine import Completion, Engine, EngineStats, Request, ended_with
 from rondo.roles.engines.faults import RequestFailed, fault_of, is_full, may_have_killed
-from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, Refused, RondoError
-from rondo.runtime.waits import waiting
+from rondo.runtime.errors import Closed, ConfigError, Refused, RondoError
 
 if TYPE_CHECKING:
     import torch
@@ -65,22 +65,22 @@ class DispatchStats:
     """At one moment; the counts of requests and tokens only grow. Every request that began is in flight, waiting, or one of
     completed, cancelled, failed and dropped (its caller left)."""
 
-    num_requests: int
-    num_completed: int
-    num_cancelled: int
-    num_failed: int
-    num_dropped: int
     num_in_flight: int
     num_waiting: int
-    num_lost_attempts: int
-    """Under way, and without an outcome."""
-    num_put_off: int
-    """Attempts that an engine would not begin with, since it was full."""
-    num_continued: int
-    """Attempts that ended early, or were lost, and left tokens, which the next one began with."""
-    tokens_delivered: int
-    """In completions, without what their requests began with."""
     engines: tuple[MemberStats, ...]
+    num_requests: int = 0
+    num_completed: int = 0
+    num_cancelled: int = 0
+    num_failed: int = 0
+    num_dropped: int = 0
+    num_lost_attempts: int = 0
+    """Under way, and without an outcome."""
+    num_put_off: int = 0
+    """Attempts that an engine would not begin with, since it was full."""
+    num_continued: int = 0
+    """Attempts that ended early, or were lost, and left tokens, which the next one began with."""
+    tokens_delivered: int = 0
+    """In completions, without what their requests began with."""
 
 
 class Dispatcher:
@@ -106,55 +106,16 @@ class Dispatcher:
         self._limits = limits or DispatchLimits()
         self._clock = clock
         self._jobs: dict[str, Job] = {}
-        self._fleet = Fleet(self._limits, clock, self, self._repair, random.Random(seed))
+        self._fleet = Fleet(self._limits, clock, self, random.Random(seed))
         self._installer = Installer(self._fleet, reload)
         self._rolling = Rolling(self._fleet, self._installer)
         self._places = Places(self._fleet)
         self._ended: BaseException | None = None
-        counts = ("requests", "completed", "cancelled", "failed", "dropped", "lost", "put_off", "continued")
-        self._num = dict.fromkeys(counts, 0)
-        self._tokens = 0
-        self._gone = [0] * 5  # what engines that were removed had counted
+        self._num: Counter[str] = Counter()  # those of `DispatchStats` that only grow
         for index, engine in enumerate(engines):
-            self.add(engine, names[index] if names is not None else f"engine-{index}")
+            self._fleet.add(names[index] if names is not None else f"engine-{index}", engine)
 
     # ---- engines ----------------------------------------------------------------------------------------------------
-
-    def add(self, engine: Engine, name: str) -> None:
-        """It is routable once it answers and has proved what was promised. Raises ConfigError if the name is taken."""
-        self._check_open()
-        self._fleet.add(name, engine)
-
-    async def remove(self, name: str) -> Engine:
-        """Takes an engine out and hands it back, still open. What it has in flight ends there, or after `drain_deadline_s` is
-        continued elsewhere with the tokens it has."""
-        member = next((m for m in self._fleet.members if m.name == name), None)
-        if member is None:
-            known = ", ".join(m.name for m in self._fleet.members) or "none"
-            raise ConfigError(f"the engine to remove must be one of {known}, got {name!r}. Ask for one that is there")
-        member.leaving = True
-        self._fleet.update()
-        limits = self._limits
-        try:
-            await self._until_idle(member, "engine drained", limits.drain_deadline_s)
-        except DeadlineExceeded:
-            for job in list(member.jobs):
-                member.engine.cancel(job.engine_id)
-            try:
-                await self._until_idle(member, "engine handed back", limits.probe_deadline_s)
-            except DeadlineExceeded:
-                self.lose(member, silent=False)
-        self._places.placement.forget(member)
-        stats = member.engine.stats()
-        self._gone = [one + more for one, more in zip(self._gone, _counts(stats), strict=True)]
-        await self._fleet.drop(member)
-        return member.engine
-
-    async def _until_idle(self, member: Member, name: str, deadline_s: float) -> None:
-        async with waiting(name, peer=member.name, deadline_s=deadline_s):
-            while member.jobs:
-                self._fleet.moved.clear()
-                await self._fleet.moved.wait()
 
     @property
     def version(self) -> int:
@@ -175,49 +136,28 @@ class Dispatcher:
         return {name: of_engine.get(job.engine_id, waits) for name, job, of_engine in at}
 
     def stats(self) -> EngineStats:
-        """The sums over the engines, those that were removed included; what waits here counts as waiting, and requests by their
-        one outcome."""
-        each = [member.engine.stats() for member in self._fleet.members]
-        sums = [sum(values) for values in zip(self._gone, *map(_counts, each), strict=True)]
-        tokens, steps, prefilled, shared, interrupted = sums
-        return EngineStats(
+        """The sums over the engines; what waits here counts as waiting, and requests by their one outcome."""
+        sums = sum((member.engine.stats() for member in self._fleet.members), start=EngineStats(0, *(0,) * 9))
+        return replace(
+            sums,
             version=self.version,
-            num_slots=sum(stats.num_slots for stats in each),
-            num_running=sum(stats.num_running for stats in each),
-            num_waiting=sum(stats.num_waiting for stats in each) + self._places.num_waiting,
-            num_completed=self._num["completed"],
-            num_cancelled=self._num["cancelled"],
-            tokens_generated=tokens,
-            decode_steps=steps,
-            prefill_tokens=prefilled,
-            shared_prompt_tokens=shared,
-            num_interrupted=interrupted,
+            num_waiting=sums.num_waiting + self._places.num_waiting,
+            num_completed=self._num["num_completed"],
+            num_cancelled=self._num["num_cancelled"],
         )
 
     def dispatch_stats(self) -> DispatchStats:
         now, routable = self._clock(), self._fleet.routable
         missing = dict(self._fleet.missing())
-        num = self._num
-        return DispatchStats(
-            num_requests=num["requests"],
-            num_completed=num["completed"],
-            num_cancelled=num["cancelled"],
-            num_failed=num["failed"],
-            num_dropped=num["dropped"],
-            num_in_flight=sum(member.in_flight for member in self._fleet.members),
-            num_waiting=self._places.num_waiting,
-            num_lost_attempts=num["lost"],
-            num_put_off=num["put_off"],
-            num_continued=num["continued"],
-            tokens_delivered=self._tokens,
-            engines=tuple(
-                MemberStats(
-                    m.name, m in routable, missing.get(m.name, ""), m.breaker.state(now), m.proved, m.in_flight, m.load,
-                    m.num_served, m.num_failed,
-                )
-                for m in self._fleet.members
-            ),
+        engines = tuple(
+            MemberStats(
+                m.name, m in routable, missing.get(m.name, ""), m.breaker.state(now), m.proved, m.in_flight, m.load,
+                m.num_served, m.num_failed,
+            )
+            for m in self._fleet.members
         )  # fmt: skip
+        num_in_flight = sum(member.in_flight for member in self._fleet.members)
+        return DispatchStats(num_in_flight, self._places.num_waiting, engines, **self._num)
 
     async def close(self) -> None:
         if self._ended is None:
@@ -236,20 +176,22 @@ class Dispatcher:
             raise ConfigError(f"the id of a request must be unique, got {request.id!r} twice. Rename one")
         task = asyncio.current_task()
         assert task is not None
-        job = self._jobs[request.id] = Job(request, task, self._limits.most_kills)
-        self._num["requests"] += 1
-        outcome = "failed"
+        told = None if request.progress is None else Told(request.progress)
+        job = Job(request, task, task.cancelling(), Suspicion(self._limits.most_kills), told)
+        self._jobs[request.id] = job
+        self._num["num_requests"] += 1
+        outcome = "num_failed"
         try:
             while (completion := await self._attempt(job)) is None:
                 pass
-            outcome = "cancelled" if completion.finish_reason == "cancelled" else "completed"
+            outcome = "num_cancelled" if completion.finish_reason == "cancelled" else "num_completed"
             num_new = len(completion.tokens) - (0 if request.prefix is None else len(request.prefix.tokens))
-            self._tokens += num_new
-            if outcome == "completed":
+            self._num["tokens_delivered"] += num_new
+            if outcome == "num_completed":
                 self._places.placement.ended(request.kind, len(completion.tokens))
             return completion
         except asyncio.CancelledError:
-            outcome = "dropped"
+            outcome = "num_dropped"
             raise
         finally:
             self._num[outcome] += 1
@@ -269,7 +211,7 @@ class Dispatcher:
     async def _attempt(self, job: Job) -> Completion | None:
         """One engine's answer; None when the attempt was lost, or ended early."""
         if job.cancelled:
-            return self._cancelled(job)
+            return ended_with(job.request, "cancelled", job.request.prefix)
         try:
             await self._places.take(job)
             member = job.member
@@ -328,7 +270,7 @@ class Dispatcher:
     def _put_off(self, job: Job, why: str) -> None:
         """It goes elsewhere, or waits until an engine has rested. Raises NoEngine when that has lasted too long."""
         now, deadline_s = self._clock(), self._limits.queue_deadline_s
-        self._num["put_off"] += 1
+        self._num["num_put_off"] += 1
         job.lost = False
         if job.put_off_at is None:
             job.put_off_at = now
@@ -364,7 +306,7 @@ class Dispatcher:
             job.request = replace(job.request, prefix=completion.as_prefix())
             job.why.clear()
             job.strikes, job.put_off_at = 0, None
-            self._num["continued"] += 1
+            self._num["num_continued"] += 1
         self._again(job, f"ended early as {reason!r}")
         return None
 
@@ -373,8 +315,8 @@ class Dispatcher:
         job.lost = job.silenced = False
         if job.told is not None and (kept := job.told.lost(job.request)) is not job.request:
             job.request = kept
-            self._num["continued"] += 1
-        self._num["lost"] += 1
+            self._num["num_continued"] += 1
+        self._num["num_lost_attempts"] += 1
         job.why.append(why)
         if killed:
             job.suspicion.died(begun=job.has_token)
@@ -387,14 +329,6 @@ class Dispatcher:
                 f"request {job.request.id!r} must {rule}, got {'; '.join(job.why)}. "
                 "Look at the engines' logs for what this request does to them"
             )
-
-    def _cancelled(self, job: Job) -> Completion:
-        """What a request has that was cancelled while no engine had it."""
-        prefix = job.request.prefix
-        if prefix is None:
-            nothing = np.zeros(0, np.int32)
-            return Completion(job.request.id, nothing, np.zeros(0, np.float32), nothing, "cancelled")
-        return Completion(job.request.id, prefix.tokens, prefix.log_probs, prefix.policy_versions, "cancelled")
 
     # ---- what the fleet tells ---------------------------------------------------------------------------------------
 
@@ -418,7 +352,7 @@ class Dispatcher:
         closed.__cause__ = error
         self._end(closed)
 
-    async def _repair(self, member: Member) -> None:
+    async def repair(self, member: Member) -> None:
         await self._installer.repair(member)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
@@ -430,9 +364,3 @@ class Dispatcher:
     def _end(self, error: BaseException) -> None:
         self._ended = error
         self._places.end(error)
-
-
-def _counts(stats: EngineStats) -> tuple[int, int, int, int, int]:
-    return (
-        stats.tokens_generated, stats.decode_steps, stats.prefill_tokens, stats.shared_prompt_tokens, stats.num_interrupted
-    )  # fmt: skip

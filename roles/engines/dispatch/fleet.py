@@ -3,8 +3,7 @@
 Owns every engine's health, breaker, proved version, and the task that watches it. Does not own the requests (`dispatcher.py`),
 the choice among engines (`placement.py`), how one of them takes weights (`installing.py`) or in which order (`rolling.py`).
 
-    routable:  answers `ready()`, breaker closed, weights proved and no older than what was promised, not being updated,
-               not leaving
+    routable:  answers `ready()`, breaker closed, weights proved and no older than what was promised, not being updated
 
 Invariant: an engine that a request says is gone or strange (`faults.py`), that failed an update or was silent is `suspect`:
 nothing is sent to it until it has answered again and said which weights it serves. An engine whose weights are too old, or
@@ -23,7 +22,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,47 +86,44 @@ class DispatchLimits:
     """And no less than this."""
     updating_share: float = 0.5
     """Of the engines that serve, at most so much is being updated at a time (at least one engine)."""
-    drain_deadline_s: float = 600.0
-    """What an engine that is removed has in flight may go on so long; then it is continued elsewhere."""
 
 
+@dataclass(slots=True, eq=False)
 class Member:
     """One engine. `load` is in tokens: ours in flight, and others' as far as the engine tells."""
 
-    __slots__ = (
-        "_limit", "alive", "breaker", "engine", "foreign", "hears", "in_flight", "installed", "jobs", "leaving", "load",
-        "missed", "name", "num_failed", "num_served", "proved", "ready_at", "repair_at", "suspect", "torn", "trial",
-        "updates_failed", "updating", "wake", "why",
-    )  # fmt: skip
-
-    def __init__(self, name: str, engine: Engine, limits: DispatchLimits, now: float, chance: random.Random) -> None:
-        self.name, self.engine = name, engine
-        self.breaker = Breaker(
-            failures=limits.failures, open_s=limits.open_s, longest_open_s=limits.longest_open_s, chance=chance
-        )
-        self.installed: int | None = None
-        """The version that it was given here."""
-        self.proved: int | None = None
-        """The version that it is known to serve."""
-        self.alive = self.suspect = True  # until it was looked at
-        self.hears = True
-        """It gave an answer when it was asked last, though perhaps that it is not ready."""
-        self.missed = 0
-        """How often in a row it was not ready."""
-        self.ready_at = now
-        self.updating = self.leaving = False
-        self.why = "it has not answered yet"
-        self.in_flight = 0
-        self.load = self.foreign = 0.0
-        self.jobs: set[Any] = set()
-        self.trial: object | None = None
-        """The one request here that engines may have died of."""
-        self.num_served = self.num_failed = self.updates_failed = 0
-        self.repair_at = 0.0
-        self.torn: int | None = None
-        """The version that it told when an update failed: what it has since is unknown until it tells another one."""
-        self.wake = asyncio.Event()
-        self._limit = limits.in_flight
+    name: str
+    engine: Engine
+    breaker: Breaker
+    ready_at: float
+    most: int | None
+    """As `DispatchLimits.in_flight`."""
+    installed: int | None = None
+    """The version that it was given here."""
+    proved: int | None = None
+    """The version that it is known to serve."""
+    torn: int | None = None
+    """The version that it told when an update failed: what it has since is unknown until it tells another one."""
+    alive: bool = True
+    suspect: bool = True
+    """Until it was looked at."""
+    hears: bool = True
+    """It gave an answer when it was asked last, though perhaps that it is not ready."""
+    missed: int = 0
+    """How often in a row it was not ready."""
+    updating: bool = False
+    why: str = "it has not answered yet"
+    in_flight: int = 0
+    load: float = 0.0
+    foreign: float = 0.0
+    jobs: set[Any] = field(default_factory=set)
+    trial: object | None = None
+    """The one request here that engines may have died of."""
+    num_served: int = 0
+    num_failed: int = 0
+    updates_failed: int = 0
+    repair_at: float = 0.0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def takes_weights(self) -> bool:
@@ -136,10 +132,10 @@ class Member:
 
     @property
     def limit(self) -> int:
-        if self._limit is None:
+        if self.most is None:
             slots = self.engine.stats().num_slots or _UNKNOWN_SLOTS
-            self._limit = slots + max(1, slots // 4)
-        return self._limit
+            self.most = slots + max(1, slots // 4)
+        return self.most
 
 
 class Owner(Protocol):
@@ -157,16 +153,14 @@ class Owner(Protocol):
     def broken(self, error: BaseException) -> None:
         """Engines are not watched any more."""
 
-
-Repair = Callable[[Member], Any]
+    async def repair(self, member: Member) -> None:
+        """After every look at it."""
 
 
 class Fleet:
-    """Engines and their health. `repair` is awaited after every look at an engine. Used on one event loop."""
+    """Engines and their health. Used on one event loop."""
 
-    def __init__(
-        self, limits: DispatchLimits, clock: Callable[[], float], owner: Owner, repair: Repair, chance: random.Random
-    ) -> None:
+    def __init__(self, limits: DispatchLimits, clock: Callable[[], float], owner: Owner, chance: random.Random) -> None:
         self.limits, self.clock = limits, clock
         self.members: list[Member] = []
         self.promised: int | None = None
@@ -176,8 +170,8 @@ class Fleet:
         self.routable: list[Member] = []
         """Those that may be given work, full or not."""
         self._version = -1
-        self.owner, self._repair, self._chance = owner, repair, chance
-        self._watchers: dict[Member, asyncio.Task[None]] = {}
+        self.owner, self._chance = owner, chance
+        self._watchers: list[asyncio.Task[None]] = []
 
     # ---- who may be given work --------------------------------------------------------------------------------------
 
@@ -197,11 +191,9 @@ class Fleet:
     def serves(self, member: Member) -> bool:
         """Healthy and with proved weights; perhaps being updated, perhaps resting."""
         proved = member.proved is not None and (self.promised is None or member.proved >= self.promised)
-        return proved and member.alive and not member.suspect and not member.leaving
+        return proved and member.alive and not member.suspect
 
     def _why(self, member: Member) -> str:
-        if member.leaving:
-            return "it is being removed"
         if member.updating:
             return "its weights are being updated"
         if not member.breaker.closed:
@@ -220,34 +212,27 @@ class Fleet:
         self.moved.set()
         self.owner.changed()
 
-    # ---- engines come and go ----------------------------------------------------------------------------------------
+    # ---- their watchers ---------------------------------------------------------------------------------------------
 
-    def add(self, name: str, engine: Engine) -> Member:
+    def add(self, name: str, engine: Engine) -> None:
         """It is looked at before it is given work. Needs the running loop."""
         if any(m.name == name for m in self.members):
             raise ConfigError(f"the name of an engine must be its own, got {name!r} twice. Give it another")
-        member = Member(name, engine, self.limits, self.clock(), self._chance)
+        limits = self.limits
+        breaker = Breaker(
+            failures=limits.failures, open_s=limits.open_s, longest_open_s=limits.longest_open_s, chance=self._chance
+        )
+        member = Member(name, engine, breaker, self.clock(), limits.in_flight)
         self.members.append(member)
         task = asyncio.create_task(self._watch(member), name=f"watch {name}")
         task.add_done_callback(self._watched)
-        self._watchers[member] = task
-        return member
-
-    async def drop(self, member: Member) -> None:
-        """It is no longer there; its requests must have ended or be lost."""
-        self.members.remove(member)
-        await self._end([self._watchers.pop(member)])
-        self.update()
+        self._watchers.append(task)
 
     async def close(self) -> None:
-        await self._end(list(self._watchers.values()))
-        self._watchers.clear()
-
-    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
-        for task in tasks:
+        for task in self._watchers:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._watchers:
+            await asyncio.wait(self._watchers)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -284,7 +269,7 @@ class Fleet:
                 await self._look(member)
                 if member in self._half_open():
                     await self._try(member)
-                await self._repair(member)
+                await self.owner.repair(member)
             self.owner.seen(member)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s(member)):

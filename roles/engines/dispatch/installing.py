@@ -89,7 +89,7 @@ class Installer:
     def _may_repair(self, member: Member) -> bool:
         promised = self._fleet.promised
         old = promised is not None and (member.proved is None or member.proved < promised)
-        free = not (member.leaving or member.updating or member in self.wanted)
+        free = not (member.updating or member in self.wanted)
         return old and free and member.takes_weights and self._fleet.clock() >= member.repair_at
 
     async def install(self, member: Member, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -10,7 +10,7 @@ limit until there is one. An engine's load is that of what we have there, and wh
            A 21,000 | B 9,000    the same                                         -> B, which has the prompt from now on
 
 Affinity saves the prompt's computation and costs waiting behind what A has more than B. It holds while A carries at most
-`affinity_ratio` times the least load plus `affinity_requests` requests like this one: the first bounds the imbalance of busy
+one and a half times the least load plus eight requests like this one: the first bounds the imbalance of busy
 engines, the second lets the samples of one prompt stay together on idle ones.
 """
 
@@ -22,6 +22,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rondo.roles.engines.engine import Kind, Request
 
+_AFFINITY_RATIO, _AFFINITY_REQUESTS = 1.5, 8.0
 _REMEMBERED = 65_536
 """Prefixes and sessions whose engine is known; the least recently used are forgotten."""
 _WEIGHT = 0.05
@@ -43,8 +44,7 @@ Key = tuple[str, object]
 class Placement(Generic[P]):
     """Chooses, and remembers what it chose."""
 
-    def __init__(self, *, affinity_ratio: float = 1.5, affinity_requests: float = 8.0) -> None:
-        self._ratio, self._requests = affinity_ratio, affinity_requests
+    def __init__(self) -> None:
         self._homes: OrderedDict[Key, P] = OrderedDict()
         self._means: dict[Kind, float] = {}
 
@@ -76,18 +76,13 @@ class Placement(Generic[P]):
         if home is None or home is least:
             chosen = least
         else:
-            bearable = self._ratio * least.load + self._requests * cost
+            bearable = _AFFINITY_RATIO * least.load + _AFFINITY_REQUESTS * cost
             chosen = home if home.load <= bearable and any(home is each for each in candidates) else least
         self._homes[key] = chosen
         self._homes.move_to_end(key)
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
         return chosen
-
-    def forget(self, place: P) -> None:
-        """What this engine had is gone."""
-        for key in [key for key, home in self._homes.items() if home is place]:
-            del self._homes[key]
 
 
 def _load(place: Place) -> float:

@@ -11,46 +11,50 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass, field
 
 from rondo.roles.engines.dispatch.attempts import Told
 from rondo.roles.engines.dispatch.fleet import Fleet, Member, NoEngine
 from rondo.roles.engines.dispatch.placement import Key, Placement
-from rondo.roles.engines.dispatch.queue import SHARES, FairQueue
+from rondo.roles.engines.dispatch.queue import FairQueue
 from rondo.roles.engines.dispatch.suspicion import Suspicion
 from rondo.roles.engines.engine import Request
 from rondo.runtime.waits import waiting
 
 
+@dataclass(slots=True, eq=False)
 class Job:
-    """One request under way."""
+    """One request under way: as the next attempt asks it, with the prefix that earlier ones left."""
 
-    __slots__ = (
-        "age", "attempts", "begun", "bereft_at", "cancelled", "cancelling", "cost", "engine_id", "failed_on", "has_token", "key",
-        "lost", "member", "place", "put_off_at", "queued", "request", "silenced", "since", "strikes", "suspicion", "task", "told",
-        "why",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, task: asyncio.Task[object], most_kills: int) -> None:
-        self.request = request  # as the next attempt asks it: with the prefix that earlier ones left
-        self.task, self.cancelling = task, task.cancelling()
-        self.told = None if request.progress is None else Told(request.progress)
-        self.since = 0.0  # when it began to wait
-        self.member: Member | None = None
-        self.place: asyncio.Future[None] | None = None
-        self.age: int | None = None
-        self.engine_id = ""
-        self.begun = self.attempts = 0
-        self.cancelled = self.lost = self.queued = False
-        self.silenced = False  # it was lost with its engine, which was not heard of again
-        self.has_token = False  # of the engine that has it
-        self.cost = 0.0
-        self.key: Key | None = None
-        self.why: list[str] = []
-        self.suspicion = Suspicion(most_kills)
-        self.bereft_at = -math.inf  # when an engine last died of it, perhaps
-        self.strikes = 0
-        self.failed_on: set[Member] = set()
-        self.put_off_at: float | None = None
+    request: Request
+    task: asyncio.Task[object]
+    cancelling: int
+    """How often the task was cancelled by others."""
+    suspicion: Suspicion
+    told: Told | None
+    since: float = 0.0
+    """When it began to wait."""
+    member: Member | None = None
+    place: asyncio.Future[None] | None = None
+    age: int | None = None
+    attempts: int = 0
+    engine_id: str = ""
+    begun: bool = False
+    cancelled: bool = False
+    lost: bool = False
+    silenced: bool = False
+    """It was lost with its engine, which was not heard of again."""
+    queued: bool = False
+    has_token: bool = False
+    """Of the engine that has it."""
+    cost: float = 0.0
+    key: Key | None = None
+    why: list[str] = field(default_factory=list)
+    bereft_at: float = -math.inf
+    """When an engine last died of it, perhaps."""
+    strikes: int = 0
+    failed_on: set[Member] = field(default_factory=set)
+    put_off_at: float | None = None
 
     @property
     def withdrawn(self) -> bool:
@@ -63,7 +67,7 @@ class Places:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._limits, self._clock = fleet, fleet.limits, fleet.clock
         self.placement: Placement[Member] = Placement()
-        self._queue: FairQueue[Job] = FairQueue(SHARES)
+        self._queue: FairQueue[Job] = FairQueue()
         self._suspects: list[Job] = []  # that wait, the oldest first
         self._absent_since: float | None = None
         self._absent: asyncio.TimerHandle | None = None
@@ -118,8 +122,7 @@ class Places:
         if member.trial is job:
             member.trial = None
         self._queue.ended(job.request.kind)
-        if self.num_waiting or member.leaving:
-            self._fleet.moved.set()
+        if self.num_waiting:
             self.pump()
 
     async def _wait(self, job: Job) -> None:
@@ -146,7 +149,7 @@ class Places:
                 if suspected:
                     self._suspects.remove(job)
                 else:
-                    self._queue.remove(kind, job.age)
+                    self._queue.remove(kind, job.request.priority, job.age)
 
     def pump(self) -> None:
         """Gives places to those that wait: suspects, as long as engines are free of them, then the others in their order."""

@@ -12,13 +12,12 @@ Within a class the highest priority goes first, then the oldest; a request that 
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from rondo.roles.engines.engine import Kind
-from rondo.runtime.errors import ConfigError
 
 Item = TypeVar("Item")
 
@@ -29,31 +28,26 @@ SHARES: Mapping[Kind, float] = {"train": 4.0, "judge": 2.0, "agent": 2.0, "evalu
 class FairQueue(Generic[Item]):
     """Pure. `began` and `ended` tell it what is in flight, whether it came through the queue or not."""
 
-    def __init__(self, shares: Mapping[Kind, float]) -> None:
-        if set(shares) != set(SHARES) or min(shares.values()) <= 0:
-            raise ConfigError(
-                f"shares must name {', '.join(SHARES)}, each above 0, got {dict(shares)}. A class without a share would starve"
-            )
-        self._shares = dict(shares)
-        self._waiting: dict[Kind, list[tuple[int, int, Item]]] = {kind: [] for kind in shares}
-        self._removed: set[int] = set()
+    def __init__(self) -> None:
+        self._waiting: dict[Kind, list[tuple[int, int, Item]]] = {kind: [] for kind in SHARES}  # in their order
         self._ages = itertools.count()
-        self.in_flight: dict[Kind, int] = dict.fromkeys(shares, 0)
-        self.num_waiting = 0
+        self.in_flight: dict[Kind, int] = dict.fromkeys(SHARES, 0)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
     def age(self) -> int:
         """A place in the order of arrival; a smaller one is older."""
         return next(self._ages)
 
     def add(self, kind: Kind, priority: int, age: int, item: Item) -> None:
-        heapq.heappush(self._waiting[kind], (-priority, age, item))
-        self.num_waiting += 1
+        bisect.insort(self._waiting[kind], (-priority, age, item))
 
-    def remove(self, kind: Kind, age: int) -> None:
-        """What was added with this age no longer waits. It must be waiting."""
-        self._removed.add(age)
-        self.num_waiting -= 1
-        self._clean(self._waiting[kind])
+    def remove(self, kind: Kind, priority: int, age: int) -> None:
+        """What was added so no longer waits. It must be waiting."""
+        waiting = self._waiting[kind]
+        del waiting[bisect.bisect(waiting, (-priority, age), key=lambda each: each[:2]) - 1]
 
     def began(self, kind: Kind) -> None:
         self.in_flight[kind] += 1
@@ -64,19 +58,11 @@ class FairQueue(Generic[Item]):
     def pop(self) -> Item:
         """Takes out whose turn it is. Somebody must wait."""
         kind = min(
-            (kind for kind, heap in self._waiting.items() if heap),
-            key=lambda kind: self.in_flight[kind] / self._shares[kind],
+            (kind for kind, waiting in self._waiting.items() if waiting),
+            key=lambda kind: self.in_flight[kind] / SHARES[kind],
         )
-        item = heapq.heappop(self._waiting[kind])[2]
-        self.num_waiting -= 1
-        self._clean(self._waiting[kind])
-        return item
+        return self._waiting[kind].pop(0)[2]
 
     def all(self) -> list[Item]:
-        """Everybody who waits, in no order."""
-        return [item for heap in self._waiting.values() for _, age, item in heap if age not in self._removed]
-
-    def _clean(self, heap: list[tuple[int, int, Item]]) -> None:
-        """The first of a heap is always one that waits."""
-        while heap and heap[0][1] in self._removed:
-            self._removed.discard(heapq.heappop(heap)[1])
+        """Everybody who waits."""
+        return [item for waiting in self._waiting.values() for _, _, item in waiting]

@@ -1,7 +1,6 @@
 """New weights over several engines, so that generation never stops everywhere.
 
-Owns the order of an update and what newer weights do to it. Does not own how an engine takes weights (`installing.py`), nor its
-health (`fleet.py`).
+Owns the order of an update. Does not own how an engine takes weights (`installing.py`), nor its health (`fleet.py`).
 
     A  serving v1 | updating |  serving v2 ............      half of those that serve are being updated at a time,
     B  serving v1 ........... | updating |  serving v2       the last one that serves only when no other is about to
@@ -10,8 +9,7 @@ health (`fleet.py`).
 Invariant: `update` returns when one engine at least serves the version and none serves an older one. Until then its tensors are
 read, afterwards they are not. It waits for those that answer, each for as long as its own update may take, and for no other: one
 that is away, that fails or that dies meanwhile is left out, and gets the newest weights when it is back. Only where no engine has
-taken the weights are those that failed asked again. Newer weights supersede those that are rolling: engines that are being
-updated finish, the rest go straight to the newer ones, and both updates return together.
+taken the weights are those that failed asked again.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rondo.roles.engines.dispatch.fleet import Fleet, Member, NoEngine
@@ -30,59 +29,32 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(slots=True)
 class _Update:
-    def __init__(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.version, self.tensors = version, tensors
-        self.ended = asyncio.Event()
-        self.withdrawn = False
-        self.error: Exception | None = None
-        self.failed: set[Member] = set()
-        """Engines that did not take it."""
-        self.moved_at = 0.0
-        """When an engine began or ended its update."""
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    moved_at: float
+    """When an engine began or ended its update."""
+    failed: set[Member] = field(default_factory=set)
+    """Engines that did not take it."""
 
 
 class Rolling:
-    """Updates of one fleet."""
+    """Updates of one fleet, one after the other."""
 
     def __init__(self, fleet: Fleet, installer: Installer) -> None:
         self._fleet, self._installer = fleet, installer
-        self._newest: _Update | None = None
         self._turn = asyncio.Lock()
 
     async def update(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises ConfigError if an engine refuses the tensors, NoEngine when none took them in time."""
-        mine = self._newest = _Update(version, tensors)
-        self._fleet.moved.set()
-        try:
-            while True:
-                async with self._turn:  # the one before ends as soon as no engine reads its tensors
-                    if self._newest is mine:
-                        await self._roll(mine)
-                newer: _Update = self._newest
-                if newer is mine:
-                    return
-                await newer.ended.wait()  # it waits under its own names and deadlines
-                if newer.withdrawn:
-                    self._newest = mine if self._newest is newer else self._newest
-                elif newer.error is not None:
-                    raise newer.error
-                else:
-                    return
-        except asyncio.CancelledError:
-            mine.withdrawn = True
-            raise
-        except Exception as error:
-            mine.error = error
-            raise
-        finally:
-            mine.ended.set()
+        async with self._turn:
+            await self._roll(_Update(version, tensors, self._fleet.clock()))
 
     async def _roll(self, update: _Update) -> None:
         fleet, installer = self._fleet, self._installer
         refused: list[Exception] = []
         running: dict[Member, asyncio.Task[None]] = {}
-        update.moved_at = fleet.clock()
 
         async def one(member: Member) -> None:
             try:
@@ -97,7 +69,7 @@ class Rolling:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                while self._newest is update and not refused:
+                while not refused:
                     fleet.moved.clear()
                     served = any(m.proved == update.version for m in fleet.members)
                     todo = self._todo(update, served)
@@ -111,8 +83,7 @@ class Rolling:
                         refused.append(missing)
             if refused:
                 raise refused[0]
-            if self._newest is update:
-                fleet.promised = update.version
+            fleet.promised = update.version
         finally:
             installer.wanted = frozenset()
             for member in fleet.members:
@@ -124,7 +95,7 @@ class Rolling:
         """Engines with other weights that are waited for."""
         able = [
             m for m in self._fleet.members
-            if (m.alive or m.takes_weights) and m.proved != update.version and not m.leaving
+            if (m.alive or m.takes_weights) and m.proved != update.version
         ]  # fmt: skip
         failed = update.failed
         if self._installer.repairs:

@@ -21,9 +21,8 @@ from typing import Any
 
 from rondo.models.media.inputs import Modality
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
-from rondo.roles.engines.sglang.lengths import Lengths, of_server
 from rondo.roles.engines.sglang.numbers import integer
-from rondo.roles.engines.sglang.versions import MEDIA, parse_version, require_version
+from rondo.roles.engines.sglang.requirements import MEDIA, Lengths, of_server, parse_version, require_version
 from rondo.runtime.errors import ProtocolError
 
 _ASK_S = 60.0

@@ -64,34 +64,34 @@ class Connections:
         else:
             head = b"%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (head, len(body))
             message = [head + body] if len(body) < _JOINED_BYTES else [head, body]
-        answer: tuple[int, bytes] | None = None
+        keeps = False
         try:
-            if on_body is None:
-                answer = await connection.ask(message)
-            else:
-                answer = await connection.ask_along(message, on_body)
+            connection.transport.writelines(message)
+            status, answer, keeps = await _answer(connection, on_body)
         finally:
-            if answer is None or not connection.reusable:
-                self._all.discard(connection)
-                connection.transport.abort()
-        self._idle.append((time.monotonic(), connection))
-        return answer
+            if keeps and connection.clean:
+                self._idle.append((time.monotonic(), connection))
+            else:
+                self._drop(connection)
+        return status, answer
 
     def close(self) -> None:
         self._closed = True
-        for connection in self._all:
-            connection.transport.abort()
-        self._all.clear()
+        for connection in list(self._all):
+            self._drop(connection)
         self._idle.clear()
+
+    def _drop(self, connection: _Connection) -> None:
+        self._all.discard(connection)
+        connection.transport.abort()
 
     def _take(self) -> _Connection | None:
         oldest = time.monotonic() - _KEEP_S
         while self._idle:
             since, connection = self._idle.pop()  # the one used last: those that are not needed grow old
-            if since >= oldest and connection.reusable:
+            if since >= oldest and connection.clean:
                 return connection
-            self._all.discard(connection)
-            connection.transport.abort()
+            self._drop(connection)
         return None
 
     async def _connect(self) -> _Connection:
@@ -106,158 +106,124 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and the answer that it is reading."""
+    """The bytes of one connection, as they come: `received` has those that nobody has read."""
 
     transport: asyncio.Transport
 
     def __init__(self) -> None:
-        self._received = bytearray()
-        self._answered: asyncio.Future[tuple[int, bytes]] | None = None
-        self._status = 0
-        self._length: int | None = (
-            None  # of the body; None while the head is read, -1 in chunks, -2 to the connection's end
-        )
-        self._keeps = True
-        self._chunks: list[bytes] = []
-        self._come: asyncio.Event | None = None  # of an answer that is handed over while it comes
-        self._lost = False
+        self.received = bytearray()
+        self.ended = False
+        self._broken: Exception | None = None
+        self._come: asyncio.Future[None] | None = None
 
     @property
-    def reusable(self) -> bool:
-        """No answer is under way, and the server keeps the connection."""
-        return self._answered is None and self._keeps and not self._lost
+    def clean(self) -> bool:
+        """It stands, and nothing came that was not asked for."""
+        return not (self.ended or self.received)
+
+    async def more(self) -> None:
+        """Until bytes come, or the end, after which it raises ConnectionResetError."""
+        if self.ended:
+            raise ConnectionResetError(f"the connection ended before the answer ({self._broken or 'closed'})")
+        self._come = asyncio.get_running_loop().create_future()
+        await self._come
+
+    async def read(self, num_bytes: int) -> bytes:
+        while len(self.received) < num_bytes:
+            await self.more()
+        found = bytes(self.received[:num_bytes])
+        del self.received[:num_bytes]
+        return found
+
+    async def read_head(self) -> bytes:
+        """Up to the empty line behind it."""
+        while (end := self.received.find(b"\r\n\r\n")) < 0:
+            if len(self.received) > _MAX_HEAD_BYTES:
+                raise _strange(f"a head of more than {_MAX_HEAD_BYTES} bytes")
+            await self.more()
+        return await self.read(end + 4)
+
+    async def read_all(self) -> bytes:
+        """Until the server ends the connection in order."""
+        while not self.ended or self._broken is not None:
+            await self.more()
+        return bytes(self.received)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
-    def ask(self, message: list[bytes]) -> asyncio.Future[tuple[int, bytes]]:
-        self._answered = answered = asyncio.get_running_loop().create_future()
-        self.transport.writelines(message)
-        return answered
-
-    async def ask_along(self, message: list[bytes], on_body: Callable[[bytes], None]) -> tuple[int, bytes]:
-        """As `ask`; the body of a 200 goes to `on_body`, in the task that waits: the chunks that came since it was told last."""
-        self._come = come = asyncio.Event()
-        answered = self.ask(message)
-        answered.add_done_callback(lambda _: come.set())
-        try:
-            while not answered.done():
-                await come.wait()
-                come.clear()
-                if self._status == 200 and self._chunks:
-                    piece = b"".join(self._chunks)
-                    self._chunks.clear()
-                    on_body(piece)
-            status, body = answered.result()
-            if status == 200 and body:
-                on_body(body)
-                body = b""
-            return status, body
-        finally:
-            answered.cancel()
-            self._come = None
-
     def data_received(self, data: bytes) -> None:
-        if self._answered is None:  # nobody asked: whatever this is, the connection is of no use
-            self._keeps = False
-            self.transport.abort()
-            return
-        self._received += data
-        try:
-            self._read()
-        except ValueError as error:
-            self._fail(ConnectionError(f"an answer must be HTTP/1.1, got {error}"))
+        self.received += data
+        self._wake()
 
     def eof_received(self) -> None:
-        self._keeps = False
-        if self._answered is not None and self._length == -2:
-            self._done(bytes(self._received))
+        self.ended = True
+        self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
-        if self._answered is not None:
-            if self._length == -2 and exc is None:
-                self._done(bytes(self._received))
-            else:
-                self._fail(ConnectionResetError(f"the connection ended before the answer ({exc or 'closed'})"))
+        self.ended, self._broken = True, exc
+        self._wake()
 
-    def _read(self) -> None:
-        """Takes what has come. Raises ValueError on what is no answer."""
-        received = self._received
-        while self._length is None:
-            end = received.find(b"\r\n\r\n")
-            if end < 0:
-                if len(received) > _MAX_HEAD_BYTES:
-                    raise ValueError(f"a head of more than {_MAX_HEAD_BYTES} bytes")
-                return
-            self._read_head(bytes(received[:end]))
-            del received[: end + 4]
-        if self._length >= 0:
-            if len(received) >= self._length:
-                body = bytes(received[: self._length])
-                del received[: self._length]
-                self._done(body)
-        elif self._length == -1:
-            self._read_chunks()
+    def _wake(self) -> None:
+        if self._come is not None and not self._come.done():
+            self._come.set_result(None)
 
-    def _read_head(self, head: bytes) -> None:
-        first, _, rest = head.partition(b"\r\n")
-        if not first.startswith(b"HTTP/1."):
-            raise ValueError(f"{first[:80]!r}")
-        self._status = int(first[9:12])
-        if self._status < 200:  # an interim answer; the real one follows
-            return
-        length: int | None = None
-        chunked = False
-        for line in rest.lower().split(b"\r\n"):
-            name, _, value = line.partition(b":")
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"transfer-encoding":
-                chunked = value.strip() == b"chunked"
-            elif name == b"connection":
-                self._keeps = value.strip() != b"close"
-        if first.startswith(b"HTTP/1.0"):
-            self._keeps = False
-        if length is not None and not 0 <= length <= _MAX_BODY_BYTES:
-            raise ValueError(f"a body of {length} bytes")
-        if chunked:
-            self._length = -1
-        elif self._status in (204, 304):
-            self._length = 0
-        else:
-            self._length = -2 if length is None else length
 
-    def _read_chunks(self) -> None:
-        received = self._received
-        while (end := received.find(b"\r\n")) >= 0:
-            size = int(bytes(received[:end]).partition(b";")[0], 16)
-            if not 0 <= size <= _MAX_BODY_BYTES:
-                raise ValueError(f"a chunk of {size} bytes")
-            if size == 0:
-                trailer = received.find(b"\r\n\r\n", end)
-                if trailer < 0:
-                    return
+async def _answer(connection: _Connection, on_body: Callable[[bytes], None] | None) -> tuple[int, bytes, bool]:
+    """(status, body, whether the server keeps the connection)."""
+    status = 0
+    while status < 200:  # interim answers come before the real one
+        first, *lines = (await connection.read_head()).lower().split(b"\r\n")
+        if not first.startswith(b"http/1."):
+            raise _strange(repr(first[:80]))
+        status = _number(first[9:12], 10, 999)
+    fields = {name: value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    keeps = fields.get(b"connection") != b"close" and not first.startswith(b"http/1.0")
+    tell = on_body if status == 200 else None
+    if fields.get(b"transfer-encoding") == b"chunked":
+        body = await _chunks(connection, tell)
+    elif b"content-length" in fields:
+        body = await connection.read(_number(fields[b"content-length"], 10, _MAX_BODY_BYTES))
+    elif status in (204, 304):
+        body = b""
+    else:
+        body = await connection.read_all()
+    if tell is not None and body:
+        tell(body)
+        body = b""
+    return status, body, keeps
+
+
+async def _chunks(connection: _Connection, tell: Callable[[bytes], None] | None) -> bytes:
+    """Those that came together at a time are told together; what nobody was told at the end."""
+    received, found = connection.received, list[bytes]()
+    while True:
+        at = 0
+        while (end := received.find(b"\r\n", at)) >= 0:
+            size = _number(bytes(received[at:end]).partition(b";")[0], 16, _MAX_BODY_BYTES)
+            if size == 0 and (trailer := received.find(b"\r\n\r\n", end)) >= 0:
                 del received[: trailer + 4]
-                self._done(b"".join(self._chunks))
-                return
-            if len(received) < end + 2 + size + 2:
-                return
-            self._chunks.append(bytes(received[end + 2 : end + 2 + size]))
-            del received[: end + 2 + size + 2]
-            if self._come is not None:
-                self._come.set()
+                return b"".join(found)
+            if size == 0 or len(received) < end + size + 4:
+                break
+            found.append(bytes(received[end + 2 : end + 2 + size]))
+            at = end + size + 4
+        del received[:at]
+        if tell is not None and found:
+            tell(b"".join(found))
+            found.clear()
+        await connection.more()
 
-    def _done(self, body: bytes) -> None:
-        answered, self._answered = self._answered, None
-        if self._received:  # more than was asked for
-            self._keeps = False
-        self._length, self._chunks = None, []
-        if answered is not None and not answered.done():
-            answered.set_result((self._status, body))
 
-    def _fail(self, error: Exception) -> None:
-        answered, self._answered = self._answered, None
-        self._keeps = False
-        if answered is not None and not answered.done():
-            answered.set_exception(error)
+def _number(text: bytes, base: int, most: int) -> int:
+    try:
+        found = int(text, base)
+    except ValueError:
+        found = -1
+    if not 0 <= found <= most:
+        raise _strange(f"{text[:80]!r} for a number")
+    return found
+
+
+def _strange(what: str) -> ConnectionError:
+    return ConnectionError(f"an answer must be HTTP/1.1, got {what}")

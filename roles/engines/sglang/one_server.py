@@ -1,7 +1,7 @@
 """One SGLang server behind the `Engine` protocol.
 
 Owns the requests in flight: their calls, what becomes of them after an answer, cancellation, and the count of what was done.
-Does not own what a server is asked (`question.py`) and answers (`responses.py`), the server (`keeper.py`), how weights reach it
+Does not own what a server is asked (`question.py`) and answers (`responses.py`), the server (`restarts.py`), how weights reach it
 (`ServerWeights`), or several of them (a dispatcher).
 
     engine = SGLangEngine(client, weights=path, pause="in_place", capabilities=await probe(client))
@@ -30,20 +30,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.roles.engines.engine import (
-    STALL_S,
-    Completion,
-    EngineStats,
-    FinishReason,
-    Prefix,
-    Request,
-)
+from rondo.roles.engines.engine import STALL_S, Completion, EngineStats, FinishReason, Prefix, Request, ended_with
 from rondo.roles.engines.sglang.capabilities import Capabilities
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.numbers import STRANGE, integer
 from rondo.roles.engines.sglang.question import body_of, check, room_for
-from rondo.roles.engines.sglang.responses import Answer, extended, joined, read_answer
-from rondo.roles.engines.sglang.stream import Growing
+from rondo.roles.engines.sglang.responses import Answer, Growing, joined
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused
 from rondo.runtime.waits import PROCESS
 
@@ -53,6 +45,10 @@ if TYPE_CHECKING:
     from rondo.roles.engines.sglang.weights import ServerWeights
 
 Pause = Literal["in_place", "retract", "abort"]
+_COUNTED = (
+    "num_completed", "num_cancelled", "tokens_generated", "decode_steps", "prefill_tokens", "shared_prompt_tokens",
+    "num_interrupted",
+)  # fmt: skip
 _ASK_S = 30.0
 _ABORT_EVERY_S = 0.2
 _PROGRESS_S = 5.0
@@ -118,8 +114,7 @@ class SGLangEngine:
         self._name = secrets.token_hex(4)
         """Part of its calls' names: two seconds after a streamed answer a server ends what has its name by then."""
         self._closed: Exception | None = None
-        names = ("completed", "cancelled", "interrupted", "tokens", "prefill", "shared", "progress")
-        self._counts = dict.fromkeys(names, 0)
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._watching: asyncio.Task[None] | None = None
         self._seen: Load | None = None
         self._begun_at = -math.inf
@@ -172,7 +167,7 @@ class SGLangEngine:
             if room < 1:  # only of what there is a beginning of
                 return self._completion(request, "length", request.prefix)
             answer = await self._ask(request, asked, room)
-            done = joined(request.prefix, answer)
+            done = joined(request.prefix, answer.new)
             reason = self._reason(request, answer, 0 if done is None else len(done.tokens), asked)
             if reason is not None:
                 return self._completion(request, reason, done)
@@ -199,7 +194,7 @@ class SGLangEngine:
                 f"request {request.id!r} must end by itself on {self.client.url}, got aborted: {answer.why}. "
                 "See who else controls this server"
             )
-        self._counts["interrupted"] += 1
+        self._counts["num_interrupted"] += 1
         handed_back = request.on_new_weights == "interrupt" and request.interruptions != 0 and num_done > 0
         return "interrupted" if handed_back else None
 
@@ -209,16 +204,18 @@ class SGLangEngine:
         sent_under = self._version
         asked.rid = f"{request.id}#{self._name}.{self._num_calls}"
         asked.at, asked.num_tokens = PROCESS.clock(), 0
+        found, num_before = self.capabilities, len(request.sequence)
+        growing = Growing(request.params.num_top, found.vocabulary)
         try:
-            body = body_of(request, asked.rid, room, self.capabilities)
+            body = body_of(request, asked.rid, room, found)
             if self._pause == "in_place":
                 # The server keeps the cache that older weights filled: a prompt that comes again must not meet it. What is in
                 # the caches of older versions is the first to be evicted.
                 body["extra_key"] = asked.rid if self._prefixes is None else self._prefixes
-            if request.progress is not None or self.capabilities.tells_new_tokens:
-                told = await self._stream(request, asked, body, sent_under)
+            if request.progress is not None or found.tells_new_tokens:
+                await self._stream(growing, request, asked, body, sent_under)
             else:
-                told = await self.client.post("/generate", body, deadline_s=STALL_S, moved=self._moved)
+                growing.take_whole(await self.client.post("/generate", body, deadline_s=STALL_S, moved=self._moved))
         except ServerError as error:
             if error.status == 400:
                 raise ConfigError(
@@ -231,10 +228,8 @@ class SGLangEngine:
         finally:
             asked.rid = None
         self._moved_at = PROCESS.clock()
-        found = self.capabilities
-        num_before = len(request.sequence)
-        answer = read_answer(told, num_before=num_before, most=room, vocabulary=found.vocabulary, experts=found.experts)
-        meta, versions = told["meta_info"], answer.versions
+        answer = growing.answer(num_before=num_before, most=room, experts=found.experts)
+        meta, versions = growing.meta, answer.new.policy_versions
         if self._version != STRANGE and (STRANGE in versions or versions.max(initial=0) > self._given):
             raise Refused(
                 f"the server {self.client.url} must sample under weights that it was given, {self._given} the newest, got "
@@ -242,9 +237,9 @@ class SGLangEngine:
             )
         shared = min(integer(meta, "cached_tokens", 0), num_before)
         self._count_old_cache(versions, sent_under)
-        self._counts["tokens"] += len(answer.tokens)
-        self._counts["shared"] += shared
-        self._counts["prefill"] += num_before - shared
+        self._counts["tokens_generated"] += len(versions)
+        self._counts["shared_prompt_tokens"] += shared
+        self._counts["prefill_tokens"] += num_before - shared
         return answer
 
     def _count_old_cache(self, versions: np.ndarray, sent_under: int) -> None:
@@ -257,9 +252,10 @@ class SGLangEngine:
         if self._pause == "in_place" and sent_under != STRANGE and len(versions):
             versions[0] = sent_under
 
-    async def _stream(self, request: Request, asked: _Asked, body: dict[str, Any], sent_under: int) -> dict[str, Any]:
-        """One call whose answer comes in parts, of which `request.progress` is told; the answer as though it had come in one."""
-        growing = Growing(request.params.num_top, self.capabilities.vocabulary)
+    async def _stream(
+        self, growing: Growing, request: Request, asked: _Asked, body: dict[str, Any], sent_under: int
+    ) -> None:
+        """One call whose answer comes in parts, of which `request.progress` is told."""
         progress = request.progress
 
         def come(events: list[bytes]) -> None:
@@ -267,27 +263,25 @@ class SGLangEngine:
             grown = growing.take(events)
             if growing.num_tokens > asked.num_tokens:
                 asked.num_tokens = growing.num_tokens
-                self._counts["progress"] += 1
+                self._counts["decode_steps"] += 1
                 if request.kind == "train":
                     self._begun_at = max(self._begun_at, asked.at)
             if grown and progress is not None:
                 so_far = growing.so_far()
                 self._count_old_cache(so_far.policy_versions, sent_under)
-                progress(extended(request.prefix, so_far))
+                progress(joined(request.prefix, so_far) or so_far)
 
         await self.client.stream("/generate", body | {"stream": True}, come, deadline_s=STALL_S, moved=self._moved)
-        told = growing.whole()
-        finish = told["meta_info"].get("finish_reason")
+        finish: Any = growing.meta.get("finish_reason")
         status = finish.get("status_code") if isinstance(finish, dict) and finish.get("type") == "abort" else None
         if isinstance(status, int) and 400 <= status < 600:
             # The head of a stream is sent before the server knows: without one this is the status of the answer.
             raise ServerError(self.client.url, "/generate", status, str(finish.get("message")))
-        return told
 
     def _completion(self, request: Request, reason: FinishReason, done: Prefix | None) -> Completion:
         if reason != "interrupted":
-            self._counts["cancelled" if reason == "cancelled" else "completed"] += 1
-        return completion_of(request, reason, done)
+            self._counts["num_cancelled" if reason == "cancelled" else "num_completed"] += 1
+        return ended_with(request, reason, done)
 
     async def _abort(self, rid: str) -> None:
         """Until `generate` ends: an abort that overtakes its request on the way is forgotten by the server."""
@@ -361,7 +355,7 @@ class SGLangEngine:
     def progress(self) -> Mapping[str, int]:
         """A request without a token waits in the server's queue, and comes further with the server; but not if one that was asked
         much later has begun before it, where they begin in order."""
-        waits = -1 - self._counts["tokens"] - self._counts["progress"]
+        waits = -1 - self._counts["tokens_generated"] - self._counts["decode_steps"]
         overtaken_before = self._begun_at - _IN_ORDER_S if self.capabilities.in_order else -math.inf
         return {
             name: asked.num_tokens if asked.num_tokens or asked.at < overtaken_before else waits
@@ -370,22 +364,10 @@ class SGLangEngine:
 
     def stats(self) -> EngineStats:
         """`decode_steps` counts how often the server was seen to have made tokens, not its steps."""
-        counts, num_slots = self._counts, self.capabilities.max_running
+        num_slots = self.capabilities.max_running
         in_flight = len(self._asked)
         num_running = min(in_flight, num_slots) if num_slots else in_flight
-        return EngineStats(
-            version=self._version,
-            num_slots=num_slots,
-            num_running=num_running,
-            num_waiting=in_flight - num_running,
-            num_completed=counts["completed"],
-            num_cancelled=counts["cancelled"],
-            tokens_generated=counts["tokens"],
-            decode_steps=counts["progress"],
-            prefill_tokens=counts["prefill"],
-            shared_prompt_tokens=counts["shared"],
-            num_interrupted=counts["interrupted"],
-        )
+        return EngineStats(self._version, num_slots, num_running, in_flight - num_running, **self._counts)
 
     async def _watch_progress(self) -> None:
         """Tokens are counted when their answer comes; meanwhile the server's cache shows that sequences grow."""
@@ -396,7 +378,7 @@ class SGLangEngine:
             with suppress(PeerGone, DeadlineExceeded, ServerError, ProtocolError):
                 load = await self.load()
                 if load != self._seen and load.num_running > 0:
-                    self._counts["progress"] += 1
+                    self._counts["decode_steps"] += 1
                     self._moved_at = PROCESS.clock()
                 self._seen = load
 
@@ -414,13 +396,3 @@ class SGLangEngine:
     def _raise_if_closed(self) -> None:
         if self._closed is not None:
             raise self._closed
-
-
-def completion_of(request: Request, reason: FinishReason, done: Prefix | None) -> Completion:
-    """What a request has so far, as its completion."""
-    if done is None:
-        none = np.zeros(0, np.int32)
-        return Completion(request.id, none, none.astype(np.float32), none, reason)
-    return Completion(
-        request.id, done.tokens, done.log_probs, done.policy_versions, reason, done.routed_experts, done.top
-    )

@@ -10,31 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rondo.roles.config import JobConfig, SGLangConfig
 from rondo.roles.engines.dispatch import Dispatcher, DispatchLimits
+from rondo.roles.engines.dispatch.installing import Reload
 from rondo.roles.engines.engine import Engine
 from rondo.roles.engines.sglang.capabilities import probe
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.engines.sglang.keeper import KeptEngine, Newest, Weights
-from rondo.roles.engines.sglang.lengths import too_short
 from rondo.roles.engines.sglang.one_server import SGLangEngine
+from rondo.roles.engines.sglang.requirements import silent_about_experts, too_short
+from rondo.roles.engines.sglang.restarts import KeptEngine
 from rondo.roles.engines.sglang.router import RoutedServers
 from rondo.roles.engines.sglang.server import AttachedServer, Launch, Server, SGLangServer
-from rondo.roles.engines.sglang.versions import silent_about_experts
 from rondo.roles.engines.sglang.weights import ServerWeights
 from rondo.roles.job import Job
-from rondo.runtime.errors import Closed, ConfigError
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.worker.context import WorkerContext
 
 _SPARE_TOKENS = 256
 """Of the cache of a server on a processor: what it keeps for itself."""
 
 
-def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEngine]:
+def kept_engines(ctx: WorkerContext, job: Job, *, newest: Reload) -> list[KeptEngine]:
     """The engines of this process, in the order of its devices or of the addresses. ConfigError for a key that is not there."""
     settings = job.config.rollout.sglang
     assert settings is not None
@@ -62,20 +61,13 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Newest) -> list[KeptEn
     return [made(index, server) for index, server in enumerate(servers)]
 
 
-def one_engine(engines: Sequence[KeptEngine], *, newest: Newest, update_deadline_s: float | None = None) -> Engine:
+def one_engine(engines: Sequence[KeptEngine], *, newest: Reload, update_deadline_s: float | None = None) -> Engine:
     """All of them, or the only one, as an engine that outlives any of them."""
-
-    @asynccontextmanager
-    async def reload() -> AsyncIterator[Weights]:
-        async with newest() as weights:
-            if weights is None:
-                raise Closed("weights must be published to be given to a server, got none any more. The run is over")
-            yield weights
 
     # A server may take all of its time to start, and then it is given weights.
     absent_s = 2 * max(engine.start_deadline_s for engine in engines)
     limits = DispatchLimits(absent_deadline_s=absent_s, update_deadline_s=update_deadline_s)
-    return Dispatcher(engines, names=[engine.server.name for engine in engines], limits=limits, reload=reload)
+    return Dispatcher(engines, names=[engine.server.name for engine in engines], limits=limits, reload=newest)
 
 
 async def connect_engine(

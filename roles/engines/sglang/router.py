@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rondo.roles.engines.sglang.client import Moved, ServerError, SGLangClient
-from rondo.roles.engines.sglang.server import AttachedServer, until_there
+from rondo.roles.engines.sglang.server import AttachedServer, first_of, until_there
 from rondo.runtime.errors import ConfigError, PeerGone
 
 _ASK_S = 60.0
@@ -90,13 +90,7 @@ class RoutedServers:
         return client
 
     async def gone(self) -> str:
-        watching = [asyncio.create_task(server.gone()) for server in self._servers]
-        try:
-            done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
-        finally:
-            for task in watching:
-                task.cancel()
+        return await first_of([server.gone() for server in self._servers])
 
     async def close(self) -> None:
         return

@@ -1,7 +1,7 @@
 """A server that generates: one that rondo starts and ends, or one that runs already.
 
 Owns the process of a server: its command line, environment, key, port and log, and its end. Owns nothing of what it answers
-(`client.py`), and not when it is started again (`keeper.py`).
+(`client.py`), and not when it is started again (`restarts.py`).
 
     server = SGLangServer(Launch(python, model_path="/models/qwen3"), log=log, folder=private)
     client = await server.start(deadline_s=600)          # it answers
@@ -27,15 +27,15 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.media_items import PACKAGE, PROCESSOR
-from rondo.roles.engines.sglang.shared_names import SharedNames
+from rondo.roles.engines.sglang.shared_memory import SharedNames
 from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.processes.process import exit_text, kill_session, processes
 from rondo.runtime.supervision.launcher import start as start_guarded
@@ -307,6 +307,17 @@ async def answers(client: SGLangClient) -> bool:
     except (PeerGone, DeadlineExceeded):
         return False
     return True
+
+
+async def first_of(whys: Iterable[Coroutine[Any, Any, str]]) -> str:
+    """What the first one to end says; the others are cancelled."""
+    tasks = [asyncio.create_task(why) for why in whys]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _exit_code(process: subprocess.Popen[bytes]) -> int:

@@ -4,14 +4,13 @@
         model-00001-of-00002.safetensors, ...    tensors under their Hugging Face disk names
         model.safetensors.index.json             name -> file
         config.json, tokenizer.json, ...         as in the model's folder
-        rondo.json                               the sum of every tensor
 
 Owns such a folder from its writing to its removal. Does not own the protocol around the update (`weights.py`), nor checkpoints.
 
-Invariant: a folder is written aside and renamed, so it is whole or not there. One that is there already with the same sums, which
-the server before this one has loaded, is not written again. A folder goes when a later version is proved; the
-last one stays, since a server that is started anew may begin with it. Nothing is flushed to
-the disk itself: the files are read at once, and never again after a crash. A server elsewhere needs `folder` on shared storage.
+Invariant: a folder is written aside and renamed, so it is whole or not there. One of a version that is there already, which the
+server before this one has loaded, is not written again, unless it was refused. A folder goes when a later version is proved; the
+last one stays, since a server that is started anew may begin with it. Nothing is flushed to the disk itself: the files are read
+at once, and never again after a crash. A server elsewhere needs `folder` on shared storage.
 """
 
 from __future__ import annotations
@@ -27,13 +26,11 @@ import orjson
 import torch
 from safetensors.torch import save_file
 
-from rondo.comm.weights.sums import bucket_sum
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.weights_buckets import Transfer, plan
 
 MAX_FILE_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
-_SUMS = "rondo.json"
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)(\.index\.json)?")
 _NAME = re.compile(r"version_\d{6,}")
 
@@ -66,7 +63,7 @@ class DiskTransfer(Transfer):
         await asyncio.to_thread(self._remove_but, self._of(version))
 
     async def refused(self, version: str) -> None:
-        """What lies there is not used again, whatever its sums say."""
+        """What lies there is not used again."""
         folder = self._of(version)
         if folder.is_dir():
             await asyncio.to_thread(_remove, folder)
@@ -81,22 +78,17 @@ class DiskTransfer(Transfer):
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor], model: Path) -> Path:
-    """Write `tensors`, and what else is in `model`, as `folder`, unless the same are there. Returns `folder`."""
-    on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    sums = orjson.dumps({name: bucket_sum(_bytes(tensor)) for name, tensor in on_cpu.items()})
-    if folder.is_dir() and (folder / _SUMS).read_bytes() == sums:
+    """Write `tensors`, and what else is in `model`, as `folder`, unless that is there. Returns `folder`."""
+    if folder.is_dir():
         return folder
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        _write_weights(aside, on_cpu)
+        _write_weights(aside, {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()})
         for file in model.iterdir():
             if file.is_file() and not _WEIGHTS.fullmatch(file.name):
                 shutil.copyfile(file, aside / file.name)
-        (aside / _SUMS).write_bytes(sums)
-        if folder.exists():
-            _remove(folder)
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -112,10 +104,6 @@ def _write_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         where |= dict.fromkeys(names, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     (folder / _INDEX).write_bytes(orjson.dumps({"metadata": {"total_size": total}, "weight_map": where}))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _remove(folder: Path) -> None:

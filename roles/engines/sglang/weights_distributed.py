@@ -3,37 +3,36 @@
     this process: rank 0, and a store   ->   the server's tensor-parallel ranks: 1, 2, ...
     POST /update_weights_from_distributed (names, dtypes, shapes of a bucket)     and beside it: broadcast(bucket, from 0)
 
-Owns the group: its store, its forming, and its end with the server. Does not own the protocol around the updates (`weights.py`).
+Owns the group: its store, its forming, and its end with the server. Does not own the protocol around the updates (`weights.py`),
+nor the thread that alone calls the library (`Communicator`).
 The group is outside torch's default one. Its keys lie where the server's torch puts them: `<group>/<group>//<device>/`. The store
 listens on the one address by which this process reaches the server; like gloo and NCCL it asks for no password.
 
 Invariants: a group that failed once is not used again; the next update forms another one under a new name. No call outlives its
-deadline here: the library's calls run on threads that may be abandoned, since gloo cannot be interrupted (a thread that waits for
-a server ends when the server leaves the group, or dies). While one waits, nobody takes the group down: that would block whoever
-does it, with the interpreter's lock; the thread does it at its end. NCCL has not yet run.
+deadline here: the thread that waits in the library may be abandoned, since gloo cannot be interrupted, and takes the group down
+itself when the server leaves it, or dies. NCCL has not yet run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 import socket
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from rondo.comm.groups.carriers import Gloo, OfTorch, span
+from rondo.comm.groups.carriers import Gloo, Nccl, span
+from rondo.comm.groups.communicators import Communicator
+from rondo.comm.groups.epochs import Epoch, GroupSpec
 from rondo.comm.ring.tensors import dtype_name
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.weights_buckets import NUM_BLOCKS, Bucket, Transfer, largest, packed, plan
-from rondo.runtime.errors import ConfigError, GroupBroken, RondoError
-from rondo.runtime.waits import wait_for
+from rondo.runtime.errors import ConfigError, RondoError
 
 FORM_DEADLINE_S = 120.0
 
@@ -73,7 +72,7 @@ class DistributedTransfer(Transfer):
             async with aclosing(packed(buckets, tensors, blocks)) as coming:
                 async for _, bucket, filled in coming:
                     last = bucket is buckets[-1]
-                    body = _described(bucket) | {"group_name": group.name, "flush_cache": flush and last}
+                    body = _described(bucket) | {"group_name": group.spec.name, "flush_cache": flush and last}
                     if last:
                         body["weight_version"] = version
                     await self._bucket(group, body, filled)
@@ -89,7 +88,7 @@ class DistributedTransfer(Transfer):
         telling = asyncio.create_task(
             self._client.post("/update_weights_from_distributed", body, deadline_s=self._deadline_s)
         )
-        sending = asyncio.create_task(group.broadcast(filled, self._deadline_s))
+        sending = asyncio.create_task(asyncio.to_thread(group.broadcast, filled, 0, self._deadline_s))
         try:
             await asyncio.wait([telling, sending], return_when=asyncio.FIRST_EXCEPTION)
             if telling.done():  # its error says more: the server refused, or is gone
@@ -107,18 +106,17 @@ class DistributedTransfer(Transfer):
         if self._group is not None:
             return self._group
         group = _Group(self._size, self._device, local_address(self._client.url))
-        joining = asyncio.create_task(group.join(FORM_DEADLINE_S))
+        joining = asyncio.create_task(asyncio.to_thread(group.wait_formed))
         body = {
             "master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": self._size,
-            "group_name": group.name, "backend": group.backend,
+            "group_name": group.spec.name, "backend": group.spec.backend,
         }  # fmt: skip
         try:
             await self._client.post("/init_weights_update_group", body, deadline_s=FORM_DEADLINE_S)
             await joining
         except BaseException:
-            joining.cancel()
+            group.abort()
             await asyncio.gather(joining, return_exceptions=True)
-            group.close()
             raise
         self._group = group
         return group
@@ -128,81 +126,48 @@ class DistributedTransfer(Transfer):
         group, self._group = self._group, None
         if group is None:
             return
-        group.close()
-        try:
-            await self._client.post("/destroy_weights_update_group", {"group_name": group.name}, deadline_s=30)
-        except RondoError:
-            return
+        group.abort()
+        with suppress(RondoError):
+            await self._client.post("/destroy_weights_update_group", {"group_name": group.spec.name}, deadline_s=30)
 
 
-class _Group:
-    """One group, from its store to its end. `address` and `port` are where the others find the store."""
+class _Group(Communicator):
+    """One group, from its store to its end: a communicator that meets where the server's torch does. `address` and `port` are
+    where the others find the store. It is joined when `wait_formed` returns, and ended by `abort`."""
 
     def __init__(self, size: int, device: str, address: str) -> None:
-        self.name = f"rondo_{secrets.token_hex(4)}"
-        self.backend = "nccl" if device == "cuda" else "gloo"
-        self.address = address
-        self._size, self._device = size, device
+        name = f"rondo_{secrets.token_hex(4)}"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((address, 0))
         listener.listen()
-        self.port: int = listener.getsockname()[1]
+        self.address, self.port = address, listener.getsockname()[1]
         # The store owns the descriptor from here on.
         self._store: Any = dist.TCPStore(
             address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._carrier: Gloo | Nccl | None = None
-        self._lock = threading.Lock()
-        self._busy = self._over = False
+        members = tuple(f"{name}/{rank}" for rank in range(size))
+        spec = GroupSpec(name, members, "nccl" if device == "cuda" else "gloo")
+        meeting = (address, self.port)
+        super().__init__(spec, Epoch(name, 1, ()), members[0], meeting, device=device, deadline_s=FORM_DEADLINE_S)
 
-    async def join(self, deadline_s: float) -> None:
-        keys: Any = dist.PrefixStore(self.name, self._store)
-        keys = dist.PrefixStore(f"{self.name}/", keys)
-        keys = dist.PrefixStore("cuda/" if self.backend == "nccl" else "cpu/", keys)
-        make = Nccl if self.backend == "nccl" else Gloo
-        self._carrier = await _in_thread(
-            functools.partial(make, keys, 0, self._size, deadline_s), name=f"form {self.name}", deadline_s=deadline_s
-        )
-
-    async def broadcast(self, data: torch.Tensor, deadline_s: float) -> None:
-        """From here to all others. Raises GroupBroken."""
-        self._busy = True
-        work = functools.partial(self._broadcast, data, deadline_s)
-        try:
-            await _in_thread(work, name=f"broadcast {self.name}", deadline_s=deadline_s)
-        except RuntimeError as error:
-            raise GroupBroken(self.name, 1, "broadcast", str(error).splitlines()[0]) from error
-
-    def _broadcast(self, data: torch.Tensor, deadline_s: float) -> None:
-        carrier = self._carrier
-        assert carrier is not None, "the group is joined first"
-        try:
-            carrier.move("broadcast", data, 0, deadline_s)
-        finally:
-            with self._lock:
-                self._busy = False
-                if self._over:
-                    carrier.close()
-
-    def close(self) -> None:
-        """Its sockets close, as soon as no thread waits in the library."""
-        with self._lock:
-            self._over = True
-            if self._carrier is not None and not self._busy:
-                self._carrier.close()
+    def _form(self, address: tuple[str, int]) -> None:
+        keys: Any = dist.PrefixStore(self.spec.name, self._store)
+        keys = dist.PrefixStore(f"{self.spec.name}/", keys)
+        keys = dist.PrefixStore("cuda/" if self.spec.backend == "nccl" else "cpu/", keys)
+        make = _Nccl if self.spec.backend == "nccl" else Gloo
+        carrier = make(keys, 0, self.size, self._left())
+        with self._changed:
+            self._carrier = carrier
 
 
-class Nccl(OfTorch):
-    """`ProcessGroupNCCL`, whose communicator is made by the first broadcast: the server makes its own as late."""
+class _Nccl(Nccl):
+    """Whose communicator is made by the first broadcast: the server makes its own as late."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = span(timeout_s)
         self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-
-    def close(self) -> None:
-        self._group.abort()
 
 
 def local_address(url: str) -> str:
@@ -221,31 +186,3 @@ def _described(bucket: Bucket) -> dict[str, Any]:
         "shapes": [list(place.shape) for place in bucket.places],
         "load_format": "flattened_bucket",
     }
-
-
-async def _in_thread(work: Callable[[], Any], *, name: str, deadline_s: float) -> Any:
-    """The result of `work`, on a thread of its own that nobody waits for past the deadline, nor at the end of the process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.done():  # nobody waits any more
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001  # it is raised where the call was made
-            failure = error
-        try:
-            loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:  # the loop has ended: whoever waited has gone
-            return
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await wait_for(done, name=name.split()[0], peer=name, deadline_s=deadline_s)

@@ -17,82 +17,60 @@ from __future__ import annotations
 import base64
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from rondo.comm.ring.tensors import dtype_name
 from rondo.comm.weights.ipc import SharedTensor
 from rondo.roles.engines.sglang.weights_buckets import Bucket, Place
 
-_BUCKET = "sglang.srt.weight_sync.tensor_bucket"
-_REDUCTIONS = "torch.multiprocessing.reductions"
-_CUDA = "sglang.srt.utils.patch_torch"
+
+class _Name(str):
+    """Something that the reader imports: "module name"."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """Something that the reader imports."""
+class _Call(NamedTuple):
+    """What the reader makes by calling something that it imports."""
 
-    module: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
     function: _Name
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Instance:
-    """An object made without its constructor, whose fields are set."""
-
-    kind: _Name
-    fields: Mapping[str, Any]
+_TENSOR, _BYTE = _Name("torch Tensor"), _Name("torch uint8")
 
 
 def shared_memory_payload(bucket: Bucket, handle: str) -> str:
     """Base64, for a bucket at the beginning of the POSIX shared memory `handle` ("/name"), laid out as `SharedBytes` does."""
+
+    def rebuilt(what: str, *arguments: Any) -> _Call:
+        return _Call(_Name(f"torch.multiprocessing.reductions rebuild_{what}"), arguments)
+
     # Without a manager's address, the reader's torch starts its own helper process, which ends with it.
-    memory = _Call(
-        _Name(_REDUCTIONS, "rebuild_storage_filename"),
-        (_Name("torch.storage", "UntypedStorage"), b"", handle.encode(), bucket.num_bytes),
-    )
-    typed = _Call(_Name(_REDUCTIONS, "rebuild_typed_storage"), (memory, _Name("torch", "uint8")))
-    size = _size((bucket.num_bytes,))
-    tensor = _Call(_Name(_REDUCTIONS, "rebuild_tensor"), (_Name("torch", "Tensor"), typed, (0, size, (1,), False)))
-    return _encoded(tensor, bucket.places)
+    storage = _Name("torch.storage UntypedStorage")
+    memory = rebuilt("storage_filename", storage, b"", handle.encode(), bucket.num_bytes)
+    how = 0, _size((bucket.num_bytes,)), (1,), False
+    return _encoded(rebuilt("tensor", _TENSOR, rebuilt("typed_storage", memory, _BYTE), how), bucket.places)
 
 
 def cuda_payload(bucket: Bucket, shared: SharedTensor) -> str:
     """Base64, for a bucket at the beginning of a uint8 tensor on a GPU; each reader needs a handle of its own."""
     tensor = _Call(
-        _Name(_CUDA, "_rebuild_cuda_tensor_modified"),
+        _Name("sglang.srt.utils.patch_torch _rebuild_cuda_tensor_modified"),
         (
-            _Name("torch", "Tensor"), _size((bucket.num_bytes,)), (1,), shared.offset, _Name("torch.storage", "TypedStorage"),
-            _Name("torch", "uint8"), shared.device_uuid, shared.handle, shared.storage_bytes, shared.storage_offset_bytes, False,
-            shared.counter_handle, shared.counter_offset, shared.event_handle, shared.event_sync_required,
+            _TENSOR, _size((bucket.num_bytes,)), (1,), shared.offset, _Name("torch.storage TypedStorage"), _BYTE,
+            shared.device_uuid, shared.handle, shared.storage_bytes, shared.storage_offset_bytes, False, shared.counter_handle,
+            shared.counter_offset, shared.event_handle, shared.event_sync_required,
         ),
     )  # fmt: skip
     return _encoded(tensor, bucket.places)
 
 
 def _encoded(tensor: _Call, places: Sequence[Place]) -> str:
+    described = _Name("sglang.srt.weight_sync.tensor_bucket FlattenedTensorMetadata")
     metadata = [
-        _Instance(
-            _Name(_BUCKET, "FlattenedTensorMetadata"),
-            {
-                "name": place.name,
-                "shape": _size(place.shape),
-                "dtype": _Name("torch", dtype_name(place.dtype)),
-                "start_idx": place.start,
-                "end_idx": place.end,
-                "numel": place.end - place.start,
-            },
-        )
-        for place in places
-    ]
+        _Call(described, (it.name, _size(it.shape), _Name(f"torch {dtype_name(it.dtype)}"), it.start, it.end, it.end - it.start))
+        for it in places
+    ]  # fmt: skip
     out = [pickle.PROTO, b"\x03"]
     _write({"flattened_tensor": tensor, "metadata": metadata}, out)
     out.append(pickle.STOP)
@@ -100,7 +78,7 @@ def _encoded(tensor: _Call, places: Sequence[Place]) -> str:
 
 
 def _size(shape: tuple[int, ...]) -> _Call:
-    return _Call(_Name("torch", "Size"), (shape,))
+    return _Call(_Name("torch Size"), (shape,))
 
 
 def _write(value: Any, out: list[bytes]) -> None:
@@ -111,11 +89,17 @@ def _write(value: Any, out: list[bytes]) -> None:
         case int():
             encoded = pickle.encode_long(value)
             out.append(pickle.LONG1 + bytes([len(encoded)]) + encoded)
+        case _Name():
+            out.append(pickle.GLOBAL + value.replace(" ", "\n").encode() + b"\n")
         case str():
             encoded = value.encode()
             out.append(pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded)
         case bytes():
             out.append(pickle.BINBYTES + struct.pack("<I", len(value)) + value)
+        case _Call():
+            _write(value.function, out)
+            _write(value.arguments, out)
+            out.append(pickle.REDUCE)
         case tuple():
             _write_all(value, out, pickle.MARK, pickle.TUPLE)
         case list():
@@ -123,17 +107,6 @@ def _write(value: Any, out: list[bytes]) -> None:
         case dict():
             both = [each for item in value.items() for each in item]
             _write_all(both, out, pickle.EMPTY_DICT + pickle.MARK, pickle.SETITEMS)
-        case _Name():
-            out.append(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
-        case _Call():
-            _write(value.function, out)
-            _write(value.arguments, out)
-            out.append(pickle.REDUCE)
-        case _Instance():
-            _write(value.kind, out)
-            out.append(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-            _write(dict(value.fields), out)
-            out.append(pickle.BUILD)
         case _:
             raise TypeError(f"a value of the payload must be one of the kinds above, got {type(value).__name__}.")
 

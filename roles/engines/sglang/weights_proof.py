@@ -21,13 +21,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 
 from rondo.roles.engines.sglang.weights_sums import checksum
 
-Cut = Literal["whole", "rows", "columns", "filled rows", "filled columns", "heads", "vocabulary"]
 Key = tuple[int, str]
 """Tensor-parallel rank, and the server's name of a tensor."""
 
@@ -41,12 +40,20 @@ _FILLED = 32
 """On a CPU, ranks get whole blocks of so many rows or columns, the last ones zeros."""
 
 
+class Cut(NamedTuple):
+    """What a rank has of a tensor: one of equal `parts` along `dim`, of which zeros make a multiple of `block`."""
+
+    dim: int
+    block: int
+    parts: int
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What one of the server's tensors is made of: the parts of these tensors, behind one another."""
+    """What one of the server's tensors is made of: the parts of these tensors (None: all of them), behind one another."""
 
     names: tuple[str, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Cut | None, ...]
     cast: bool = True
     """To the server's dtype; else they are as they were sent: what stays in float32 beside bfloat16 weights."""
 
@@ -66,7 +73,11 @@ class Recipes:
     """The recipes of one server, which tells checksums of `device`'s kind over tensors of `dtype`."""
 
     def __init__(self, *, device: str, dtype: torch.dtype, size: int, num_kv_heads: int) -> None:
-        self._device, self._dtype, self._size, self._num_kv_heads = device, dtype, size, num_kv_heads
+        self._device, self._dtype, self._size = device, dtype, size
+        self._vocabulary = Cut(0, _VOCABULARY_ROWS, size)
+        self._rows, self._columns = ((Cut(dim, 1, size), Cut(dim, size * _FILLED, size)) for dim in (0, 1))
+        # Fewer heads than ranks: several ranks have the same one.
+        self._heads = Cut(0, 1, num_kv_heads) if num_kv_heads < size else None
         self._known: dict[Key, Recipe] = {}
         self._before: Mapping[Key, str] = {}
         self.settled = False
@@ -122,25 +133,9 @@ class Recipes:
             tensor = tensors[name]
             if recipe.cast and tensor.is_floating_point():
                 tensor = tensor.detach().to(self._dtype)
-            yield self._cut(tensor, cut, rank)
-
-    def _cut(self, tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
-        size = self._size
-        match cut:
-            case "whole":
-                return tensor
-            case "rows":
-                return tensor.tensor_split(size)[rank]
-            case "columns":
-                return tensor.tensor_split(size, 1)[rank]
-            case "filled rows":
-                return _filled(tensor, size * _FILLED).tensor_split(size)[rank]
-            case "filled columns":
-                return _filled(tensor.mT, size * _FILLED).tensor_split(size)[rank].mT
-            case "heads":  # fewer heads than ranks: several ranks have the same one
-                return tensor.tensor_split(self._num_kv_heads)[rank * self._num_kv_heads // size]
-            case "vocabulary":
-                return _filled(tensor, _VOCABULARY_ROWS).tensor_split(size)[rank]
+            if cut is not None:
+                tensor = _filled(tensor, cut).tensor_split(cut.parts, cut.dim)[rank * cut.parts // self._size]
+            yield tensor
 
     def _candidates(self, key: Key, names: Mapping[str, str]) -> Iterator[Recipe]:
         """Recipes that the tensor's name allows, likeliest first."""
@@ -158,41 +153,34 @@ class Recipes:
         if field in _EXPERTS:
             experts = _experts(path, _EXPERTS[field], names)
             if experts:
-                yield from self._stacked(experts, field)
+                yield from self._alike(experts, self._rows if field == "w13_weight" else self._columns)
 
     def _plain(self, name: str) -> Iterator[Recipe]:
-        cuts: Sequence[Cut] = ("whole", "vocabulary")
-        if self._size > 1:
-            cuts = ("whole", "rows", "columns", "vocabulary", "filled rows", "filled columns")
-        yield from (Recipe((name,), (cut,)) for cut in cuts)
+        of_ranks = self._rows[0], self._columns[0], self._vocabulary, self._rows[1], self._columns[1]
+        for cut in (None, *(of_ranks if self._size > 1 else (self._vocabulary,))):
+            yield Recipe((name,), (cut,))
 
     def _fused(self, names: tuple[str, ...]) -> Iterator[Recipe]:
-        if self._size == 1:
-            yield _all(names, "whole")
-            return
-        yield _all(names, "rows")
-        yield _all(names, "filled rows")
-        if len(names) == 3 and self._num_kv_heads < self._size:
-            yield Recipe(names, ("rows", "heads", "heads"))
+        yield from self._alike(names, self._rows)
+        if len(names) == 3 and self._heads is not None:
+            yield Recipe(names, (self._rows[0], self._heads, self._heads))
 
-    def _stacked(self, names: tuple[str, ...], field: str) -> Iterator[Recipe]:
-        sliced: Sequence[Cut] = ("rows", "filled rows") if field == "w13_weight" else ("columns", "filled columns")
-        yield from (_all(names, cut) for cut in (("whole",) if self._size == 1 else sliced))
-
-
-def _all(names: tuple[str, ...], cut: Cut) -> Recipe:
-    return Recipe(names, (cut,) * len(names))
+    def _alike(self, names: tuple[str, ...], cuts: Sequence[Cut]) -> Iterator[Recipe]:
+        """All of them cut in the same way."""
+        yield from (Recipe(names, (cut,) * len(names)) for cut in (cuts if self._size > 1 else (None,)))
 
 
 def _possible(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether the tensors have the dimensions that are cut."""
-    least = {"whole": 0, "columns": 2, "filled columns": 2}
-    return all(tensors[name].dim() >= least.get(cut, 1) for name, cut in zip(recipe.names, recipe.cuts, strict=True))
+    of_names = zip(recipe.names, recipe.cuts, strict=True)
+    return all(cut is None or tensors[name].dim() > cut.dim for name, cut in of_names)
 
 
-def _filled(tensor: torch.Tensor, block: int) -> torch.Tensor:
-    """With rows of zeros behind it, up to a multiple of `block` rows."""
-    return torch.cat([tensor, tensor.new_zeros(-tensor.shape[0] % block, *tensor.shape[1:])])
+def _filled(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """With zeros behind it."""
+    shape = list(tensor.shape)
+    shape[cut.dim] = -shape[cut.dim] % cut.block
+    return torch.cat([tensor, tensor.new_zeros(shape)], cut.dim) if shape[cut.dim] else tensor
 
 
 def told_by(answer: Any) -> dict[Key, str]:

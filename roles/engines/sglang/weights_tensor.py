@@ -19,7 +19,7 @@ import torch
 
 from rondo.comm.weights.ipc import share
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.engines.sglang.shared_bytes import SharedBytes
+from rondo.roles.engines.sglang.shared_memory import SharedBytes
 from rondo.roles.engines.sglang.weights_buckets import NUM_BLOCKS, Bucket, Transfer, largest, packed, plan
 from rondo.roles.engines.sglang.weights_payload import cuda_payload, shared_memory_payload
 

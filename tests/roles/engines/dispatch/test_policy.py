@@ -79,7 +79,7 @@ def test_a_session_stays_with_its_engine_while_its_prompt_grows() -> None:
 
 
 def test_affinity_yields_to_an_engine_with_much_less_to_do_and_its_samples_stay_there() -> None:
-    placement: Placement[Engine] = Placement(affinity_ratio=1.5, affinity_requests=8)
+    placement: Placement[Engine] = Placement()
     a, b = Engine(), Engine(1.0)
     request = asked("r", 94, prompt=6, group=1)  # 100 tokens
     assert place(placement, request, a, b) is a
@@ -90,14 +90,12 @@ def test_affinity_yields_to_an_engine_with_much_less_to_do_and_its_samples_stay_
     assert place(placement, request, a, b) is b, "b has the prompt now"
 
 
-def test_what_an_engine_had_is_forgotten_with_it_and_a_full_one_is_passed_by() -> None:
+def test_a_full_engine_is_passed_by() -> None:
     placement: Placement[Engine] = Placement()
     a, b = Engine(), Engine(1.0)
     request = asked("r", group=1)
     assert place(placement, request, a, b) is a
     assert place(placement, request, b) is b, "a is not among those that have room"
-    placement.forget(b)
-    assert place(placement, request, Engine(99.0), a) is a
     assert placement.choose(placement.key(request), 1.0, []) is None
 
 
@@ -137,8 +135,8 @@ def served(queue: FairQueue[str], num_places: int, num_rounds: int, seed: int = 
     return seen
 
 
-def filled(counts: dict[Kind, int], shares: dict[Kind, float] | None = None) -> FairQueue[str]:
-    queue: FairQueue[str] = FairQueue(shares or dict(SHARES))
+def filled(counts: dict[Kind, int]) -> FairQueue[str]:
+    queue: FairQueue[str] = FairQueue()
     for kind, count in counts.items():
         for _ in range(count):
             queue.add(kind, 0, queue.age(), kind)
@@ -166,7 +164,7 @@ def test_what_a_class_does_not_use_is_lent() -> None:
 
 
 def test_within_a_class_priority_goes_first_then_age_and_one_that_returns_keeps_its_age() -> None:
-    queue: FairQueue[str] = FairQueue(SHARES)
+    queue: FairQueue[str] = FairQueue()
     ages = [queue.age() for _ in range(4)]
     queue.add("train", 0, ages[1], "second")
     queue.add("train", 0, ages[2], "third")
@@ -177,20 +175,15 @@ def test_within_a_class_priority_goes_first_then_age_and_one_that_returns_keeps_
 
 
 def test_what_is_removed_is_never_popped() -> None:
-    queue: FairQueue[int] = FairQueue(SHARES)
+    queue: FairQueue[int] = FairQueue()
     ages = [queue.age() for _ in range(10)]
     for age in ages:
         queue.add("train", 0, age, age)
     for age in (0, 3, 4, 9):
-        queue.remove("train", age)
+        queue.remove("train", 0, age)
     assert sorted(queue.all()) == [1, 2, 5, 6, 7, 8] and queue.num_waiting == 6
     assert [queue.pop() for _ in range(6)] == [1, 2, 5, 6, 7, 8]
     assert queue.all() == []
-
-
-def test_a_class_without_a_share_is_refused() -> None:
-    with pytest.raises(ConfigError, match="shares must name train, judge, agent, evaluation, each above 0"):
-        FairQueue({"train": 1.0, "judge": 0.0, "agent": 1.0, "evaluation": 1.0})
 
 
 # ---- the breaker ----------------------------------------------------------------------------------------------------

@@ -186,9 +186,8 @@ async def test_closing_fails_what_waits_and_what_comes() -> None:
 
 
 async def test_the_names_of_engines_are_their_own() -> None:
-    async with over(Told()) as dispatcher:
-        with pytest.raises(ConfigError, match="the name of an engine must be its own, got 'engine-0' twice"):
-            dispatcher.add(Told(), "engine-0")
+    with pytest.raises(ConfigError, match="the name of an engine must be its own, got 'a' twice"):
+        Dispatcher([Told(), Told()], names=["a", "a"])
 
 
 # ---- what a failure costs -------------------------------------------------------------------------------------------

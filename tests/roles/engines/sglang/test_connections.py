@@ -131,7 +131,7 @@ async def test_a_connection_that_the_server_has_closed_is_not_used_again() -> No
     async with serving(CLOSING.replace(b"Connection", b"Later"), PLAIN) as (server, pool):
         assert (await pool.call("GET", "/", None))[1] == b"hello"
         await server.gone.wait()
-        while pool._idle[0][1].reusable:  # noqa: ASYNC110 - the end is on its way, and tells nobody else
+        while pool._idle[0][1].clean:  # noqa: ASYNC110 - the end is on its way, and tells nobody else
             await asyncio.sleep(0)
         assert (await pool.call("GET", "/", None))[1] == b"hello"
         assert server.num_connections == 2

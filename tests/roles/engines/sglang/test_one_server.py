@@ -18,8 +18,8 @@ from rondo.roles.engines.engine import Completion, Prefix, Request, SamplingPara
 from rondo.roles.engines.sglang import one_server as engine_module
 from rondo.roles.engines.sglang.capabilities import Capabilities, Experts, probe
 from rondo.roles.engines.sglang.client import ServerError
-from rondo.roles.engines.sglang.lengths import Lengths, of_context
 from rondo.roles.engines.sglang.one_server import Pause, SGLangEngine
+from rondo.roles.engines.sglang.requirements import Lengths, of_context
 from rondo.roles.engines.sglang.server import SGLangServer
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, Refused
 from rondo.runtime.waits import wait_for

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rondo.roles.config import JobConfig, SGLangConfig
-from rondo.roles.engines.sglang.keeper import kept
 from rondo.roles.engines.sglang.open import connect_engine, launch_of, one_engine, read_key, releases_memory
+from rondo.roles.engines.sglang.restarts import kept
 from rondo.roles.engines.sglang.server import SGLangServer
 from rondo.runtime.errors import ConfigError
 from tests.roles.engines.sglang.pretender import launch
-from tests.roles.engines.sglang.test_keeper import Rig, in_flight, request
+from tests.roles.engines.sglang.test_restarts import Rig, in_flight, request
 
 
 async def test_a_server_killed_under_two_of_them_costs_no_request_and_comes_back_with_the_newest_weights(

@@ -14,8 +14,8 @@ import pytest
 
 from rondo.roles.engines.sglang.capabilities import probe
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
+from rondo.roles.engines.sglang.requirements import require_version
 from rondo.roles.engines.sglang.server import AttachedServer, Launch, SGLangServer, held_port
-from rondo.roles.engines.sglang.versions import require_version
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
 from tests.roles.engines.sglang.pretender import launch
 
@@ -106,12 +106,13 @@ async def test_a_killed_server_is_told_with_how_it_ended_and_can_be_started_agai
     made = server(tmp_path)
     first = await made.start(START_S)
     child = (await first.get("/server_info", deadline_s=60))["child"]
-    assert made.pid is not None
+    names = [Path(name) for name in await first.get("/names", deadline_s=60)]
+    assert made.pid is not None and len(names) == 2 and all(name.exists() for name in names)
     os.kill(made.pid, signal.SIGKILL)
     assert await made.gone() == "killed by SIGKILL"
     await first.__aexit__()
     second = await made.start(START_S)
-    assert gone(child)
+    assert gone(child) and not any(name.exists() for name in names)
     assert (await second.get("/server_info", deadline_s=60))["version"] == "0.5.23"
     await second.__aexit__()
     await made.close()

@@ -16,7 +16,7 @@ from rondo.roles.engines.engine import Completion, Prefix
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.roles.engines.sglang.question import body_of
-from rondo.roles.engines.sglang.stream import Growing
+from rondo.roles.engines.sglang.responses import Growing
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError
 from rondo.runtime.waits import PROCESS
 from tests.roles.engines.sglang.test_connections import PLAIN, Server, serving
@@ -187,7 +187,7 @@ async def test_a_server_that_would_send_all_tokens_with_each_part_answers_whole_
         await server.got_one.wait()
         assert b"stream" not in server.asked[0]
         before = made.progress()
-        made._counts["progress"] += 1  # the server's load was seen to change
+        made._counts["decode_steps"] += 1  # the server's load was seen to change
         assert made.progress()["r"] < before["r"] < 0
         asking.cancel()
         await asyncio.wait([asking])
@@ -284,7 +284,7 @@ def test_a_token_keeps_the_version_it_was_first_told_with_and_the_whole_has_the_
         {"version": "4", "start": 2, "end": 3},
     ]
     assert not took(growing, last)
-    assert growing.whole() == last | {"meta_info": last["meta_info"] | {"output_top_logprobs": []}}
+    assert growing.answer(num_before=2, most=3).new.policy_versions.tolist() == [3, 3, 4]
 
 
 def test_parts_that_come_together_are_all_read_where_each_tells_new_tokens() -> None:
@@ -292,7 +292,7 @@ def test_parts_that_come_together_are_all_read_where_each_tells_new_tokens() -> 
     assert took(growing, part([1]), part([2], total=2), part([3, 4], total=4))
     assert growing.so_far().tokens.tolist() == [1, 2, 3, 4]
     assert not took(growing, part([], total=4, finish="length"))
-    assert growing.whole()["output_ids"] == [1, 2, 3, 4]
+    assert growing.answer(num_before=2, most=4).new.tokens.tolist() == [1, 2, 3, 4]
 
 
 def test_an_abort_that_tells_all_tokens_behind_those_that_were_not_sent_yet_is_read_once() -> None:
@@ -301,7 +301,7 @@ def test_an_abort_that_tells_all_tokens_behind_those_that_were_not_sent_yet_is_r
     assert took(growing, part([1, 2]))
     assert not took(growing, part([3, 1, 2, 3], total=3, finish="abort"))
     assert growing.so_far().tokens.tolist() == [1, 2, 3]
-    assert len(growing.whole()["meta_info"]["output_token_logprobs"]) == 3
+    assert growing.answer(num_before=2, most=4).new.log_probs.size == 3
 
 
 def test_a_long_answer_keeps_all_it_was_told_and_what_was_handed_out_does_not_change() -> None:

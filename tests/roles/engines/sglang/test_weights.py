@@ -14,7 +14,7 @@ import torch
 from rondo.roles.config import SGLangConfig
 from rondo.roles.engines.sglang.client import ServerError
 from rondo.roles.engines.sglang.numbers import STRANGE, version_of
-from rondo.roles.engines.sglang.owned import FOLDER
+from rondo.roles.engines.sglang.shared_memory import FOLDER
 from rondo.roles.engines.sglang.weights import ServerWeights
 from rondo.runtime.errors import Closed, ConfigError, CorruptData
 from tests.roles.engines.sglang.weights_server import CONFIG, WeightServer, serving, version, write_model
@@ -271,7 +271,7 @@ async def test_a_version_is_on_disk_before_the_server_is_paused(tmp_path: Path) 
 
     def look(path: str, body: dict[str, Any]) -> None:
         if path == "/pause_generation":
-            at_pause.append((tmp_path / "weights" / "version_000001" / "rondo.json").exists())
+            at_pause.append((tmp_path / "weights" / "version_000001" / "config.json").exists())
 
     async with opened(server, tmp_path, weights="disk") as path:
         server.before = look

@@ -10,8 +10,7 @@ import pickle
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import torch
@@ -78,13 +77,24 @@ def held_by(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[s
     }
 
 
+class Described(NamedTuple):
+    """The fields of SGLang's class, in its order."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
 class Reader(pickle.Unpickler):
     """Reads a payload as the server does, SGLang's own class and the mapping of shared memory replaced."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "FlattenedTensorMetadata":
             assert module == "sglang.srt.weight_sync.tensor_bucket"
-            return SimpleNamespace
+            return Described
         if name == "rebuild_storage_filename":
             return _mapped
         assert module in ("torch", "torch.storage", "torch.multiprocessing.reductions"), module

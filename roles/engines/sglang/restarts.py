@@ -22,34 +22,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rondo.roles.engines.dispatch.installing import Reload
 from rondo.roles.engines.engine import Completion, EngineStats, Request
 from rondo.roles.engines.faults import NotThere
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.numbers import STRANGE, version_of
 from rondo.roles.engines.sglang.one_server import Load, SGLangEngine
-from rondo.roles.engines.sglang.server import Server
+from rondo.roles.engines.sglang.server import Server, first_of
 from rondo.runtime.errors import Closed, ConfigError, PeerGone, ProtocolError, RondoError
 from rondo.runtime.waits import waiting
 
 if TYPE_CHECKING:
     import torch
 
-Weights = tuple[int, "Mapping[str, torch.Tensor]"]
 Connect = Callable[[SGLangClient], Awaitable[SGLangEngine]]
-Newest = Callable[[], AbstractAsyncContextManager[Weights | None]]
 Tell = Callable[[str, Mapping[str, Any]], Awaitable[None]]
 
 _ASK_S = 30.0
 _LOOK_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_ADDED = (
-    "num_completed", "num_cancelled", "tokens_generated", "decode_steps", "prefill_tokens", "shared_prompt_tokens",
-    "num_interrupted",
-)  # fmt: skip
 
 
 @asynccontextmanager
@@ -81,8 +76,8 @@ def pause_s(in_a_row: int) -> float:
 class KeptEngine:
     """`Engine` over one server and its successors. `connect` makes the engine over an open client and owns what it needs.
 
-    `newest` gives the newest weights while its body lasts, for a server that sleeps and is asked, or None when there are none any
-    more; `tell` is told of every server that comes or goes. `clock` and `sleep` are those of looks and pauses.
+    `newest` gives the newest weights while its body lasts, for a server that sleeps and is asked; `tell` is told of every server
+    that comes or goes. `clock` and `sleep` are those of looks and pauses.
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class KeptEngine:
         server: Server,
         connect: Connect,
         *,
-        newest: Newest,
+        newest: Reload,
         deadline_s: float,
         silent_s: float,
         tell: Tell,
@@ -111,7 +106,8 @@ class KeptEngine:
         """When the last server left, until the next one has proved weights."""
         self._updating = asyncio.Lock()
         self._version = STRANGE
-        self._before: dict[str, int] = dict.fromkeys(_ADDED, 0)
+        self._before = EngineStats(STRANGE, *(0,) * 9)
+        """What was counted over the servers that left."""
         self._waking: asyncio.Task[None] | None = None
         self._closed: Exception | None = None
 
@@ -149,12 +145,12 @@ class KeptEngine:
         in_a_row = 0
         while not self._is_closed():
             if self._engine is not None:
-                self._why = await self._left(self._engine)
+                self._why = await first_of([self.server.gone(), self._silent(self._engine)])
                 if self._is_closed():  # it was ended here
                     return
-                done_before = self._before["num_completed"]
+                done_before = self._before.num_completed
                 await self._lose()
-                if self._before["num_completed"] > done_before:
+                if self._before.num_completed > done_before:
                     in_a_row = 0
             in_a_row += 1
             pause = pause_s(in_a_row)
@@ -168,16 +164,6 @@ class KeptEngine:
                 await self._start()
             except (RondoError, OSError) as error:
                 self._why = f"it did not start: {error}"
-
-    async def _left(self, engine: SGLangEngine) -> str:
-        """Waits until the server is gone, or is of no use, and says why."""
-        ways = [asyncio.create_task(self.server.gone()), asyncio.create_task(self._silent(engine))]
-        try:
-            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for each in ways:
-                each.cancel()
 
     async def _silent(self, engine: SGLangEngine) -> str:
         """Waits until the server neither makes tokens nor answers for `silent_s`, updates and sleep left out."""
@@ -198,7 +184,7 @@ class KeptEngine:
         self._lost_at = self._clock()
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._before = _sums(self._before, engine.stats())
+            self._before += engine.stats().ended()
             await engine.close(PeerGone(f"the SGLang server {self.server.name} must stay, got {self._why}. Ask again"))
 
     # ---- the engine -------------------------------------------------------------------------------------------------
@@ -258,8 +244,6 @@ class KeptEngine:
                 return
             try:
                 async with self._newest() as weights:
-                    if weights is None:
-                        raise Closed("weights must be there to wake a server, got none any more. The run is over")
                     await engine.update_weights(*weights)
                     self._version = weights[0]
             except Closed:
@@ -288,10 +272,8 @@ class KeptEngine:
 
     def stats(self) -> EngineStats:
         """Counters go on through restarts."""
-        if self._engine is None:
-            return replace(EngineStats(self.version, *(0,) * 9), **self._before)
-        now = self._engine.stats()
-        return replace(now, version=self.version, **_sums(self._before, now))
+        found = self._before if self._engine is None else self._before + self._engine.stats()
+        return replace(found, version=self.version)
 
     async def close(self) -> None:
         """Ends the engine and its server. Idempotent."""
@@ -316,10 +298,6 @@ class KeptEngine:
 
     def _absent(self) -> NotThere:
         return NotThere(f"the SGLang server {self.server.name} must be there, got {self._why}. Ask another")
-
-
-def _sums(before: Mapping[str, int], now: EngineStats) -> dict[str, int]:
-    return {name: before[name] + getattr(now, name) for name in _ADDED}
 
 
 async def _answers(engine: SGLangEngine) -> bool:

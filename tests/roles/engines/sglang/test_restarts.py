@@ -17,9 +17,9 @@ from rondo.roles.engines.engine import Engine, Prefix, Request, SamplingParams
 from rondo.roles.engines.faults import NotThere
 from rondo.roles.engines.sglang.capabilities import probe
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.roles.engines.sglang.keeper import KeptEngine, kept
 from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.roles.engines.sglang.open import one_engine
+from rondo.roles.engines.sglang.restarts import KeptEngine, kept
 from rondo.roles.engines.sglang.server import SGLangServer
 from rondo.runtime.errors import Closed, CorruptData, PeerGone
 from rondo.runtime.waits import waiting
@@ -92,8 +92,10 @@ class Rig:
         return SGLangEngine(client, weights=Named(client, self), pause="in_place", capabilities=await probe(client))
 
     @asynccontextmanager
-    async def newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]] | None]:
-        yield None if self.newest is None else (self.newest, {})
+    async def newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]]]:
+        if self.newest is None:
+            raise Closed("the run is over")
+        yield self.newest, {}
 
     async def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
         self.told.append((kind, data))
@@ -319,7 +321,7 @@ async def test_who_asks_a_server_that_sleeps_when_no_weights_are_left_is_told(tm
     async with kept([rig.engine]):
         await rig.engine.update_weights(1, {})
         await rig.engine.sleep()
-        with pytest.raises(Closed, match="weights must be there to wake a server"):
+        with pytest.raises(Closed, match="the run is over"):
             await rig.engine.generate(request("r"))
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.roles.engines.sglang.owned import FOLDER
-from rondo.roles.engines.sglang.shared_names import SharedNames
+from rondo.roles.engines.sglang.shared_memory import FOLDER, SharedNames
 
 _PROGRAM = """
 import multiprocessing, os, sys

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from rondo.roles.engines.engine import EngineStats
-from rondo.roles.engines.sglang.keeper import KeptEngine, kept
+from rondo.roles.engines.sglang.restarts import KeptEngine, kept
 from rondo.roles.engines.sglang.server import AttachedServer
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, WorkerDied
 from rondo.runtime.waits import pending
