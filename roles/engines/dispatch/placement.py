@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
 
+from rondo.roles.engines.dispatch.fleet import Member
 from rondo.roles.engines.engine import Kind, Request
 
 _AFFINITY_RATIO, _AFFINITY_REQUESTS = 1.5, 8.0
@@ -29,23 +29,14 @@ _WEIGHT = 0.05
 """Of the newest response in the mean of its class."""
 
 
-class Place(Protocol):
-    """An engine, as far as placing goes."""
-
-    @property
-    def load(self) -> float:
-        """Tokens, ours and others'."""
-
-
-P = TypeVar("P", bound=Place)
 Key = tuple[str, object]
 
 
-class Placement(Generic[P]):
+class Placement:
     """Chooses, and remembers what it chose."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[Key, P] = OrderedDict()
+        self._homes: OrderedDict[Key, Member] = OrderedDict()
         self._means: dict[Kind, float] = {}
 
     def cost(self, request: Request) -> float:
@@ -67,9 +58,9 @@ class Placement(Generic[P]):
             return ("session", request.session)
         return ("prompt", hash(request.prompt.tobytes()))
 
-    def choose(self, key: Key, cost: float, candidates: Sequence[P]) -> P | None:
+    def choose(self, key: Key, cost: float, candidates: Sequence[Member]) -> Member | None:
         """One of those that have room, remembered for what has this key; None if there is none."""
-        least = min(candidates, key=_load, default=None)
+        least = min(candidates, key=lambda member: member.load, default=None)
         if least is None:
             return None
         home = self._homes.get(key)
@@ -83,7 +74,3 @@ class Placement(Generic[P]):
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
         return chosen
-
-
-def _load(place: Place) -> float:
-    return place.load

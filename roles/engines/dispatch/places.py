@@ -66,7 +66,7 @@ class Places:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._limits, self._clock = fleet, fleet.limits, fleet.clock
-        self.placement: Placement[Member] = Placement()
+        self.placement = Placement()
         self._queue: FairQueue[Job] = FairQueue()
         self._suspects: list[Job] = []  # that wait, the oldest first
         self._absent_since: float | None = None

@@ -82,10 +82,10 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
 
     `processed_media`: whoever started it gave it rondo's processor of media, of which a server says nothing itself.
     """
-    info = await _either(client, "/server_info", "/get_server_info")
+    info = await _told(client, "/server_info")
     version = str(info.get("version", ""))
     require_version(version, client.url)
-    model = await _either(client, "/model_info", "/get_model_info")
+    model = await _told(client, "/model_info")
     shape = _model_config(str(info.get("model_path", "")))
     spans, after_temperature = await _look_at_an_answer(client)
     priority = 0
@@ -114,13 +114,8 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
     )
 
 
-async def _either(client: SGLangClient, path: str, older: str) -> dict[str, Any]:
-    try:
-        told = await client.get(path, deadline_s=_ASK_S)
-    except ServerError as error:
-        if error.status != 404:
-            raise
-        told = await client.get(older, deadline_s=_ASK_S)
+async def _told(client: SGLangClient, path: str) -> dict[str, Any]:
+    told = await client.get(path, deadline_s=_ASK_S)
     if not isinstance(told, dict):
         raise ProtocolError(f"{path} of {client.url} must tell a JSON object, got {told!r:.200}")
     return told

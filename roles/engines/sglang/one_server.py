@@ -66,19 +66,17 @@ class Load:
     """In its cache, of sequences that run."""
 
 
+@dataclass(slots=True)
 class _Asked:
     """One `generate` that is under way. `rid` names its call at the server."""
 
-    __slots__ = ("aborting", "at", "cancelled", "num_tokens", "rid")
-
-    def __init__(self) -> None:
-        self.rid: str | None = None
-        self.at = 0.0
-        """When the server was asked."""
-        self.num_tokens = 0
-        """That it has told since."""
-        self.cancelled = False
-        self.aborting: asyncio.Task[None] | None = None
+    rid: str | None = None
+    at: float = 0.0
+    """When the server was asked."""
+    num_tokens: int = 0
+    """That it has told since."""
+    cancelled: bool = False
+    aborting: asyncio.Task[None] | None = None
 
 
 class SGLangEngine:

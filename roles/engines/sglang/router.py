@@ -96,7 +96,7 @@ class RoutedServers:
         return
 
 
-async def _answers(client: RouterClient) -> bool:
+async def _answers(client: SGLangClient) -> bool:
     """Whether the router has found a server of its own to ask, which it looks for after its start."""
     try:
         await check_router(client)
@@ -105,7 +105,7 @@ async def _answers(client: RouterClient) -> bool:
     return True
 
 
-async def check_router(client: RouterClient) -> None:
+async def check_router(client: SGLangClient) -> None:
     """Raises ConfigError if an answer that comes through the router lacks what its servers would tell."""
     info = await client.get("/server_info", deadline_s=_ASK_S)
     wanted = bool(info.get("enable_return_routed_experts"))

@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.media_items import PACKAGE, PROCESSOR
@@ -40,8 +40,6 @@ from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.processes.process import exit_text, kill_session, processes
 from rondo.runtime.supervision.launcher import start as start_guarded
 from rondo.runtime.waits import wait_for, waiting
-
-C = TypeVar("C", bound=SGLangClient)
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25
@@ -285,7 +283,9 @@ class AttachedServer:
         return
 
 
-async def until_there(client: C, there: Callable[[C], Awaitable[bool]], *, name: str, deadline_s: float) -> None:
+async def until_there(
+    client: SGLangClient, there: Callable[[SGLangClient], Awaitable[bool]], *, name: str, deadline_s: float
+) -> None:
     """Returns when `there` says so; closes the client where it never does, or raises."""
     try:
         async with waiting("start of sglang", peer=name, deadline_s=deadline_s):
