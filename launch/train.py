@@ -27,8 +27,9 @@ from typing import Any
 import uvloop
 
 from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
-from rondo.launch.check.check import Facts, require
+from rondo.launch.check.check import require
 from rondo.launch.check.estimate import routed_bytes
+from rondo.launch.check.findings import Facts
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse

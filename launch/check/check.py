@@ -19,17 +19,15 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from rondo.comm.ring.litmus import litmus
 from rondo.launch.check.child import ANSWER, QUESTION
 from rondo.launch.check.data import Elsewhere, is_made, look_at_order
-from rondo.launch.check.estimate import Shape, routed_bytes
-from rondo.launch.check.findings import Finding, Report
+from rondo.launch.check.estimate import routed_bytes
+from rondo.launch.check.findings import Facts, Finding, Report, error, note, ok
 from rondo.launch.check.sglang import context_of, look_at_sglang
 from rondo.launch.check.target import Target, group_bytes, judge_devices, judge_target, segment_bytes
 from rondo.launch.config import RunConfig, resolve
@@ -52,49 +50,30 @@ _LOADED = ("transformers.modeling_utils", "rondo.models.load", "rondo.launch.che
 _LAST_PORT = 65535
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the child saw. None where an error kept it from looking."""
-
-    model_path: str | None = None
-    num_parameters: int | None = None
-    num_tensors: int | None = None
-    max_positions: int | None = None
-    shape: Shape | None = None
-    num_devices: int | None = None
-    device_bytes: int | None = None
-    """Memory of the smallest device of this machine."""
-    num_rows: int | None = None
-    num_held_out: int | None = None
-    fingerprints: dict[str, dict[str, Any]] | None = None
-    """Of every data set: the number of its rows, and their digest (`roles/data/fingerprints.py`)."""
-
-
 def require(
     config: RunConfig, folder: Path, nursery: Nursery, say: Callable[[str], None], modules: Sequence[str] = ()
 ) -> Facts:
     """Checks all; ConfigError with every error, a line each, and a line said for every note. A model that is built stays in
     `folder`, for the run, and what was loaded in `nursery`, which loads `modules` for it meanwhile."""
-    child, facts = _look(config, folder, nursery, modules)
-    findings = [*child, *judge(config, facts, free_memory_bytes())]
+    seen = _look(config, folder, nursery, modules)
+    findings = [*seen.findings, *judge(config, seen.facts, free_memory_bytes())]
     errors = [finding.text for finding in findings if finding.level == "error"]
     if errors:
         raise ConfigError("\n".join(errors))
     for finding in findings:
         if finding.level == "note":
             say(f"note: {finding.text}")
-    return facts
+    return seen.facts
 
 
-def inspect(config: RunConfig, target: Target | None = None) -> list[Finding]:
-    """Looks at everything, for this machine or for those of `target`; never raises for what it finds."""
-    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder, Nursery() as nursery:
-        child, facts = _look(config, Path(folder), nursery)
+def inspect(config: RunConfig, target: Target | None = None, nursery: Nursery | None = None) -> list[Finding]:
+    """Looks at everything, for this machine or for those of `target`; never raises for what it finds. `nursery`: one that loads
+    already; it ends with the look."""
+    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder, nursery or Nursery() as nursery:
+        seen = _look(config, Path(folder), nursery)
     if target is None:
-        return [*child, *judge(config, facts, free_memory_bytes())]
-    sizes = (facts.num_parameters, facts.num_tensors)
-    known = None if sizes[0] is None or sizes[1] is None else (sizes[0], sizes[1])
-    return [*child, *_settings(config, facts), *judge_target(config, target, known, facts.shape)]
+        return [*seen.findings, *judge(config, seen.facts, free_memory_bytes())]
+    return [*seen.findings, *_settings(config, seen.facts), *judge_target(config, target, seen.facts)]
 
 
 def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Finding]:
@@ -121,12 +100,11 @@ def memory_order() -> Finding:
     something about the machine and not about a run."""
     found = litmus()
     if found.ok:
-        return Finding("ok", f"shared memory keeps its order and loses no wake-up in {found.num_rounds} rounds")
-    return Finding(
-        "error",
+        return ok(f"shared memory keeps its order and loses no wake-up in {found.num_rounds} rounds")
+    return error(
         "shared memory must keep its order and lose no wake-up, "
         f"got {found.lost} lost, {found.torn} torn, {found.unseen} unseen in {found.num_rounds} rounds. "
-        "Do not train on this machine",
+        "Do not train on this machine"
     )
 
 
@@ -136,18 +114,15 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
     assert actor is not None
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     if num_samples < actor.processes:
-        yield Finding(
-            "error",
+        yield error(
             "rollout.prompts_per_step * rollout.samples_per_prompt must be at least the processes that train, "
             f"{actor.processes} in {actor.name!r}, got {rollout.prompts_per_step} * {rollout.samples_per_prompt} = "
-            f"{num_samples}. Raise rollout.prompts_per_step, or lower the group's processes",
+            f"{num_samples}. Raise rollout.prompts_per_step, or lower the group's processes"
         )
         return
     if num_samples % actor.processes:
-        yield Finding(
-            "note", f"{num_samples} samples a step over {actor.processes} processes: some get one more than others"
-        )
-    yield Finding("ok", f"a step trains {num_samples} samples on {actor.processes} process(es)")
+        yield note(f"{num_samples} samples a step over {actor.processes} processes: some get one more than others")
+    yield ok(f"a step trains {num_samples} samples on {actor.processes} process(es)")
 
 
 def _learning(config: RunConfig) -> Iterator[Finding]:
@@ -168,14 +143,13 @@ def _learning(config: RunConfig) -> Iterator[Finding]:
     )
     bounds = f"within {loss.tis_low:g} and {loss.tis_high}" if loss.tis_high is not None else ""
     weight = f"the loss is weighted with pi_old / pi_engine {bounds}" if bounds else "the loss has no importance weight"
-    yield Finding("ok", f"old log-probs are {old}{cost}, and {weight}: {why}")
+    yield ok(f"old log-probs are {old}{cost}, and {weight}: {why}")
     if rollout.top_p < 1 or rollout.top_k > 0:
         cut = f"rollout.top_p {rollout.top_p:g}" if rollout.top_p < 1 else f"rollout.top_k {rollout.top_k}"
-        yield Finding(
-            "note",
+        yield note(
             f"{cut} draws from a part of the vocabulary, and the loss takes log-probs of the whole: the policy that is trained "
             "is not the one that sampled, tokens that are cut off are never corrected, and ratios do not tell. Remove it (a "
-            "lower rollout.temperature counts in both), and set it in evaluation alone",
+            "lower rollout.temperature counts in both), and set it in evaluation alone"
         )
 
 
@@ -187,10 +161,9 @@ def _ring(config: RunConfig, routed: int) -> Iterator[Finding]:
     if needed > config.bus.ring_bytes:
         beside = f" and media of up to {media}" if media else ""
         way = ", or lower media.max_group_bytes" if media else ""
-        yield Finding(
-            "error",
+        yield error(
             f"bus.ring_bytes must hold one prompt group, {samples} samples of up to {row} bytes{beside} = {needed}, "
-            f"got {config.bus.ring_bytes}. Raise bus.ring_bytes to {needed} or more{way}",
+            f"got {config.bus.ring_bytes}. Raise bus.ring_bytes to {needed} or more{way}"
         )
 
 
@@ -198,15 +171,14 @@ def _host(config: RunConfig) -> Iterator[Finding]:
     """Folder, name, port, token and cores of this machine."""
     problem = folder_problem(config.run_dir)
     if problem is not None:
-        yield Finding("error", f"run_dir must be a folder to write to, got {config.run_dir}: {problem}. Choose another")
+        yield error(f"run_dir must be a folder to write to, got {config.run_dir}: {problem}. Choose another")
     path = config.run_dir / config.name
     if config.name == "latest":
-        yield Finding("error", "name must not be 'latest', which is the link to the newest run, got it. Choose another")
+        yield error("name must not be 'latest', which is the link to the newest run, got it. Choose another")
     elif (pid := owner(path)) not in (None, os.getpid()):  # a run that resumes has claimed it
-        yield Finding(
-            "error",
+        yield error(
             f"the run directory {path} must have no other owner, got a live run with pid {pid}. "
-            f"Stop it with `rondo stop {path}`, or choose another name with --set name=...",
+            f"Stop it with `rondo stop {path}`, or choose another name with --set name=..."
         )
     admin = config.admin
     yield from _token_file(admin.token_file, "admin.token_file")
@@ -214,19 +186,17 @@ def _host(config: RunConfig) -> Iterator[Finding]:
     problem = port_problem(admin.host, admin.port)
     if problem is not None:
         setting = "admin.port must be free" if admin.port else "admin.host must be an address of this machine"
-        yield Finding(
-            "error",
+        yield error(
             f"{setting}, got {admin.host}:{admin.port} ({problem}). "
-            "Set admin.port=0 for a free port on admin.host='127.0.0.1'",
+            "Set admin.port=0 for a free port on admin.host='127.0.0.1'"
         )
     # Advantages take milliseconds a step; a device computes for its process.
     busy = [group for group in config.groups if group.roles != ("advantages",) and not group.devices]
     threads = sum(group.replicas * group.processes * group.threads for group in busy)
     if threads > num_cores():
-        yield Finding(
-            "note",
+        yield note(
             f"{threads} compute threads share {num_cores()} cores. Lower processes, replicas or threads of the groups "
-            "unless some of them mostly wait",
+            "unless some of them mostly wait"
         )
 
 
@@ -234,8 +204,8 @@ def _token_file(path: Path | None, setting: str) -> Iterator[Finding]:
     if path is not None:
         try:
             read_token_file(path, setting)
-        except ConfigError as error:
-            yield Finding("error", str(error))
+        except ConfigError as wrong:
+            yield error(str(wrong))
 
 
 def _endpoint(config: RunConfig) -> Iterator[Finding]:
@@ -248,10 +218,9 @@ def _endpoint(config: RunConfig) -> Iterator[Finding]:
     for port in ports:
         problem = "there is no such port" if port > _LAST_PORT else port_problem(endpoint.host, port)
         if problem is not None:
-            yield Finding(
-                "error",
+            yield error(
                 f"rollout.endpoint.port must be free, one port a replica, got {endpoint.host}:{port} ({problem}). "
-                "Set rollout.endpoint.port=0 for free ones",
+                "Set rollout.endpoint.port=0 for free ones"
             )
 
 
@@ -269,15 +238,12 @@ def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     for section, length in lengths.items():
         prompt = rollout.max_prompt_tokens
         if most is not None and prompt + length > most:
-            yield Finding(
-                "error",
+            yield error(
                 f"rollout.max_prompt_tokens + {section}.max_new_tokens must be at most {of}, {most}, "
-                f"got {prompt} + {length} = {prompt + length}. Lower one of them",
+                f"got {prompt} + {length} = {prompt + length}. Lower one of them"
             )
     if facts.num_parameters is not None:
-        yield Finding(
-            "ok", f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions"
-        )
+        yield ok(f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
 
 
 def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
@@ -285,11 +251,10 @@ def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     wanted = {g.name: g.replicas * g.processes * g.devices for g in config.groups if g.devices}
     if wanted and facts.num_devices is not None and sum(wanted.values()) > facts.num_devices:
         shown = " + ".join(f"{name} {count}" for name, count in wanted.items())
-        yield Finding(
-            "error",
+        yield error(
             f"groups must ask for at most the devices of this machine, {facts.num_devices}, got {shown} = "
             f"{sum(wanted.values())}. Lower processes or replicas, or set devices=0 to compute on the CPU; "
-            "a run on several machines cannot be started",
+            "a run on several machines cannot be started"
         )
     elif facts.shape is not None and facts.device_bytes is not None:
         yield from judge_devices(config, facts.shape, facts.device_bytes, "note")
@@ -303,32 +268,27 @@ def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator
     needed = sum(parts.values())
     shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
     if needed > limit:
-        yield Finding(
-            "error",
+        yield error(
             f"shared memory must fit into what is free of {whose}'s memory, {show_bytes(limit)}, got {show_bytes(needed)} "
             f"({shown}). "
-            "Lower bus.ring_bytes, set train.hot_snapshot=False, end what else runs here, or use a machine with more memory",
+            "Lower bus.ring_bytes, set train.hot_snapshot=False, end what else runs here, or use a machine with more memory"
         )
     else:
-        yield Finding("ok", f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} that are free ({shown})")
+        yield ok(f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} that are free ({shown})")
 
 
-def _look(
-    config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str] = ()
-) -> tuple[list[Finding], Facts]:
+def _look(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str] = ()) -> Report:
     """What other processes find, beside each other: the child, and one more that makes rows where functions do."""
     if not is_made(config):
         return _in_child(config, folder, nursery, modules)
     with Elsewhere(config) as other:
-        findings, facts = _in_child(config, folder, nursery, modules)
-        if (found := facts.fingerprints) is not None:
-            report = Report()
+        report = _in_child(config, folder, nursery, modules)
+        if (found := report.facts.fingerprints) is not None:
             report.look(lambda: look_at_order(found, other), "data")
-            findings += [Finding(**each) for each in report.findings]
-    return findings, facts
+    return report
 
 
-def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str]) -> tuple[list[Finding], Facts]:
+def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str]) -> Report:
     """Runs `child.py`; its crash is a finding like any other. A model that is built is written into `folder`."""
     (folder / QUESTION).write_bytes(orjson.dumps(resolve(config)))
     job = Job("rondo.launch.check.child:main", (str(folder),), dict(os.environ), folder / "check.log")
@@ -349,9 +309,9 @@ def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequen
         code = asyncio.run(look())
     except DeadlineExceeded:
         text = f"looking at model, data and reward must end within {_CHILD_S:g} s, got no end. See what they wait for"
-        return [Finding("error", text)], Facts()
-    except WorkerDied as error:
-        return [Finding("error", str(error))], Facts()
+        return Report([error(text)])
+    except WorkerDied as died:
+        return Report([error(str(died))])
     finally:
         if child is not None and child.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has no session of its own yet
@@ -364,10 +324,8 @@ def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequen
             f"looking at model, data and reward must end with exit code 0, got {code}: "
             f"{' | '.join(last) or 'no output'}. Run the functions that the settings name by themselves"
         )
-        return [Finding("error", text)], Facts()
-    answer: dict[str, Any] = orjson.loads((folder / ANSWER).read_bytes())
+        return Report([error(text)])
+    report = Report.of_json((folder / ANSWER).read_bytes())
     # Demonstrations can come from the rows that are trained on: what is wrong with those is told once.
-    findings = dict.fromkeys(Finding(item["level"], item["text"]) for item in answer["findings"])
-    found = answer["facts"]
-    shape = Shape.of(found["shape"]) if "shape" in found else None
-    return list(findings), Facts(**{**found, "shape": shape})
+    report.findings = list(dict.fromkeys(report.findings))
+    return report

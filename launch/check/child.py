@@ -1,7 +1,7 @@
 """The part of the check that needs torch, transformers, datasets or the user's code, in a process of its own.
 
 A job of the nursery. Reads a resolved config as JSON in FOLDER/question.json, writes one JSON object to FOLDER/answer.json:
-{"findings": [...], "facts": {...}}. Owns no rule about numbers: it reports facts, and `check.py` judges them.
+the `Report`. Owns no rule about numbers: it reports facts, and `check.py` judges them.
 
     Job("rondo.launch.check.child:main", (FOLDER,), environment, log)
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +48,10 @@ def main() -> None:
     if any(group.devices for group in config.groups):
         import torch
 
-        report.facts["num_devices"] = num = torch.cuda.device_count()
+        report.facts.num_devices = num = torch.cuda.device_count()
         if num:
-            report.facts["device_bytes"] = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
-    (folder / ANSWER).write_bytes(orjson.dumps({"findings": report.findings, "facts": report.facts}))
+            report.facts.device_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
+    (folder / ANSWER).write_bytes(report.to_json())
 
 
 def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
@@ -129,22 +128,22 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
 
     path = prepare(config.model, folder)
     model = empty_model(path)
-    report.facts["model_path"] = path
+    report.facts.model_path = path
     report.look(lambda: refuse_unknown(path, model, unknown_tensors(model, tensors_of(path))), "model")
     if config.rollout.sglang is not None and config.rollout.sglang.python is not None:
         from rondo.roles.engines.sglang.model_folder import check_served
 
         report.look(lambda: check_served(path), "model")
     report.look(lambda: look_at_family(config, report, model), "model")
-    report.facts["max_positions"] = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    report.facts.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     shapes = disk_shapes(model)
-    report.facts["num_parameters"] = sum(torch.Size(shape).numel() for shape in shapes.values())
-    report.facts["num_tensors"] = len(shapes)
+    report.facts.num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+    report.facts.num_tensors = len(shapes)
     report.look(lambda: look_at_media(config, path, model.config.model_type, family_of(model)), "media")
     report.look(lambda: look_at_frozen(config, report, model), "train.freeze")
     if config.train.router_replay:
         report.look(lambda: look_at_routers(report, model), "train.router_replay")
-    report.facts["shape"] = asdict(shape_of(model))
+    report.facts.shape = shape_of(model)
     needs_template = any(data.apply_chat_template for data in config.named_data().values())
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
     report.look(lambda: look_at_stops(config, path, report, tokenizers[0]), "rollout.stop")

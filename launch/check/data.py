@@ -137,9 +137,9 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
     """Opens all data, and makes prompts of what the run takes of each part, or of a sample. A run leaves out what cannot be used:
     an error where none can, or where the settings allow none to be too long. `usable` gets a few prompts of each that can."""
     opened = Opened.of(config)
-    report.facts["fingerprints"] = opened.fingerprints.found
-    report.facts["num_rows"] = len(opened.train)
-    report.facts["num_held_out"] = sum(map(len, opened.sets.values()))
+    report.facts.fingerprints = opened.fingerprints.found
+    report.facts.num_rows = len(opened.train)
+    report.facts.num_held_out = sum(map(len, opened.sets.values()))
     make = _Maker(config, report, tokenizers)
     order, most = train_order(config, len(opened.train)), config.num_steps * config.rollout.prompts_per_step
     parts = [_Part("data", opened.train, config.data, order, most, make.prompt)]
@@ -284,7 +284,7 @@ def _look_at_part(part: _Part, report: Report) -> list[Row]:
 
 
 def _fit_positions(name: str, longest: _Made, report: Report) -> None:
-    positions = report.facts.get("max_positions")
+    positions = report.facts.max_positions
     if positions is not None and longest.num_tokens > positions:
         raise ConfigError(
             f"{name} must have rows within the model's positions, {positions}, got one of {longest.num_tokens} tokens. "
@@ -333,7 +333,7 @@ class _Maker:
         if self._opened is None:
             from rondo.roles.data.media import preparer
 
-            self._opened = preparer(self._report.facts["model_path"], self._config.media)
+            self._opened = preparer(self._report.facts.model_path, self._config.media)
         return self._opened(row, settings, limit, setting)
 
 

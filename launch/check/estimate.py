@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rondo.launch.groups import RoleGroup
 from rondo.roles.config import JobConfig
@@ -79,12 +78,6 @@ class Shape:
     @property
     def trained(self) -> int:
         return self.trained_decoder + self.trained_encoders
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Shape:
-        """Reads what `dataclasses.asdict` wrote, after a way through JSON."""
-        blocks = {"decoder": Blocks(**values["decoder"]), "encoders": tuple(Blocks(**b) for b in values["encoders"])}
-        return cls(**{**values, **blocks})
 
 
 @dataclass(frozen=True, slots=True)

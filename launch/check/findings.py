@@ -1,14 +1,19 @@
-"""What a check found, and how it is told. Owns no rule.
+"""What a check found and saw, and how it is told. Owns no rule.
 
-print_findings([Finding("ok", "a step trains 64 samples on 8 process(es)")])   ->   ok     a step trains 64 samples ...
+print_findings([ok("a step trains 64 samples on 8 process(es)")])   ->   ok     a step trains 64 samples ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+import orjson
+from pydantic import TypeAdapter
+
+from rondo.launch.check.estimate import Shape
 from rondo.runtime.errors import RondoError
 from rondo.runtime.reference import in_one_line, in_users_words
 
@@ -21,15 +26,43 @@ class Finding:
     text: str
 
 
+ok, note, error = partial(Finding, "ok"), partial(Finding, "note"), partial(Finding, "error")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What was seen of the model, the data and the devices. None where an error kept the check from looking."""
+
+    model_path: str | None = None
+    num_parameters: int | None = None
+    num_tensors: int | None = None
+    max_positions: int | None = None
+    shape: Shape | None = None
+    num_devices: int | None = None
+    device_bytes: int | None = None
+    """Memory of the smallest device of this machine."""
+    num_rows: int | None = None
+    num_held_out: int | None = None
+    fingerprints: dict[str, dict[str, Any]] | None = None
+    """Of every data set: the number of its rows, and their digest (`roles/data/fingerprints.py`)."""
+
+
+@dataclass(slots=True)
 class Report:
-    """Findings and facts, filled by one look after another."""
+    """Findings and facts, filled by one look after another. A process tells another one as JSON."""
 
-    def __init__(self) -> None:
-        self.findings: list[dict[str, Any]] = []
-        self.facts: dict[str, Any] = {}
+    findings: list[Finding] = field(default_factory=list)
+    facts: Facts = field(default_factory=Facts)
 
-    def add(self, level: str, text: str) -> None:
-        self.findings.append({"level": level, "text": in_users_words(text)})
+    def to_json(self) -> bytes:
+        return orjson.dumps(self)
+
+    @staticmethod
+    def of_json(told: bytes) -> Report:
+        return TypeAdapter(Report).validate_json(told)
+
+    def add(self, level: Literal["ok", "note", "error"], text: str) -> None:
+        self.findings.append(Finding(level, in_users_words(text)))
 
     def look(self, at: Callable[[], None], what: str) -> None:
         """Runs one look. An error of ours has its text; one of user code or of a library is told with type and place."""
@@ -38,10 +71,7 @@ class Report:
         except RondoError as error:
             self.add("error", str(error))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any failure of user code is a finding
-            self.add(
-                "error",
-                f"{what} must load without errors, got {in_one_line(error)}. Correct it",
-            )
+            self.add("error", f"{what} must load without errors, got {in_one_line(error)}. Correct it")
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

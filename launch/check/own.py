@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from rondo.launch.check.findings import Report
 from rondo.launch.config import RunConfig
-from rondo.roles.algorithms.algorithm import Algorithm
+from rondo.roles.algorithms.algorithm import AlgorithmConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 
@@ -44,10 +43,10 @@ def _attempts(config: RunConfig) -> Iterator[tuple[str, Callable[[], None]]]:
     if ":" in algorithm.advantage:
         yield "algorithm.advantage", partial(_try_advantage, algorithm.advantage)
     if ":" in algorithm.policy_loss:
-        alone = replace(algorithm, correction=None, tis_high=None)
+        alone = algorithm.model_copy(update={"correction": None, "tis_high": None})
         yield "algorithm.policy_loss", partial(_try_loss, alone, "algorithm.policy_loss", algorithm.policy_loss)
     if algorithm.correction is not None:
-        alone = replace(algorithm, policy_loss="ppo_clip")
+        alone = algorithm.model_copy(update={"policy_loss": "ppo_clip"})
         yield "algorithm.correction", partial(_try_loss, alone, "algorithm.correction", algorithm.correction)
     if config.rollout.keep is not None:
         yield "rollout.keep", partial(_try_keep, config.rollout.keep)
@@ -75,7 +74,7 @@ def _try_advantage(reference: str) -> None:
         of_tokens(compute, rewards, _MASKS)
 
 
-def _try_loss(algorithm: Algorithm, setting: str, reference: str) -> None:
+def _try_loss(algorithm: AlgorithmConfig, setting: str, reference: str) -> None:
     import torch
 
     from rondo.roles.algorithms.losses import policy_sums

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from rondo.launch.check.findings import Finding
+from rondo.launch.check.findings import Finding, error, ok
 from rondo.launch.config import RunConfig
 from rondo.launch.sglang_env import has_sglang
 from rondo.roles.config import SGLangConfig
@@ -41,22 +41,21 @@ def look_at_sglang(config: RunConfig) -> Iterator[Finding]:
     try:
         if settings.python is not None:
             version = installed(settings.python)
-            yield Finding("ok", f"{settings.python} has SGLang {version}")
+            yield ok(f"{settings.python} has SGLang {version}")
             if config.media is not None and parse_version(version) < MEDIA:
-                yield Finding(
-                    "error",
+                yield error(
                     f"SGLang must be {'.'.join(map(str, MEDIA))} or newer for media, whose predecessors make up positions, got "
-                    f"{version} of {settings.python}. {_BUILD}",
+                    f"{version} of {settings.python}. {_BUILD}"
                 )
         else:
             for url in settings.urls:
                 version, lengths = answered(url, settings, tells_experts=config.train.router_replay)
-                yield Finding("ok", f"SGLang {version} answers at {url}")
+                yield ok(f"SGLang {version} answers at {url}")
                 if lengths is not None and config.longest_sample > lengths.whole:
                     what = "rollout.max_prompt_tokens + rollout.max_new_tokens"
                     raise too_short(what, config.longest_sample, lengths.whole, url)
-    except ConfigError as error:
-        yield Finding("error", str(error))
+    except ConfigError as wrong:
+        yield error(str(wrong))
 
 
 def installed(python: str) -> str:

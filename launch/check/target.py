@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rondo.launch.check.estimate import Estimate, Shape, group_estimate, routed_bytes
-from rondo.launch.check.findings import Finding
+from rondo.launch.check.findings import Facts, Finding, error, note, ok
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
 from rondo.launch.machine import show_bytes
@@ -90,37 +90,30 @@ def processes_on(placed: Sequence[Placed], node: int) -> Counter[str]:
     return counts
 
 
-def judge_target(
-    config: RunConfig, target: Target, sizes: tuple[int, int] | None, shape: Shape | None
-) -> Iterator[Finding]:
-    """`sizes`: parameters and tensors of the model; without them and `shape` only placement is judged."""
+def judge_target(config: RunConfig, target: Target, facts: Facts) -> Iterator[Finding]:
+    """Without sizes and shape of the model among the `facts` only placement is judged."""
     wanted = Counter({group.name: group.replicas * group.processes * group.devices for group in config.groups})
     shown = " + ".join(f"{name} {number}" for name, number in wanted.items() if number)
     placed = place(config.groups, target)
     if isinstance(placed, str):
-        yield Finding(
-            "error",
+        yield error(
             f"groups must find their devices on {_nodes(target)}, got {shown} = {wanted.total()}: {placed}. "
-            "Lower processes or replicas, or use more nodes",
+            "Lower processes or replicas, or use more nodes"
         )
         return
     for node in range(target.num_nodes):
         counts = processes_on(placed, node)
         listed = ", ".join(f"{name} {number}" for name, number in counts.items())
         used = sum(p.processes.get(node, 0) * p.group.devices for p in placed)
-        yield Finding(
-            "ok", f"node {node} takes the processes {listed or 'none'}, on {used} of {target.num_devices} devices"
-        )
+        yield ok(f"node {node} takes the processes {listed or 'none'}, on {used} of {target.num_devices} devices")
     if target.num_nodes > 1:
-        yield Finding(
-            "note",
-            "`rondo train` starts all groups on one machine: a run on several nodes is judged, but cannot be started",
+        yield note(
+            "`rondo train` starts all groups on one machine: a run on several nodes is judged, but cannot be started"
         )
-    if shape is not None:
-        yield from judge_devices(config, shape, target.device_bytes, "error")
-    if shape is not None and sizes is not None:
+    if facts.shape is not None:
+        yield from judge_devices(config, facts.shape, target.device_bytes, "error")
         for node in range(target.num_nodes):
-            yield _judge_node(config, target, sizes, shape, placed, node)
+            yield _judge_node(config, target, facts, facts.shape, placed, node)
 
 
 def judge_devices(
@@ -139,7 +132,7 @@ def judge_devices(
             text = (
                 f"{group.name} takes about {show_bytes(needed)} of {show_bytes(device_bytes)} on each device ({shown})"
             )
-            yield Finding("ok", text)
+            yield ok(text)
         else:
             yield Finding(
                 level,
@@ -200,11 +193,12 @@ def _snapshot(config: RunConfig, num_parameters: int, shape: Shape | None, num_r
 
 
 def _judge_node(
-    config: RunConfig, target: Target, sizes: tuple[int, int], shape: Shape, placed: Sequence[Placed], node: int
+    config: RunConfig, target: Target, facts: Facts, shape: Shape, placed: Sequence[Placed], node: int
 ) -> Finding:
     """Host memory of one node: shared segments, what processes take, and models on their way to a device."""
     counts = processes_on(placed, node)
-    parts = segment_bytes(config, *sizes, shape, counts)
+    assert facts.num_parameters is not None and facts.num_tensors is not None  # seen before the shape
+    parts = segment_bytes(config, facts.num_parameters, facts.num_tensors, shape, counts)
     workers = config.reward.num_workers * _LIGHT
     if config.media is not None:
         workers += config.media.num_workers * (_HEAVY + 2 * config.media.max_group_bytes)
@@ -221,15 +215,13 @@ def _judge_node(
     parts |= {"processes": programs, "computing on the CPU": computing, "models while they load": loading}
     needed = sum(parts.values())
     if needed > target.memory_bytes:
-        return Finding(
-            "error",
+        return error(
             f"what runs on node {node} must fit into its memory, {show_bytes(target.memory_bytes)}, got about "
             f"{show_bytes(needed)} by estimate ({_show(parts)}). Lower bus.ring_bytes or replicas, set train.hot_snapshot=False, "
-            "or use more memory",
+            "or use more memory"
         )
-    return Finding(
-        "ok",
-        f"node {node} takes about {show_bytes(needed)} of {show_bytes(target.memory_bytes)} of its memory ({_show(parts)})",
+    return ok(
+        f"node {node} takes about {show_bytes(needed)} of {show_bytes(target.memory_bytes)} of its memory ({_show(parts)})"
     )
 
 

@@ -99,7 +99,7 @@ def test_a_model_that_sglang_cannot_serve_is_found_before_the_run(tmp_path: Path
     for sglang, num_errors in (("null", 0), ("{'python': 'python'}", 1)):
         report = Report()
         look_at_model(load(file, [f"rollout.sglang={sglang}"]), tmp_path / "model", report, [])
-        errors = [each["text"] for each in report.findings if each["level"] == "error"]
+        errors = [each.text for each in report.findings if each.level == "error"]
         assert len(errors) == num_errors and all("must be a whole Qwen3-Omni for SGLang" in text for text in errors)
 
 

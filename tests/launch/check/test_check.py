@@ -125,8 +125,8 @@ def test_room_for_the_experts_of_every_token_is_counted_only_where_they_are_repl
     build = ("model.build_args={'hidden_size': 32, 'num_experts': 4}",)
     report = check_child.Report()
     check_child.look_at_model(make(*build, "train.router_replay=True"), tmp_path / "model", report, [])
-    assert errors([Finding(**each) for each in report.findings]) == []
-    shape = Shape.of(report.facts["shape"])
+    assert errors(report.findings) == []
+    shape = report.facts.shape
     assert shape.routed_bytes == 2 * 2  # layers x experts of a token, one byte each
     told, plain = make("train.router_replay=True"), make()
     assert (routed_bytes(told, shape), routed_bytes(plain, shape), routed_bytes(told, None)) == (4, 0, 0)
@@ -147,7 +147,7 @@ def test_room_for_the_experts_of_every_token_is_counted_only_where_they_are_repl
 def test_a_model_without_experts_cannot_replay_them(make: Make, tmp_path: Path) -> None:
     report = check_child.Report()
     check_child.look_at_model(make("train.router_replay=True"), tmp_path / "model", report, [])
-    [error] = errors([Finding(**each) for each in report.findings])
+    [error] = errors(report.findings)
     assert error.startswith("train.router_replay must be False for a model without routers") and "Qwen3ForC" in error
 
 
@@ -157,9 +157,9 @@ def test_weights_that_are_not_the_models_are_told_before_any_is_read(make: Make,
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
     report = check_child.Report()
     check_child.look_at_model(make(f"model={{'path': {path!r}}}"), tmp_path, report, [])
-    [error] = errors([Finding(**each) for each in report.findings])
+    [error] = errors(report.findings)
     assert "got 1 that it has no place for (model.layers.0.self_attn.q_proj.bias)" in error
-    assert report.facts["num_tensors"] == len(weights) - 1  # the rest is looked at all the same
+    assert report.facts.num_tensors == len(weights) - 1  # the rest is looked at all the same
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_a_workflow_that_cannot_be_loaded_or_called_is_told(make: Make, tmp_path
     for changes in ([f"rollout.workflow={file}:once"], [f"rollout.workflow={file}:twice"], []):
         config = make(*changes)
         report.look(lambda config=config: check_child.look_at_workflow(config), "rollout.workflow")  # type: ignore[misc]
-    assert [each["text"].partition(", got ")[0] for each in report.findings] == [
+    assert [each.text.partition(", got ")[0] for each in report.findings] == [
         "rollout.workflow must be an async function of (row, client, context)",
         f"rollout.workflow must name a function of {file}",
     ]
@@ -419,7 +419,7 @@ def tried(config: RunConfig) -> list[tuple[str, str]]:
     """(level, text) of what the look at the reward finds."""
     report, rows = check_child.Report(), [Row(f"row {label}", "p", label, {}) for label in "12"]
     report.look(lambda: check_child.look_at_reward(config, report, rows), "reward.function")
-    return [(finding["level"], finding["text"]) for finding in report.findings]
+    return [(finding.level, finding.text) for finding in report.findings]
 
 
 @pytest.mark.parametrize(
@@ -438,8 +438,8 @@ def test_data_that_cannot_be_used_are_told(make: Make, tmp_path: Path, lines: li
     config = make("data.rows=null", f"data.path={file}")
     report.look(lambda: check_child.look_at_data(config, report, [], []), "data")
     (finding,) = report.findings
-    assert finding["level"] == "error"
-    assert str(file.name) in finding["text"]
+    assert finding.level == "error"
+    assert str(file.name) in finding.text
 
 
 def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, tmp_path: Path) -> None:
@@ -459,8 +459,8 @@ def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, t
         config = make(f"data.rows={tmp_path}/some_rows.py:{name}", "data.held_out=0", "evaluation=null")
         report.look(lambda config=config, report=report: check_child.look_at_data(config, report, [], []), "data")  # type: ignore[misc]
         finding = report.findings[0]
-        assert finding["level"] == level and finding["text"].startswith(f"{start}{name} row "), finding
-        assert "column 'label'[" in finding["text"] and "got builtin_function_or_method. " in finding["text"]
+        assert finding.level == level and finding.text.startswith(f"{start}{name} row "), finding
+        assert "column 'label'[" in finding.text and "got builtin_function_or_method. " in finding.text
 
 
 def measured(make: Make, tmp_path: Path, rows: str, *sets: str) -> list[Finding]:
@@ -470,7 +470,7 @@ def measured(make: Make, tmp_path: Path, rows: str, *sets: str) -> list[Finding]
     report = check_child.Report()
     config = make(f"data.rows={file}:rows", *sets)
     report.look(lambda: check_child.look_at_data(config, report, [build_tokenizer()], []), "data")
-    return [Finding(**each) for each in report.findings]
+    return report.findings
 
 
 LONG = "[{'prompt': 'x' * (40 if i % 3 else 8), 'label': ''} for i in range(150)]"
@@ -547,9 +547,7 @@ def test_what_is_seldom_meant_is_a_note(make: Make, tmp_path: Path) -> None:
         report = check_child.Report()
         config = make("data.rows=null", f"data.path={file}", *sets)
         report.look(lambda config=config, report=report: check_child.look_at_data(config, report, [], []), "data")  # type: ignore[misc]
-        assert any(each["level"] == "note" and each["text"].startswith(note) for each in report.findings), (
-            report.findings
-        )
+        assert any(each.level == "note" and each.text.startswith(note) for each in report.findings), report.findings
 
 
 def test_rows_whose_order_depends_on_the_process_are_told_before_a_run_holds_some_out(
