@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rondo.launch.bench import benchmarks
-from rondo.launch.cli import _parser, timeline
+from rondo.launch.cli import _parser
 from rondo.launch.config import load
 from rondo.launch.report.timeline import parse_steps
 
@@ -128,15 +128,15 @@ def test_the_test_named_beside_a_command_is_there_and_names_what_it_runs(command
 def test_the_parser_takes_every_command_and_its_values(command: str) -> None:
     words = shlex.split(command)[1:]
     options = _parser()[0].parse_args(words)
-    if getattr(options, "set", None):
-        load(getattr(options, "config", ROOT / "examples" / "quickstart.py"), options.set)
-    if options.verb is timeline:
+    if getattr(options, "sets", None):
+        load(getattr(options, "config", ROOT / "examples" / "quickstart.py"), options.sets)
+    if words[0] == "timeline":
         assert parse_steps(options.steps) == (20, 25)
     if words[:1] == ["bench"] and len(words) > 1:
         assert options.name in benchmarks(ROOT)
         tree = ast.parse((ROOT / "benchmarks" / f"{options.name}.py").read_text())
         known = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        assert {word for word in options.rest if word.startswith("--")} <= {"--as", *known}
+        assert {word for word in options.options if word.startswith("--")} <= {"--as", *known}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
