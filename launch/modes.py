@@ -35,13 +35,7 @@ def hybrid(
     """Rollout replicas beside one group that trains and, while it waits, scores."""
     roles: tuple[RoleName, ...] = ("actor", "advantages", *_scoring(reference, actor_fwd))
     return (
-        RoleGroup(
-            name="rollout",
-            roles=("rollout",),
-            replicas=rollout_replicas,
-            threads=rollout_threads,
-            devices=rollout_devices,
-        ),
+        _replicas("rollout", rollout_replicas, rollout_threads, rollout_devices),
         RoleGroup(name="actor", roles=roles, processes=processes, threads=threads, devices=devices),
     )
 
@@ -63,33 +57,23 @@ def fully_async(
     actor_fwd_devices: int = 0,
 ) -> tuple[RoleGroup, ...]:
     """A group for each role; 0 replicas leave a scoring role out."""
-    groups = [
-        RoleGroup(
-            name="rollout",
-            roles=("rollout",),
-            replicas=rollout_replicas,
-            threads=rollout_threads,
-            devices=rollout_devices,
-        ),
-        RoleGroup(
-            name="actor", roles=("actor",), processes=actor_processes, threads=actor_threads, devices=actor_devices
-        ),
-        RoleGroup(name="advantages", roles=("advantages",), replicas=advantages_replicas),
-    ]
     scoring: tuple[tuple[RoleName, int, int, int], ...] = (
         ("reference", reference_replicas, reference_threads, reference_devices),
         ("actor_fwd", actor_fwd_replicas, actor_fwd_threads, actor_fwd_devices),
     )
-    for name, replicas, threads, devices in scoring:
-        if replicas:
-            groups.append(RoleGroup(name=name, roles=(name,), replicas=replicas, threads=threads, devices=devices))
-    return tuple(groups)
+    return (
+        _replicas("rollout", rollout_replicas, rollout_threads, rollout_devices),
+        RoleGroup(
+            name="actor", roles=("actor",), processes=actor_processes, threads=actor_threads, devices=actor_devices
+        ),
+        _replicas("advantages", advantages_replicas),
+        *(_replicas(*role) for role in scoring if role[1]),
+    )
+
+
+def _replicas(role: RoleName, replicas: int, threads: int = 1, devices: int = 0) -> RoleGroup:
+    return RoleGroup(name=role, roles=(role,), replicas=replicas, threads=threads, devices=devices)
 
 
 def _scoring(reference: bool, actor_fwd: bool) -> tuple[RoleName, ...]:
-    chosen: list[RoleName] = []
-    if reference:
-        chosen.append("reference")
-    if actor_fwd:
-        chosen.append("actor_fwd")
-    return tuple(chosen)
+    return (*(("reference",) if reference else ()), *(("actor_fwd",) if actor_fwd else ()))
