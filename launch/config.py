@@ -15,11 +15,11 @@ from __future__ import annotations
 import ast
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from rondo.launch.groups import RoleGroup, RoleName
 from rondo.roles.config import JobConfig
@@ -43,69 +43,72 @@ class RunConfig(JobConfig):
         """The group that holds a role, or None."""
         return next((group for group in self.groups if role in group.roles), None)
 
-    @model_validator(mode="after")
-    def _staleness_follows_the_groups(self) -> RunConfig:
+    def derive(self) -> None:
+        super().derive()
         # Where generation and training take turns the data are on-policy unless asked otherwise. The field stays
         # "not set", so that `override` derives it anew when the groups change.
         if "max_staleness" not in self.model_fields_set and self.group_of("actor") is self.group_of("rollout"):
             self.__dict__["max_staleness"] = 0
-        return self
 
-    @model_validator(mode="after")
-    def _new_weights_meet_samples(self) -> RunConfig:
+    def refused(self) -> Iterator[str]:
+        yield from super().refused()
+        yield from self._weights_meet_no_samples()
+        yield from self._groups_make_no_run()
+        yield from self._roles_are_not_used()
+        yield from self._servers_have_other_devices()
+        if self.deterministic:
+            yield from self._groups_are_not_deterministic()
+
+    def _weights_meet_no_samples(self) -> Iterator[str]:
         # A lease of step k begins under k - max_staleness or later, and k + 1 needs the whole step: in between, a sample
         # sees max_staleness new versions at most.
         rollout, most = self.rollout, self.max_staleness
         if most == 0 and (rollout.on_new_weights != "continue" or rollout.mask_old_tokens):
             name = "mask_old_tokens" if rollout.mask_old_tokens else "on_new_weights"
-            raise ValueError(
+            yield (
                 f"rollout.{name} must not be set with max_staleness 0, where no sample ever sees new weights, "
                 f"got {getattr(rollout, name)!r}. Raise max_staleness, or remove it"
             )
         if rollout.max_interruptions is not None and rollout.max_interruptions >= most:
-            raise ValueError(
+            yield (
                 "rollout.max_interruptions must be less than max_staleness, since a sample sees at most that many new versions, "
                 f"got {rollout.max_interruptions} and {most}. Lower it, or remove it"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _groups_make_a_run(self) -> RunConfig:
+    def _groups_make_no_run(self) -> Iterator[str]:
         names = [group.name for group in self.groups]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"groups must have different names, got {name!r} twice. Rename one of them")
+                yield f"groups must have different names, got {name!r} twice. Rename one of them"
         for role in {role for group in self.groups for role in group.roles}:
             homes = [group.name for group in self.groups if role in group.roles]
             if len(homes) > 1:
-                raise ValueError(
+                yield (
                     f"groups must hold each role once, got {role!r} in {' and '.join(homes)}. "
                     "Use replicas for more of the same"
                 )
         for role in self.roles:
             if self.group_of(role) is None:
-                raise ValueError(
+                yield (
                     f"roles must name roles of the run, got {role!r}, which no group holds. Add it to a group, or remove it"
                 )
         for role in ("rollout", "actor", "advantages"):
             if self.group_of(role) is None:
-                raise ValueError(
+                yield (
                     f"groups must hold the role {role!r}, got {', '.join(names)} without it. "
                     "Use one of rondo.launch.modes: colocate(), hybrid(), fully_async()"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _roles_are_used(self) -> RunConfig:
+    def _roles_are_not_used(self) -> Iterator[str]:
         algorithm, reference, actor_fwd = self.algorithm, self.group_of("reference"), self.group_of("actor_fwd")
-        needed = algorithm.resolved().needs_reference
+        needed = algorithm.needs_reference
         if needed and reference is None:
-            raise ValueError(
+            yield (
                 "groups must hold the role 'reference' when algorithm.kl_coef is not 0, "
                 f"got kl_coef {algorithm.kl_coef:g} without it. Add the role to the groups, or set algorithm.kl_coef=0"
             )
         if reference is not None and not needed:
-            raise ValueError(
+            yield (
                 "groups must not hold the role 'reference' when algorithm.kl_coef is 0, "
                 f"got it in {reference.name!r}. Remove the role, or set algorithm.kl_coef above 0"
             )
@@ -117,18 +120,16 @@ class RunConfig(JobConfig):
                 if algorithm.old_log_probs == "auto"
                 else f"when algorithm.old_log_probs is {algorithm.old_log_probs!r}"
             )
-            raise ValueError(
+            yield (
                 f"groups must not hold the role 'actor_fwd' {reason}, got it in {actor_fwd.name!r}. "
                 "Remove the role, or set algorithm.old_log_probs='actor_fwd'"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _servers_have_their_devices(self) -> RunConfig:
+    def _servers_have_other_devices(self) -> Iterator[str]:
         sglang = self.rollout.sglang
         source = self.group_of("rollout")
         if sglang is not None and sglang.urls and source is not None and source.processes > 1:
-            raise ValueError(
+            yield (
                 f"groups[{source.name}].processes must be 1 for a group that generates with rollout.sglang.urls, got "
                 f"{source.processes}. Put rollout into a group of its own (modes.hybrid), or set rollout.sglang.python instead, "
                 "with which each process starts a server of its own"
@@ -138,60 +139,51 @@ class RunConfig(JobConfig):
             if "rollout" not in group.roles or group.devices in (0, takes):
                 continue
             if sglang is None:
-                raise ValueError(
+                yield (
                     f"groups[{group.name}].devices must be 0 or 1 without rollout.sglang, got {group.devices}. "
                     f"Use replicas={group.devices} to generate on more devices"
                 )
             if group.roles == ("rollout",):
-                raise ValueError(
+                yield (
                     f"groups[{group.name}].devices must be 0, or the {takes} that the SGLang servers of a replica take "
                     f"(num_servers x tensor_parallel; none with urls), got {group.devices}. Change one of them"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _servers_and_trainer_share_a_device(self) -> RunConfig:
-        sglang, trains = self.rollout.sglang, self.group_of("actor")
+        trains = self.group_of("actor")
         if sglang is None or trains is None:
-            return self
+            return
         turns = trains is self.group_of("rollout") and self.max_staleness == 0
         if sglang.release_memory and not turns:
-            raise ValueError(
+            yield (
                 "rollout.sglang.release_memory must not be True where servers generate while the trainer trains (rollout and "
                 "actor in groups of their own, or max_staleness above 0), got True. Remove it, or use modes.colocate() with "
                 "max_staleness 0"
             )
         takes = 0 if sglang.urls else sglang.num_servers * sglang.tensor_parallel
         if "rollout" in trains.roles and trains.devices and takes > 1:
-            raise ValueError(
+            yield (
                 "rollout.sglang.num_servers x tensor_parallel must be 1 where the server shares the trainer's device "
                 f"(groups[{trains.name}] holds both), got {takes}. Use modes.hybrid() to generate on more devices"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _determinism_suits_the_groups(self) -> RunConfig:
-        if not self.deterministic:
-            return self
+    def _groups_are_not_deterministic(self) -> Iterator[str]:
         for group in self.groups:
             if group.threads > 1:
-                raise ValueError(
+                yield (
                     f"groups[{group.name}].threads must be 1 with deterministic=True, since threads share sums by their number, "
                     f"got {group.threads}. Set it to 1, or set deterministic=False"
                 )
             if group.devices:
-                raise ValueError(
+                yield (
                     f"groups[{group.name}].devices must be 0 with deterministic=True, which is proved on the CPU alone, "
                     f"got {group.devices}. Set it to 0, or set deterministic=False"
                 )
         for name in ("filter", "keep"):
             if getattr(self.rollout, name) is None or not self.max_staleness:
                 continue
-            raise ValueError(
+            yield (
                 f"rollout.{name} must be None with deterministic=True and max_staleness above 0, where which prompt replaces a "
                 f"filtered one depends on time, got {getattr(self.rollout, name)!r} and {self.max_staleness}. Set max_staleness=0"
             )
-        return self
 
 
 def load(path: Path | str, sets: Sequence[str] = ()) -> RunConfig:

@@ -8,9 +8,10 @@ Owns the description of one role group. Does not own the list as a whole: `confi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rondo.runtime.section import Section
 
@@ -31,30 +32,24 @@ class RoleGroup(Section):
     devices: int = Field(0, ge=0)
     """Accelerators of a process: 0 computes on the CPU. More than 1 only where SGLang servers generate, which share them."""
 
-    @model_validator(mode="after")
-    def _state_has_one_home(self) -> RoleGroup:
+    def refused(self) -> Iterator[str]:
         if len(set(self.roles)) < len(self.roles):
-            raise ValueError(f"groups[{self.name}].roles must name each role once, got {', '.join(self.roles)}")
+            yield f"groups[{self.name}].roles must name each role once, got {', '.join(self.roles)}"
         if "actor" in self.roles and self.replicas > 1:
-            raise ValueError(
+            yield (
                 f"groups[{self.name}].replicas must be 1 for the group that holds the actor, got {self.replicas}. "
                 f"Use processes={self.replicas} to train on more ranks"
             )
         if "rollout" in self.roles and "actor" not in self.roles and self.processes > 1:
-            raise ValueError(
+            yield (
                 f"groups[{self.name}].processes must be 1 for a group that generates and does not train, got {self.processes}. "
                 f"Use replicas={self.processes}, which come and go alone"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_process_computes_on_one_device(self) -> RoleGroup:
         if self.devices > 1 and self.roles != ("rollout",):
-            raise ValueError(
+            yield (
                 f"groups[{self.name}].devices must be 0 or 1 for a group of {', '.join(self.roles)}, got {self.devices}. "
                 f"Use processes={self.devices}"
             )
-        return self
 
     def replica_names(self) -> tuple[str, ...]:
         """The names of the groups that run: "rollout-0", "rollout-1"."""

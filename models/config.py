@@ -9,9 +9,10 @@ how it is trained (`roles/config/`). Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rondo.runtime.section import FunctionRef, Section
 
@@ -32,17 +33,15 @@ class ModelConfig(Section):
     """Attention of the trained and scoring models, by its name in transformers. With "sdpa" a micro-batch computes a prompt once
     for all of its samples, where every layer is full causal attention; families without it get their own plain one."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
+    def refused(self) -> Iterator[str]:
         if (self.path is None) == (self.build is None):
-            raise ValueError(
+            yield (
                 "model.path and model.build must be set one without the other, "
                 f"got {'neither' if self.path is None else 'both'}. "
                 "Set model.path to a Hugging Face folder, or model.build to a function that writes one"
             )
         if self.build is None and self.build_args:
-            raise ValueError(
+            yield (
                 f"model.build_args must be empty without model.build, got {self.build_args!r}. "
                 "Set model.build, or remove model.build_args"
             )
-        return self

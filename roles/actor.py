@@ -414,7 +414,7 @@ class ActorRole:
                 )
                 if not await run_warm_up(ctx, job.config, job.model_path, beside, every=_WARM_UP_RECORD):
                     return None
-        if job.config.algorithm.resolved().needs_reference and job.config.sft is not None:
+        if job.config.algorithm.needs_reference and job.config.sft is not None:
             await ctx.compute(trainer.export, ctx.run_dir / REFERENCE, job.model_path)
         await self._commit(0, [], self._taken())
         return 0

@@ -40,7 +40,7 @@ def streams_of(config: JobConfig, roles: Collection[str]) -> tuple[Stream, ...]:
         if role in roles:
             streams.append(Stream(role, sees[role], columns, media=True, fixed=config.deterministic))
             inputs += columns
-    train, whole_step = config.train, config.algorithm.resolved().needs_full_step
+    train, whole_step = config.train, config.algorithm.needs_full_step
     actor = Stream(
         "actor", tuple(inputs), kind="train", whole_step=whole_step, media=True, fixed=config.deterministic,
         mini_batches=train.optimizer_steps_per_batch, passes=train.epochs,

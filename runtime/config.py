@@ -6,9 +6,10 @@ Owns `SupervisionConfig` and `AdminConfig`. Does not own their use: `supervision
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rondo.runtime.section import Section
 
@@ -43,14 +44,12 @@ class SupervisionConfig(Section):
     work_ceiling_s: float = Field(3600.0, gt=0)
     """They may take no longer than this, the first included."""
 
-    @model_validator(mode="after")
-    def _floor_below_ceiling(self) -> SupervisionConfig:
+    def refused(self) -> Iterator[str]:
         if self.work_floor_s > self.work_ceiling_s:
-            raise ValueError(
+            yield (
                 "supervision.work_floor_s must be at most supervision.work_ceiling_s, "
                 f"got {self.work_floor_s:g} and {self.work_ceiling_s:g}. Raise the ceiling, or lower the floor"
             )
-        return self
 
 
 class AdminConfig(Section):
@@ -62,14 +61,12 @@ class AdminConfig(Section):
     token_file: Path | None = None
     """A file (mode 0600) with the token to show. Without it samples and control need the run's own token."""
 
-    @model_validator(mode="after")
-    def _other_addresses_need_a_token(self) -> AdminConfig:
+    def refused(self) -> Iterator[str]:
         if not is_loopback(self.host) and self.token_file is None:
-            raise ValueError(
+            yield (
                 f"admin.token_file must be set when admin.host is not loopback, got host {self.host!r} without a token. "
                 "Set admin.token_file to a file with mode 0600, or admin.host to '127.0.0.1'"
             )
-        return self
 
 
 def is_loopback(host: str) -> bool:

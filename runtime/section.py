@@ -9,8 +9,8 @@ uses it. Unknown fields are refused with the nearest known name; nothing is clam
     TrainConfig(lr=-1)   ->  pydantic.ValidationError, which `explain` turns into
     train.lr must be greater than 0, got -1. Change it in quickstart.py.
 
-A validator raises `ValueError("must <rule>, got <value>. <what to do>")`: the field's path is put in front. A model
-validator that names two settings writes the whole sentence, which stays as it is.
+A field's validator raises `ValueError("must <rule>, got <value>. <what to do>")`: its path is put in front. A rule between two
+settings writes the whole sentence, which stays as it is.
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ import difflib
 import re
 from collections.abc import Callable, Iterator
 from types import FunctionType, UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import as_reference
@@ -51,6 +59,21 @@ class Section(BaseModel):
         if _holds_truth(value) and not {int, float}.isdisjoint(leaves) and bool not in leaves:
             raise ValueError(f"must be a number, got {show_value(value)}. Write the number")
         return value
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        self.derive()
+        for text in self.refused():
+            raise ValueError(text)
+        return self
+
+    def derive(self) -> None:
+        """Fills in what follows from other settings, past pydantic: the fields stay "not set", so that with other settings they
+        are derived anew."""
+
+    def refused(self) -> Iterator[str]:
+        """The rules between settings that these break, a whole sentence each, of which the first is told."""
+        yield from ()
 
 
 def references(section: BaseModel) -> list[tuple[str, str]]:

@@ -5,7 +5,9 @@ Owns `BusConfig`. Does not own the check that all of it fits into memory: `rondo
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+
+from pydantic import Field
 
 from rondo.runtime.section import Section
 
@@ -29,11 +31,9 @@ class BusConfig(Section):
     partitions: bool = False
     """Whether the run has a process for partitions: named sets of rows beside the training stream."""
 
-    @model_validator(mode="after")
-    def _column_rings_are_the_smaller_ones(self) -> BusConfig:
+    def refused(self) -> Iterator[str]:
         if self.column_ring_bytes > self.ring_bytes:
-            raise ValueError(
+            yield (
                 "bus.column_ring_bytes must be at most bus.ring_bytes, "
                 f"got {self.column_ring_bytes} and {self.ring_bytes}. A column holds less than a row: lower the first"
             )
-        return self

@@ -53,28 +53,17 @@ class Setup:
     @classmethod
     def of(cls, settings: Mapping[str, Any], num_cores: int) -> Setup:
         """From config.resolved.json."""
-        processes: dict[str, int] = {}
-        num_threads = 0
-        for group in settings["groups"]:
-            num = group["replicas"] * group["processes"]
-            num_threads += num * group["threads"]
-            for role in group["roles"]:
-                processes[role] = processes.get(role, 0) + num
+        groups, rollout = settings["groups"], settings["rollout"]
+        (of_actor,) = (group["roles"] for group in groups if "actor" in group["roles"])
         return cls(
             max_staleness=settings["max_staleness"],
-            processes=processes,
-            num_threads=num_threads,
+            processes={role: each["replicas"] * each["processes"] for each in groups for role in each["roles"]},
+            num_threads=sum(each["replicas"] * each["processes"] * each["threads"] for each in groups),
             num_cores=num_cores,
-            spare_groups=settings["rollout"]["spare_groups"],
-            prompts_per_step=settings["rollout"]["prompts_per_step"],
+            spare_groups=rollout["spare_groups"],
+            prompts_per_step=rollout["prompts_per_step"],
             reward_workers=settings["reward"]["num_workers"],
-            beside_actor=frozenset(
-                role
-                for group in settings["groups"]
-                if "actor" in group["roles"]
-                for role in group["roles"]
-                if role != "actor"
-            ),
+            beside_actor=frozenset(of_actor) - {"actor"},
         )
 
 

@@ -11,10 +11,11 @@ cut silently.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from rondo.runtime.section import Section
 
@@ -66,19 +67,17 @@ class MediaConfig(Section):
     max_group_bytes: int = Field(32 << 20, ge=1 << 10)
     """Of the processed media of one prompt; so much room is reserved for each prompt group in its ring."""
 
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> MediaConfig:
+    def refused(self) -> Iterator[str]:
         for low, high in (
             ("image_min_tokens", "image_max_tokens"),
             ("video_min_tokens", "video_max_tokens"),
             ("min_frames", "max_frames"),
         ):
             if getattr(self, low) > getattr(self, high):
-                raise ValueError(
+                yield (
                     f"media.{low} must be at most media.{high}, got {getattr(self, low)} and {getattr(self, high)}. "
                     "Exchange them"
                 )
-        return self
 
     def limits(self) -> dict[str, Any]:
         """JSON values for a worker process; `MediaConfig(**limits)` is an equal config."""

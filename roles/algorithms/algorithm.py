@@ -1,26 +1,25 @@
-"""Algorithms: one frozen, declarative record each.
+"""Algorithms: one frozen, declarative record each, and the section of the settings at the same time.
 
-Owns the table, how options of the settings change a record, and what the ratio of a job compares with
-(`old_log_probs_source`). Does not own formulas: an entry names its functions, of `advantages.py` and `losses.py` or of the
+Owns the table of names, what a name stands for, which options contradict it, and what the ratio of a job compares with
+(`old_log_probs_source`). Does not own formulas: a record names its functions, of `advantages.py` and `losses.py` or of the
 user's, which every process looks up for itself (`function_of`). Imports no torch.
 
-    resolve(AlgorithmConfig(name="dapo", kl_coef=0.02))
-        -> Algorithm(name="dapo", advantage="group_mean_std", normalizer="token", clip_high=0.28, kl_coef=0.02, ...)
+    AlgorithmConfig(name="dapo", kl_coef=0.02)
+        -> advantage="group_mean_std", normalizer="token", clip_low=0.2, clip_high=0.28, kl_coef=0.02, ...
 
-Invariant: an option that is not set keeps the record's value; an option that contradicts what makes the algorithm what
-it is (`fixed`) is refused, never ignored.
+Invariant: an option that is not set, or None, is what the algorithm of that name stands for; an option that contradicts what
+makes the algorithm what it is (`FIXED`) is refused, never ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
 
 from rondo.runtime.reference import load_reference
-
-if TYPE_CHECKING:
-    from rondo.roles.config import AlgorithmConfig
+from rondo.runtime.section import FunctionRef, Section, nearest
 
 Advantage = Literal["group_mean_std", "group_mean"]
 PolicyLoss = Literal["ppo_clip"]
@@ -32,42 +31,136 @@ TisLevel = Literal["token", "sequence", "geometric"]
 BatchNormalization = Literal["tokens", "samples"]
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
+ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    # Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, equations 3 and 4.
+    "grpo": {},
+    # Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2: neither divided by the
+    # standard deviation of the group nor by the length of the response.
+    "dr_grpo": {"advantage": "group_mean", "normalizer": "constant"},
+    # Yu et al. 2025, DAPO, arXiv 2503.14476, equations 8 to 12: clip-higher, token-level loss, dynamic sampling.
+    "dapo": {"normalizer": "token", "clip_high": 0.28, "needs_dynamic_sampling": True},
+}
+"""Name -> where it differs from the defaults."""
+
+FIXED: Mapping[str, tuple[str, ...]] = {"dr_grpo": ("advantage", "normalizer"), "dapo": ("normalizer",)}
+"""What no option may change."""
+_OF_ITS_OWN = ("min_group_size", "needs_full_step", "needs_dynamic_sampling")
+
+TIS_HIGH = 2.0
+"""The bound of a correction that nobody has set (Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training)."""
+
+
+class AlgorithmConfig(Section):
     """What one algorithm computes and needs. Coefficients are without unit; clips are distances of the ratio from 1."""
 
-    name: str
-    advantage: Advantage | str = "group_mean_std"
-    policy_loss: PolicyLoss | str = "ppo_clip"
-    correction: str | None = None
-    """What weighs the loss of tokens in the place of importance weights within `tis_*`. These three name functions: one of ours,
-    or 'module:function' / 'file.py:function'."""
+    name: str = "grpo"
+    own: bool = False
+    """The name is yours: the algorithm is what the fields say, and nothing stands behind its name."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """The ratio is clipped at 1 + clip_high. Where both sides are alike by default it follows a `clip_low` that is set."""
+    dual_clip: float = Field(3.0, gt=1)
+    """No token of negative advantage weighs more than so many times it (Ye et al. 2020, arXiv 1912.09729, their c). Without, one
+    whose ratio is great, by a step or by numerics, has no bound; 1e9 bounds nothing."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference model in the loss; 0 needs no reference."""
+    kl: KlEstimator = "k3"
+    normalize_std: bool | None = None
+    """Whether advantages are divided by the standard deviation of their prompt group: another word for `advantage`."""
     normalizer: Normalizer = "sample"
     """What a step's summed loss is divided by: samples (of token means), tokens, or samples x max_new_tokens."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = 3.0
-    """No token of negative advantage weighs more than so many times it (Ye et al. 2020, arXiv 1912.09729, their c). Without, one
-    whose ratio is great, by a step or by numerics, has no bound."""
-    kl_coef: float = 0.0
-    kl: KlEstimator = "k3"
-    tis_low: float = 0.0
-    tis_high: float | None = None
-    """Importance correction from the engine to the trainer: the loss is weighted with w = pi_old / pi_rollout, within these
-    bounds. None: no correction."""
+    normalize_batch: BatchNormalization | None = None
+    """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples."""
+    advantage: Advantage | FunctionRef = "group_mean_std"
+    """`def advantage(rewards, masks)`: from the rewards of a prompt group to numbers for its samples, or for their tokens."""
+    policy_loss: PolicyLoss | FunctionRef = "ppo_clip"
+    """`def loss(batch, algorithm)`: the loss of every token of some samples."""
+    correction: FunctionRef | None = None
+    """`def correction(batch, algorithm)`: what the loss of every token is weighted with, in the place of `tis_*`."""
+    old_log_probs: Literal["auto", "self", "actor_fwd", "rollout"] = "auto"
+    """pi_old of the ratio: `old_log_probs_source` has the rule for auto. With a name, that and nothing else: no
+    correction but one that is set."""
+    tis_low: float = Field(0.0, ge=0)
+    tis_high: float | None = Field(None, gt=0)
+    """Importance correction, engine against trainer: the loss is weighted with w = pi_old / pi_rollout within these bounds. By
+    default up to 2 where the two do not compute alike (SGLang, or bfloat16)."""
     tis_mode: TisMode = "truncate"
     """truncate: clamp(w, tis_low, tis_high). mask: w within the bounds, else 0."""
     tis_level: TisLevel = "token"
     """What w is: the ratio of a token, or of its whole sample: the product of its tokens' ratios, or their geometric mean."""
-    normalize_batch: BatchNormalization | None = None
-    """Advantages of a step become (A - mean) / deviation, over its tokens or over its samples. None: they stay."""
-    min_group_size: int = 2
+    min_group_size: int = Field(2, ge=1)
+    """Samples of a prompt that an advantage compares, at least. This and the next two are for an algorithm of your own."""
     needs_full_step: bool = False
     """Whether the first gradient needs every sample of the step (whitening and the like)."""
     needs_dynamic_sampling: bool = False
     """Whether prompt groups with equal rewards must be replaced by others (`rollout.filter='zero_std'`)."""
-    fixed: tuple[str, ...] = ()
-    """Fields that no option may change."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_not_set(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+    def derive(self) -> None:
+        stands_for = dict(ALGORITHMS.get(self.name, {}))
+        if self.normalize_std is not None:
+            stands_for["advantage"] = "group_mean_std" if self.normalize_std else "group_mean"
+        if "clip_low" in self.model_fields_set and "clip_high" not in stands_for:
+            stands_for["clip_high"] = self.clip_low
+        if self.normalize_batch is not None:
+            stands_for["needs_full_step"] = True
+        self.__dict__.update({name: of for name, of in stands_for.items() if name not in self.model_fields_set})
+
+    def refused(self) -> Iterator[str]:
+        if self.own == (self.name in ALGORITHMS):
+            rule = "be none of ours with algorithm.own" if self.own else "name an algorithm"
+            hint = "Rename it" if self.own else nearest(self.name, list(ALGORITHMS))
+            yield f"algorithm.name must {rule}, got {self.name!r}. {hint}"
+        for option in ("tis_low", "tis_mode", "tis_level"):
+            if self._differs(option) and self.tis_high is None:
+                yield (
+                    f"algorithm.tis_high must be set with algorithm.{option}, got only {option} {getattr(self, option)}. "
+                    "Set both"
+                )
+        told = self.advantage != ("group_mean_std" if self.normalize_std else "group_mean")
+        for option, other in (("tis_high", "correction"), ("normalize_std", "advantage")):
+            if getattr(self, option) is not None and (told if other == "advantage" else self.correction is not None):
+                yield (
+                    f"algorithm.{option} must be left out with algorithm.{other}, which decides that, "
+                    f"got {getattr(self, option)}. Remove one of them"
+                )
+        if self.tis_high is not None and self.tis_high <= self.tis_low:
+            yield (
+                f"algorithm.tis_high must be greater than algorithm.tis_low, got {self.tis_high} and {self.tis_low}. "
+                "Exchange them"
+            )
+        if self.tis_high is not None and self.old_log_probs == "rollout":
+            yield (
+                "algorithm.old_log_probs must not be 'rollout' with algorithm.tis_high, whose weights would all be 1, "
+                "got both. Remove tis_high, or set old_log_probs to 'self' or 'actor_fwd'"
+            )
+        yield from self._contradicted()
+
+    def _contradicted(self) -> Iterator[str]:
+        """What is set otherwise than the name stands for."""
+        needed = {"needs_full_step": self.normalize_batch is not None, **ALGORITHMS.get(self.name, {})}
+        for name in FIXED.get(self.name, ()) + (() if self.own else _OF_ITS_OWN):
+            stands_for = needed.get(name, type(self).model_fields[name].default)
+            if getattr(self, name) != stands_for:
+                option = "normalize_std" if self.normalize_std is not None and name == "advantage" else name
+                other = (
+                    "set algorithm.own=True under another name"
+                    if name in _OF_ITS_OWN
+                    else "set algorithm.name to 'grpo'"
+                )
+                yield (
+                    f"algorithm.{option} must be left out with algorithm.name {self.name!r}, which stands for "
+                    f"{stands_for!r}, got {getattr(self, option)!r}. Remove it, or {other}"
+                )
+
+    def _differs(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     @property
     def needs_reference(self) -> bool:
@@ -78,62 +171,17 @@ class Algorithm:
         """The function that weighs the loss, if any does."""
         return "importance" if self.correction is None and self.tis_high is not None else self.correction
 
-
-ALGORITHMS: dict[str, Algorithm] = {
-    algorithm.name: algorithm
-    for algorithm in (
-        # Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, equations 3 and 4.
-        Algorithm("grpo"),
-        # Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2: neither divided by the
-        # standard deviation of the group nor by the length of the response.
-        Algorithm("dr_grpo", advantage="group_mean", normalizer="constant", fixed=("advantage", "normalizer")),
-        # Yu et al. 2025, DAPO, arXiv 2503.14476, equations 8 to 12: clip-higher, token-level loss, dynamic sampling.
-        Algorithm("dapo", normalizer="token", clip_high=0.28, needs_dynamic_sampling=True, fixed=("normalizer",)),
-    )
-}
-
-
-TIS_HIGH = 2.0
-"""The bound of a correction that nobody has set (Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training)."""
-
-_OPTIONS = (
-    "advantage", "policy_loss", "correction", "normalizer", "clip_low", "clip_high", "dual_clip", "kl_coef", "kl",
-    "tis_low", "tis_high", "tis_mode", "tis_level", "normalize_batch",
-)  # fmt: skip
+    def for_numerics(self, *, alike: bool) -> AlgorithmConfig:
+        """As the loss takes it, for an engine and a trainer that compute alike or not. Where they do not, the difference is
+        corrected up to `TIS_HIGH`, unless `old_log_probs` is chosen by name."""
+        if alike or self.old_log_probs != "auto" or self.corrected_by is not None:
+            return self
+        return self.model_copy(update={"tis_high": TIS_HIGH})
 
 
 def function_of(name: str, ours: Mapping[Any, Callable[..., Any]], setting: str) -> Callable[..., Any]:
     """The function that a record names: one of ours, or the user's. ConfigError, which names the setting, where there is none."""
     return ours[name] if name in ours else load_reference(name, setting)
-
-
-def resolve(config: AlgorithmConfig, *, alike: bool = True) -> Algorithm:
-    """The record that `config.name` names, with the options that are set, for an engine and a trainer that compute alike or not.
-
-    ValueError for an option that contradicts the algorithm. A `clip_high` that is not set follows a `clip_low` that is,
-    where the algorithm clips alike on both sides. Where the two do not compute alike, the difference is corrected up to
-    `TIS_HIGH`, unless `old_log_probs` is chosen by name.
-    """
-    record = ALGORITHMS[config.name]
-    given: dict[str, Any] = {name: value for name in _OPTIONS if (value := getattr(config, name)) is not None}
-    if not alike and config.old_log_probs == "auto" and config.correction is None:
-        given.setdefault("tis_high", TIS_HIGH)
-    if config.normalize_batch is not None:
-        given["needs_full_step"] = True
-    if config.normalize_std is not None:
-        given["advantage"] = "group_mean_std" if config.normalize_std else "group_mean"
-    if "clip_low" in given and "clip_high" not in given and record.clip_low == record.clip_high:
-        given["clip_high"] = given["clip_low"]
-    for field in record.fixed:
-        if field in given and given[field] != getattr(record, field):
-            option = "normalize_std" if config.normalize_std is not None and field == "advantage" else field
-            raise ValueError(
-                f"algorithm.{option} must be left out with algorithm.name {config.name!r}, which stands for "
-                f"{getattr(record, field)!r}, got {getattr(config, option)!r}. "
-                "Remove it, or set algorithm.name to 'grpo'"
-            )
-    return replace(record, **given)
 
 
 def old_log_probs_source(

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from rondo.roles.algorithms.algorithm import Algorithm, KlEstimator, Normalizer, function_of
+from rondo.roles.algorithms.algorithm import AlgorithmConfig, KlEstimator, Normalizer, function_of
 from rondo.roles.algorithms.sums import LossSums
 from rondo.runtime.errors import Fatal
 
@@ -72,7 +72,7 @@ class Batch:
         return torch.repeat_interleave(values.float(), spans, output_size=len(self.mask))
 
 
-def ppo_clip(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured]:
+def ppo_clip(batch: Batch, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Measured]:
     """max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = exp(log_probs - old_log_probs), per token, and where the
     clip at either side, or the dual clip, was what counted.
 
@@ -83,10 +83,8 @@ def ppo_clip(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured
     advantages, low, high = batch.advantages, 1 - algorithm.clip_low, 1 + algorithm.clip_high
     ratio = (batch.log_probs - batch.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
-    clipped_dual = torch.zeros_like(ratio, dtype=torch.bool)
-    if algorithm.dual_clip is not None:
-        clipped_dual = (advantages < 0) & (ratio > algorithm.dual_clip)
-        loss = torch.where(clipped_dual, -algorithm.dual_clip * advantages, loss)
+    clipped_dual = (advantages < 0) & (ratio > algorithm.dual_clip)
+    loss = torch.where(clipped_dual, -algorithm.dual_clip * advantages, loss)
     clipped_low, clipped_high = (advantages < 0) & (ratio < low), (advantages > 0) & (ratio > high)
     return loss, {
         "clip_fraction": clipped_low | clipped_high, "clip_low_fraction": clipped_low, "clip_high_fraction": clipped_high,
@@ -94,7 +92,7 @@ def ppo_clip(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured
     }  # fmt: skip
 
 
-def importance(batch: Batch, algorithm: Algorithm) -> tuple[torch.Tensor, Measured]:
+def importance(batch: Batch, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Measured]:
     """Importance weights w from log pi_old - log pi_rollout.
 
     w is the ratio of a token (truncated importance sampling, Yao et al. 2025; masked: IcePop, Ling team 2025), or of its
@@ -136,7 +134,7 @@ def denominator(total: LossSums, normalizer: Normalizer, max_new_tokens: int) ->
 
 
 def policy_sums(
-    algorithm: Algorithm,
+    algorithm: AlgorithmConfig,
     *,
     log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
@@ -203,7 +201,7 @@ def policy_sums(
 
 
 def _per_token(
-    name: str, ours: Mapping[str, Callable[..., Any]], setting: str, batch: Batch, algorithm: Algorithm
+    name: str, ours: Mapping[str, Callable[..., Any]], setting: str, batch: Batch, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What a loss or a correction gives, and what it measures. Fatal for what is no number a token."""
     found = function_of(name, ours, setting)(batch, algorithm)

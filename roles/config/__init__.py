@@ -11,18 +11,18 @@ Invariant: settings that contradict each other, or that could have no effect, ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rondo.comm.bus.config import BusConfig
 from rondo.models.config import ModelConfig
 from rondo.models.media.config import MediaConfig
-from rondo.roles.algorithms.algorithm import Algorithm, OldLogProbs, old_log_probs_source, resolve
+from rondo.roles.algorithms.algorithm import AlgorithmConfig, OldLogProbs, old_log_probs_source
 from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
-from rondo.roles.config.training import AlgorithmConfig, OptimizerConfig, SftConfig, TrainConfig
+from rondo.roles.config.training import OptimizerConfig, SftConfig, TrainConfig
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.section import Section
 
@@ -68,8 +68,7 @@ class JobConfig(Section):
     bus: BusConfig = BusConfig()
     supervision: SupervisionConfig = SupervisionConfig()
 
-    @model_validator(mode="after")
-    def _media_follow_the_data(self) -> JobConfig:
+    def derive(self) -> None:
         # The field stays "not set", so that `override` derives it anew when the columns change.
         if self.media is None and any(data.media_columns for data in self.named_data().values()):
             self.__dict__["media"] = MediaConfig()
@@ -78,35 +77,33 @@ class JobConfig(Section):
             media = self.media.model_copy()
             media.__dict__["whole_positions"] = True
             self.__dict__["media"] = media
-        return self
 
-    @model_validator(mode="after")
-    def _media_suit_the_engine(self) -> JobConfig:
+    def refused(self) -> Iterator[str]:
+        yield from self._media_suit_the_engine()
+        yield from self._sections_agree()
+        if self.deterministic:
+            yield from self._something_depends_on_time()
+
+    def _media_suit_the_engine(self) -> Iterator[str]:
         sglang = self.rollout.sglang
-        if self.media is None or sglang is None:
-            return self
-        if sglang.urls:
-            raise ValueError(
+        if sglang is None:
+            return
+        if self.media is not None and sglang.urls:
+            yield (
                 "media must be None with rollout.sglang.urls, whose servers are sent text alone, got settings of media. Remove "
                 "them, or set rollout.sglang.python, so that servers are started which take media"
             )
-        if self.media.whole_positions is False:
-            raise ValueError(
+        if self.media is not None and self.media.whole_positions is False:
+            yield (
                 "media.whole_positions must not be False with rollout.sglang, whose servers cut positions of videos to whole "
                 "numbers, got False. Remove it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _servers_tell_what_is_replayed(self) -> JobConfig:
-        sglang = self.rollout.sglang
         names = ("enable-return-routed-experts", "enable_return_routed_experts")
-        if self.train.router_replay and sglang is not None and False in map(sglang.arguments.get, names):
-            raise ValueError(
+        if self.train.router_replay and False in map(sglang.arguments.get, names):
+            yield (
                 "rollout.sglang.arguments must not turn enable-return-routed-experts off with train.router_replay, which needs "
                 "what it tells, got False. Remove it: rondo sets it itself"
             )
-        return self
 
     @property
     def num_updates(self) -> int:
@@ -131,9 +128,9 @@ class JobConfig(Section):
         bfloat16 two ways to compute one product differ by thousandths of a nat, on one device too."""
         return self.rollout.sglang is None and self.model.dtype == self.train.dtype == "float32"
 
-    def loss(self) -> Algorithm:
-        """The algorithm's record as the loss takes it: with the correction that engine and trainer of this job need."""
-        return resolve(self.algorithm, alike=self.computes_alike)
+    def loss(self) -> AlgorithmConfig:
+        """The algorithm as the loss takes it: with the correction that engine and trainer of this job need."""
+        return self.algorithm.for_numerics(alike=self.computes_alike)
 
     def old_log_probs(self, *, has_actor_fwd: bool) -> OldLogProbs:
         """Where pi_old comes from (`old_log_probs_source`)."""
@@ -178,39 +175,38 @@ class JobConfig(Section):
         """Slots of the weight slab."""
         return self.bus.weight_slots + self.num_pinned
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> JobConfig:
-        algorithm, rollout, train = self.algorithm.resolved(), self.rollout, self.train
+    def _sections_agree(self) -> Iterator[str]:
+        algorithm, rollout, train = self.algorithm, self.rollout, self.train
         if rollout.samples_per_prompt < algorithm.min_group_size:
-            raise ValueError(
+            yield (
                 f"rollout.samples_per_prompt must be at least {algorithm.min_group_size} with algorithm.name "
                 f"{algorithm.name!r}, which compares the samples of a prompt, got {rollout.samples_per_prompt}. "
                 "Raise it"
             )
         if algorithm.needs_dynamic_sampling and rollout.filter != "zero_std":
-            raise ValueError(
+            yield (
                 f"rollout.filter must be 'zero_std' with algorithm.name {algorithm.name!r}, which replaces prompt "
                 f"groups of equal rewards, got {rollout.filter!r}. Set it, or set algorithm.name to 'grpo'"
             )
         if train.optimizer_steps_per_batch > rollout.prompts_per_step:
-            raise ValueError(
+            yield (
                 "train.optimizer_steps_per_batch must be at most rollout.prompts_per_step, since each trains on prompt groups "
                 f"of its own, got {train.optimizer_steps_per_batch} and {rollout.prompts_per_step}. Lower it"
             )
         if self.num_updates > 1 and not train.hot_snapshot:
-            raise ValueError(
+            yield (
                 "train.hot_snapshot must be True with several optimizer steps a step (train.optimizer_steps_per_batch x "
                 f"train.epochs = {self.num_updates}), since a step that is stopped between them is undone from it, got False. "
                 "Remove it, or make one optimizer step"
             )
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens
         if train.micro_batch_tokens < longest:
-            raise ValueError(
+            yield (
                 "train.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
                 f"rollout.max_new_tokens = {longest}, got {train.micro_batch_tokens}. Raise it to {longest}"
             )
         if train.warmup_steps >= self.num_steps:
-            raise ValueError(
+            yield (
                 "train.warmup_steps must be less than num_steps, "
                 f"got {train.warmup_steps} and {self.num_steps}. Lower it"
             )
@@ -218,43 +214,36 @@ class JobConfig(Section):
         for name, each in evaluation.named_sets().items() if evaluation is not None else ():
             if each.data is None and self.data.held_out < each.num_prompts:
                 section = f"evaluation.sets.{name}" if evaluation is not None and evaluation.sets else "evaluation"
-                raise ValueError(
+                yield (
                     f"data.held_out must be at least {section}.num_prompts without {section}.data, "
                     f"got {self.data.held_out} and {each.num_prompts}. "
                     f"Set data.held_out to {each.num_prompts}, or name a data set in {section}.data"
                 )
         if evaluation is not None and evaluation.every is not None and evaluation.every > self.num_steps:
-            raise ValueError(
-                f"evaluation.every must be at most num_steps, got {evaluation.every} and {self.num_steps}. Lower it"
-            )
-        return self
+            yield f"evaluation.every must be at most num_steps, got {evaluation.every} and {self.num_steps}. Lower it"
 
-    @model_validator(mode="after")
-    def _nothing_depends_on_time(self) -> JobConfig:
-        if not self.deterministic:
-            return self
+    def _something_depends_on_time(self) -> Iterator[str]:
         rollout = self.rollout
         if rollout.sglang is not None:
-            raise ValueError(
+            yield (
                 "deterministic must be False with rollout.sglang, whose batches depend on time, got True. "
                 "Remove rollout.sglang, or set deterministic=False"
             )
         if rollout.num_slots < MIN_FIXED_SLOTS:
-            raise ValueError(
+            yield (
                 f"rollout.num_slots must be at least {MIN_FIXED_SLOTS} with deterministic=True, since fewer rows are multiplied "
                 f"in another order, got {rollout.num_slots}. Raise it"
             )
         if rollout.spare_groups:
-            raise ValueError(
+            yield (
                 "rollout.spare_groups must be 0 with deterministic=True, where no prompt group may win by being quick, "
                 f"got {rollout.spare_groups}. Remove it, or set deterministic=False"
             )
         if rollout.straggler_deadline_s is not None:
-            raise ValueError(
+            yield (
                 "rollout.straggler_deadline_s must be None with deterministic=True, where no prompt group may fail by being "
                 f"slow, got {rollout.straggler_deadline_s:g}. Remove it, or set deterministic=False"
             )
-        return self
 
     @classmethod
     def from_resolved(cls, resolved: Mapping[str, Any]) -> JobConfig:

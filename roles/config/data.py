@@ -6,9 +6,10 @@ Owns where rows come from and how they are judged. Does not own what is generate
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from rondo.models.media.refs import Kind
 from rondo.roles.engines import ranges
@@ -70,31 +71,29 @@ class DataConfig(Section):
     held_out: int = Field(0, ge=0)
     """So many rows, drawn with the run's seed, are never trained on; evaluation takes them."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
+    def refused(self) -> Iterator[str]:
         if (self.path is None) == (self.rows is None):
             both = self.path is not None
-            raise ValueError(
+            yield (
                 f"data.path and data.rows must be set one without the other, got {'both' if both else 'neither'}. "
                 + ("Remove one" if both else "Set data.path to a file, or data.rows to a function")
             )
         for name in ("chat_template_args", "message_keys", "tools", "system"):
             if getattr(self, name) and not self.apply_chat_template:
-                raise ValueError(
+                yield (
                     f"data.{name} must not be set without data.apply_chat_template, got {getattr(self, name)!r}. "
                     "Set data.apply_chat_template to True, or remove it"
                 )
         if self.media_columns and not self.apply_chat_template:
-            raise ValueError(
+            yield (
                 "data.apply_chat_template must be True with data.media_columns, whose places in the prompt the template of the "
                 f"model makes, got False with {', '.join(self.media_columns)}. Set it to True"
             )
         if self.limit is not None and self.held_out >= self.limit:
-            raise ValueError(
+            yield (
                 f"data.held_out must leave rows to train on, got {self.held_out} of data.limit {self.limit}. "
                 "Lower data.held_out or raise data.limit"
             )
-        return self
 
 
 class EvalSet(Section):
@@ -115,25 +114,23 @@ class EvalSet(Section):
     pass_at: tuple[int, ...] | None = None
     """The k of pass@k: how probable it is that one of k samples solves the prompt. None: 1, 2, 4, ... samples_per_prompt."""
 
-    @model_validator(mode="after")
-    def _samples_suffice(self) -> EvalSet:
+    def refused(self) -> Iterator[str]:
         if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise ValueError(
+            yield (
                 "evaluation.samples_per_prompt must be 1 with evaluation.temperature 0, where all samples are equal, "
                 f"got {self.samples_per_prompt}. Raise the temperature or take one sample"
             )
         beyond = [k for k in self.pass_at or () if not 1 <= k <= self.samples_per_prompt]
         if beyond:
-            raise ValueError(
+            yield (
                 f"evaluation.pass_at must hold numbers from 1 to evaluation.samples_per_prompt, {self.samples_per_prompt}, "
                 f"got {beyond[0]}. Take more samples, or remove it"
             )
         if self.data is not None and self.data.held_out:
-            raise ValueError(
+            yield (
                 "evaluation.data.held_out must be 0, since all of these rows are for evaluation, "
                 f"got {self.data.held_out}. Remove it"
             )
-        return self
 
 
 class EvalConfig(EvalSet):
@@ -153,31 +150,28 @@ class EvalConfig(EvalSet):
     sets: dict[str, EvalSet] = Field(default_factory=dict)
     """Name -> prompts and sampling of their own, in the place of the fields above."""
 
-    @model_validator(mode="after")
-    def _evaluates_at_all(self) -> EvalConfig:
+    def refused(self) -> Iterator[str]:
+        yield from super().refused()
         if not (self.at_start or self.at_end or self.every):
-            raise ValueError(
+            yield (
                 "evaluation.at_start or evaluation.at_end must be True, or evaluation.every be set, got none of them. "
                 "Set one, or remove the evaluation section"
             )
         for name in EvalSet.model_fields if self.sets else ():
             if getattr(self, name) != EvalSet.model_fields[name].default:
-                raise ValueError(
+                yield (
                     f"evaluation.{name} must not be set beside evaluation.sets, which have their own, "
                     f"got {getattr(self, name)!r}. Set evaluation.sets.NAME.{name}"
                 )
         for name in self.sets:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-                raise ValueError(
-                    f"evaluation.sets must have names of letters, digits, _ and -, got {name!r}. Rename the set"
-                )
+                yield f"evaluation.sets must have names of letters, digits, _ and -, got {name!r}. Rename the set"
         for name in ("share", "num_slots") if self.every is None else ():
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
+                yield (
                     f"evaluation.{name} must not be set without evaluation.every, for which it counts, "
                     f"got {getattr(self, name)}. Set evaluation.every, or remove it"
                 )
-        return self
 
     def named_sets(self) -> dict[str, EvalSet]:
         """Name -> set; the only one is called "held_out" where it has no name."""

@@ -5,12 +5,12 @@ Owns what an engine, or a server of SGLang, is asked for. Does not own what samp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from rondo.roles.config.data import NewTokens, TopK, TopP
 from rondo.roles.engines import ranges
@@ -63,39 +63,27 @@ class SGLangConfig(Section):
     update_deadline_s: float | None = Field(None, gt=0)
     """One server's weight update; None: four times what updates took so far, and ten minutes or more for the first one."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> SGLangConfig:
+    def refused(self) -> Iterator[str]:
         if (self.python is None) == (not self.urls):
-            raise ValueError(
+            yield (
                 "sglang.python and sglang.urls must be set one without the other, "
                 f"got {'neither' if self.python is None else 'both'}. Set sglang.python to start servers, or sglang.urls"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _only_own_servers_release_memory(self) -> SGLangConfig:
         if self.release_memory and self.urls:
-            raise ValueError(
+            yield (
                 "sglang.release_memory must not be True with sglang.urls, whose servers have devices of their own and may answer "
                 "others, got True. Remove it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_router_has_servers_that_are_updated_together(self) -> SGLangConfig:
-        if self.router is None:
-            return self
-        if not self.urls:
-            raise ValueError(
+        if self.router is not None and not self.urls:
+            yield (
                 "sglang.router must come with sglang.urls, the servers behind it, which get their weights past it, got none. "
                 "Name them, or remove sglang.router: rondo spreads requests over the servers that it starts"
             )
-        if self.weights != "disk" or self.checksums:
-            raise ValueError(
+        if self.router is not None and (self.weights != "disk" or self.checksums):
+            yield (
                 "sglang.router must come with sglang.weights 'disk' and sglang.checksums False, since its servers are updated "
                 f"with the same calls, got {self.weights!r} and {self.checksums}. Change them, or remove sglang.router"
             )
-        return self
 
 
 class EndpointConfig(Section):
@@ -121,14 +109,12 @@ class EndpointConfig(Section):
     idle_s: float = Field(300.0, gt=0)
     """So long after its last call it goes too, where others need its room."""
 
-    @model_validator(mode="after")
-    def _other_addresses_need_a_token(self) -> EndpointConfig:
+    def refused(self) -> Iterator[str]:
         if not is_loopback(self.host) and self.token_file is None:
-            raise ValueError(
+            yield (
                 f"rollout.endpoint.token_file must be set when rollout.endpoint.host is not loopback, got host {self.host!r} "
                 "without a token. Set it to a file with mode 0600, or the host to '127.0.0.1'"
             )
-        return self
 
 
 class RolloutConfig(Section):
@@ -178,33 +164,31 @@ class RolloutConfig(Section):
     straggler_deadline_s: float | None = Field(None, gt=0)
     """A prompt group that a step waits for longer than this counts as failed; None waits."""
 
-    @model_validator(mode="after")
-    def _limits_make_sense(self) -> RolloutConfig:
+    def refused(self) -> Iterator[str]:
         if "" in self.stop:
-            raise ValueError("rollout.stop must hold texts of one character or more, got an empty one. Remove it")
+            yield "rollout.stop must hold texts of one character or more, got an empty one. Remove it"
         if self.top_k == 1:
-            raise ValueError(
+            yield (
                 "rollout.top_k must leave more than one token to draw from, since samples of a prompt are equal else and teach "
                 "nothing, got 1. Remove it"
             )
         if self.max_interruptions is not None and self.on_new_weights == "continue":
-            raise ValueError(
+            yield (
                 "rollout.max_interruptions must not be set with rollout.on_new_weights 'continue', which interrupts nothing, "
                 f"got {self.max_interruptions}. Set rollout.on_new_weights to 'recompute' or 'interrupt', or remove it"
             )
         if self.sglang is not None and (paused := PAUSES[self.on_new_weights]) != self.sglang.pause:
-            raise ValueError(
+            yield (
                 f"rollout.sglang.pause must be {paused!r} with rollout.on_new_weights {self.on_new_weights!r}, since a server "
                 f"does the same to all its requests, got {self.sglang.pause!r}. Change one of them"
             )
         if self.sglang is not None and self.max_interruptions is not None:
-            raise ValueError(
+            yield (
                 "rollout.max_interruptions must be None with rollout.sglang, whose servers do not count them, "
                 f"got {self.max_interruptions}. Remove it"
             )
         if self.straggler_deadline_s is not None and self.straggler_deadline_s < self.lease_deadline_s:
-            raise ValueError(
+            yield (
                 "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s, "
                 f"got {self.straggler_deadline_s} and {self.lease_deadline_s}. A lost lease needs time to be noticed"
             )
-        return self

@@ -1,29 +1,18 @@
-"""Settings of training: algorithm, optimizer and micro-batches, and the warm-up on demonstrations.
+"""Settings of training: optimizer and micro-batches, and the warm-up on demonstrations.
 
-Owns their bounds. Does not own what an algorithm computes (`roles/algorithms/algorithm.py`, `roles/algorithms/losses.py`).
+Owns their bounds. Does not own the algorithm (`roles/algorithms/algorithm.py`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from rondo.roles.algorithms.algorithm import (
-    ALGORITHMS,
-    Advantage,
-    Algorithm,
-    BatchNormalization,
-    KlEstimator,
-    Normalizer,
-    PolicyLoss,
-    TisLevel,
-    TisMode,
-    resolve,
-)
 from rondo.roles.config.data import DataConfig
-from rondo.runtime.section import FunctionRef, Section, nearest
+from rondo.runtime.section import FunctionRef, Section
 
 
 def _regular(pattern: str) -> str:
@@ -35,79 +24,6 @@ def _regular(pattern: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_regular)]
-
-
-class AlgorithmConfig(Section):
-    """The algorithm and its options. An option that is None keeps what the algorithm stands for."""
-
-    name: str = "grpo"
-    clip_low: float | None = Field(None, gt=0, lt=1)
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: float | None = Field(None, gt=0)
-    """The ratio is clipped at 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of tokens with negative advantage at -dual_clip x advantage (by default 3); 1e9 bounds nothing."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference model in the loss; 0 needs no reference."""
-    kl: KlEstimator = "k3"
-    normalize_std: bool | None = None
-    """Whether advantages are divided by the standard deviation of their prompt group."""
-    normalizer: Normalizer | None = None
-    """Mean over samples of token means, mean over tokens, or sum / (samples x max_new_tokens)."""
-    normalize_batch: BatchNormalization | None = None
-    """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples."""
-    advantage: Advantage | FunctionRef | None = None
-    """`def advantage(rewards, masks)`: from the rewards of a prompt group to numbers for its samples, or for their tokens."""
-    policy_loss: PolicyLoss | FunctionRef | None = None
-    """`def loss(batch, algorithm)`: the loss of every token of some samples."""
-    correction: FunctionRef | None = None
-    """`def correction(batch, algorithm)`: what the loss of every token is weighted with, in the place of `tis_*`."""
-    old_log_probs: Literal["auto", "self", "actor_fwd", "rollout"] = "auto"
-    """pi_old of the ratio: `old_log_probs_source` has the rule for auto. With a name, that and nothing else: no
-    correction but one that is set."""
-    tis_low: float | None = Field(None, ge=0)
-    tis_high: float | None = Field(None, gt=0)
-    """Importance correction, engine against trainer: the loss is weighted with pi_old / pi_rollout within these bounds. By
-    default up to 2 where the two do not compute alike (SGLang, or bfloat16)."""
-    tis_mode: TisMode | None = None
-    """Beyond the bounds a weight is truncated to them (the default), or masked: 0."""
-    tis_level: TisLevel | None = None
-    """Whether weights are those of tokens (the default), or of samples: product or geometric mean over their tokens."""
-
-    @model_validator(mode="after")
-    def _options_fit_the_algorithm(self) -> AlgorithmConfig:
-        if self.name not in ALGORITHMS:
-            raise ValueError(
-                f"algorithm.name must name an algorithm, got {self.name!r}. {nearest(self.name, list(ALGORITHMS))}"
-            )
-        for option in ("tis_low", "tis_mode", "tis_level"):
-            if getattr(self, option) is not None and self.tis_high is None:
-                raise ValueError(
-                    f"algorithm.tis_high must be set with algorithm.{option}, got only {option} {getattr(self, option)}. "
-                    "Set both"
-                )
-        for option, other in (("tis_high", "correction"), ("normalize_std", "advantage")):
-            if getattr(self, option) is not None and getattr(self, other) is not None:
-                raise ValueError(
-                    f"algorithm.{option} must be left out with algorithm.{other}, which decides that, "
-                    f"got {getattr(self, option)}. Remove one of them"
-                )
-        if self.tis_high is not None and self.tis_high <= (self.tis_low or 0.0):
-            raise ValueError(
-                f"algorithm.tis_high must be greater than algorithm.tis_low, got {self.tis_high} and {self.tis_low}. "
-                "Exchange them"
-            )
-        if self.tis_high is not None and self.old_log_probs == "rollout":
-            raise ValueError(
-                "algorithm.old_log_probs must not be 'rollout' with algorithm.tis_high, whose weights would all be 1, "
-                "got both. Remove tis_high, or set old_log_probs to 'self' or 'actor_fwd'"
-            )
-        resolve(self)
-        return self
-
-    def resolved(self) -> Algorithm:
-        """The algorithm's record with these options."""
-        return resolve(self)
 
 
 Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
@@ -166,14 +82,12 @@ class TrainConfig(OptimizerConfig):
     """The run stops when the mean absolute gap between the log-probs of engine and trainer under the same weights is
     greater in a step, in nats; None only measures it."""
 
-    @model_validator(mode="after")
-    def _schedule_has_an_end(self) -> TrainConfig:
+    def refused(self) -> Iterator[str]:
         if self.schedule == "constant" and self.min_lr_fraction:
-            raise ValueError(
+            yield (
                 "train.min_lr_fraction must be 0 with train.schedule 'constant', which never falls, "
                 f"got {self.min_lr_fraction}. Set train.schedule to 'linear' or 'cosine', or remove it"
             )
-        return self
 
 
 class SftConfig(OptimizerConfig):
@@ -198,26 +112,22 @@ class SftConfig(OptimizerConfig):
     micro_batch_tokens: int = Field(4096, ge=1)
     """Also the longest demonstration, in tokens."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> SftConfig:
+    def refused(self) -> Iterator[str]:
         given = [name for name in ("rows", "data", "demonstrate") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(
+            yield (
                 "exactly one of sft.rows, sft.data and sft.demonstrate must be set, "
                 f"got {' and '.join(given) or 'none'}. Name one source of demonstrations"
             )
         if self.data is not None and self.data.held_out:
-            raise ValueError(f"sft.data.held_out must be 0, got {self.data.held_out}. Remove it")
+            yield f"sft.data.held_out must be 0, got {self.data.held_out}. Remove it"
         if self.data is not None and self.data.label is None and not self.data.apply_chat_template:
-            raise ValueError(
+            yield (
                 "sft.data.label must name the answer, or be None where sft.data.apply_chat_template is True and the last message "
                 "of a prompt is its answer, got None without it. Set one of them"
             )
         if self.warmup_steps >= self.steps:
-            raise ValueError(
-                f"sft.warmup_steps must be less than sft.steps, got {self.warmup_steps} and {self.steps}. Lower it"
-            )
-        return self
+            yield f"sft.warmup_steps must be less than sft.steps, got {self.warmup_steps} and {self.steps}. Lower it"
 
     def source(self, prompts: DataConfig) -> DataConfig:
         """The demonstrations as a data set, with the answer as its label. `prompts` are the run's: `rows` are written as they

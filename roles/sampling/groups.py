@@ -140,7 +140,7 @@ class PromptGroups:
         """What a group with these samples is settled as, and why; None where it is trained. Of errors the first is told."""
         config = self.job.config
         num_scored = sum(sample.reward is not None for sample in ended)
-        least = min(len(ended), config.algorithm.resolved().min_group_size)
+        least = min(len(ended), config.algorithm.min_group_size)
         if num_scored < least:
             why = errors[0] if errors else "under an earlier lease"
             return (

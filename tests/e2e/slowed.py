@@ -21,7 +21,6 @@ from rondo.launch.modes import fully_async
 from rondo.launch.train import TrainOptions
 from rondo.models.config import ModelConfig
 from rondo.roles.actor import ActorRole
-from rondo.roles.algorithms.algorithm import Algorithm
 from rondo.roles.algorithms.losses import Batch
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.engines.engine import Completion, Request
@@ -54,7 +53,7 @@ def by_token(rewards: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.full(len(mask), reward) for reward, mask in zip(rewards - 0.5, masks, strict=True)])
 
 
-def plain(batch: Batch, algorithm: Algorithm) -> Any:
+def plain(batch: Batch, algorithm: AlgorithmConfig) -> Any:
     return -batch.log_probs * batch.advantages, {"own_entropy": batch.entropy}
 
 

@@ -197,7 +197,7 @@ def test_evaluation_without_held_out_rows_needs_data_of_its_own() -> None:
 
 def test_dapo_with_its_filter_is_a_job() -> None:
     job = JobConfig.model_validate(changed(("algorithm.name", "dapo"), ("rollout.filter", "zero_std")))
-    assert job.algorithm.resolved().needs_dynamic_sampling
+    assert job.algorithm.needs_dynamic_sampling
 
 
 def test_a_column_ring_larger_than_a_rollout_ring_is_refused() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
@@ -19,11 +20,9 @@ class Inner(Section):
     kind: Literal["fast", "slow"] = "fast"
     function: FunctionRef | None = None
 
-    @model_validator(mode="after")
-    def _slow_is_below_ten(self) -> Inner:
+    def refused(self) -> Iterator[str]:
         if self.kind == "slow" and self.speed >= 10:
-            raise ValueError(f"inner.speed must be below 10 when inner.kind is 'slow', got {self.speed}. Lower it")
-        return self
+            yield f"inner.speed must be below 10 when inner.kind is 'slow', got {self.speed}. Lower it"
 
 
 class Outer(Section):

@@ -38,7 +38,7 @@ def config_of(folder: Path, *sets: str) -> RunConfig:
 def found(config: RunConfig) -> list[tuple[str, str]]:
     report = Report()
     look_at_own(config, report)
-    return [(finding["level"], finding["text"]) for finding in report.findings]
+    return [(finding.level, finding.text) for finding in report.findings]
 
 
 def own(folder: Path) -> list[str]:
@@ -51,13 +51,17 @@ def own(folder: Path) -> list[str]:
 
 
 def test_the_example_of_the_page_works_and_is_taken_along(tmp_path: Path) -> None:
-    config = config_of(tmp_path, *own(tmp_path))
+    config = config_of(tmp_path, *own(tmp_path), "algorithm.name=gspo", "algorithm.own=True")
     names = ["algorithm.advantage", "algorithm.policy_loss", "algorithm.correction", "roles.advantages"]
     assert found(config) == [("ok", f"{name} works on a dummy batch") for name in names]
     assert found(config_of(tmp_path)) == []  # ours are ours
     taken = take(config, tmp_path / "demo_config.py", tmp_path / "run" / "code")
     assert taken.loss().policy_loss == f"{tmp_path}/run/code/own.py:gspo"
     assert (tmp_path / "run" / "code" / "own.py").read_text() == (tmp_path / "own.py").read_text()
+    assert unresolve(resolve(taken)).algorithm == taken.algorithm and (taken.algorithm.name, taken.algorithm.own) == (
+        "gspo",
+        True,
+    )
     classes = {spec.role: spec.roles for spec in group_specs(unresolve(resolve(taken)))}
     assert classes["advantages"] == (f"{tmp_path}/run/code/own.py:Own",)
     assert classes["actor"] == ("rondo.roles.actor:ActorRole",)

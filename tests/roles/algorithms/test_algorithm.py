@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from pydantic import ValidationError
 
 from rondo.roles.algorithms.advantages import ADVANTAGES
-from rondo.roles.algorithms.algorithm import ALGORITHMS, old_log_probs_source, resolve
+from rondo.roles.algorithms.algorithm import ALGORITHMS, FIXED, old_log_probs_source
 from rondo.roles.algorithms.losses import POLICY_LOSSES
 from rondo.roles.config import AlgorithmConfig
 
 
 def test_every_record_names_functions_that_exist() -> None:
-    for algorithm in ALGORITHMS.values():
+    for algorithm in (AlgorithmConfig(name=name) for name in ALGORITHMS):
         assert algorithm.advantage in ADVANTAGES
         assert algorithm.policy_loss in POLICY_LOSSES
-        fields = {field.name for field in dataclasses.fields(algorithm)}
-        assert set(algorithm.fixed) <= fields
+        assert {*FIXED.get(algorithm.name, ()), *ALGORITHMS[algorithm.name]} <= set(AlgorithmConfig.model_fields)
 
 
-def test_options_that_are_not_set_keep_the_record() -> None:
-    for name, record in ALGORITHMS.items():
-        assert AlgorithmConfig(name=name).resolved() == record
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_options_that_are_not_set_or_none_are_what_the_name_stands_for(name: str) -> None:
+    made = AlgorithmConfig(name=name)
+    assert made.model_dump().items() >= ALGORITHMS[name].items()
+    assert AlgorithmConfig.model_validate(dict.fromkeys(AlgorithmConfig.model_fields) | {"name": name}) == made
+    # What was resolved is no contradiction, and means the same.
+    for options in ({}, {"normalize_std": made.advantage == "group_mean_std"}, {"normalize_batch": "tokens"}):
+        made = AlgorithmConfig.model_validate({"name": name, **options})
+        assert AlgorithmConfig.model_validate_json(made.model_dump_json()) == made
+
+
+def test_an_algorithm_of_the_users_own_is_what_its_fields_say() -> None:
+    own = AlgorithmConfig(name="mine", own=True, advantage="own.py:gae", min_group_size=1, needs_full_step=True)
+    assert (own.min_group_size, own.needs_full_step, own.normalizer) == (1, True, "sample")
+    assert AlgorithmConfig.model_validate_json(own.model_dump_json()) == own
 
 
 def test_grpo_is_symmetric_and_normalised_and_samples_count_alike() -> None:
-    grpo = AlgorithmConfig().resolved()
+    grpo = AlgorithmConfig()
     assert (grpo.clip_low, grpo.clip_high, grpo.advantage, grpo.normalizer) == (0.2, 0.2, "group_mean_std", "sample")
     assert not grpo.needs_reference and grpo.dual_clip == 3.0
 
 
 def test_dr_grpo_drops_both_biases() -> None:
-    dr_grpo = AlgorithmConfig(name="dr_grpo").resolved()
+    dr_grpo = AlgorithmConfig(name="dr_grpo")
     assert (dr_grpo.advantage, dr_grpo.normalizer) == ("group_mean", "constant")
 
 
 def test_dapo_clips_higher_and_counts_tokens() -> None:
-    dapo = AlgorithmConfig(name="dapo").resolved()
+    dapo = AlgorithmConfig(name="dapo")
     assert (dapo.clip_low, dapo.clip_high, dapo.normalizer, dapo.needs_dynamic_sampling) == (0.2, 0.28, "token", True)
 
 
@@ -52,7 +61,7 @@ def test_options_change_the_record() -> None:
         normalize_std=False,
         normalizer="token",
         tis_high=2,
-    ).resolved()
+    )
     assert (changed.clip_low, changed.clip_high, changed.dual_clip) == (0.1, 0.3, 3)
     assert (changed.kl_coef, changed.kl, changed.needs_reference) == (0.02, "k2", True)
     assert (changed.advantage, changed.normalizer) == ("group_mean", "token")
@@ -60,8 +69,8 @@ def test_options_change_the_record() -> None:
 
 
 def test_a_symmetric_clip_stays_symmetric() -> None:
-    assert AlgorithmConfig(clip_low=0.1).resolved().clip_high == 0.1
-    assert AlgorithmConfig(name="dapo", clip_low=0.1).resolved().clip_high == 0.28
+    assert AlgorithmConfig(clip_low=0.1).clip_high == 0.1
+    assert AlgorithmConfig(name="dapo", clip_low=0.1).clip_high == 0.28
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,9 @@ def test_a_symmetric_clip_stays_symmetric() -> None:
         ({"name": "dapo", "normalizer": "sample"}, "algorithm.normalizer must be left out"),
         ({"name": "grop"}, "algorithm.name must name an algorithm"),
         ({"name": "dr-grpo"}, "Did you mean 'dr_grpo'"),
+        ({"name": "grpo", "own": True}, "algorithm.name must be none of ours with algorithm.own, got 'grpo'"),
+        ({"min_group_size": 4}, r"algorithm.min_group_size must be left out .* Remove it, or set algorithm.own=True"),
+        ({"needs_full_step": True}, "algorithm.needs_full_step must be left out"),
         ({"tis_low": 0.5}, "algorithm.tis_high must be set with algorithm.tis_low"),
         ({"tis_low": 2.0, "tis_high": 1.0}, "algorithm.tis_high must be greater than algorithm.tis_low"),
         ({"tis_mode": "mask"}, "algorithm.tis_high must be set with algorithm.tis_mode"),
@@ -123,7 +135,7 @@ def test_old_log_probs_come_from(
 ) -> None:
     config = AlgorithmConfig.model_validate({"old_log_probs": asked})
     assert old_log_probs_source(config, on_policy=on_policy, has_actor_fwd=has_actor_fwd, alike=alike) == source
-    assert resolve(config, alike=alike).tis_high == bound
+    assert config.for_numerics(alike=alike).tis_high == bound
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -135,12 +147,12 @@ def test_with_a_correction_old_log_probs_are_never_the_engines(
 ) -> None:
     config = AlgorithmConfig(tis_high=3.0)
     assert old_log_probs_source(config, on_policy=on_policy, has_actor_fwd=has_fwd, alike=alike) == source
-    assert resolve(config, alike=alike).tis_high == 3.0
+    assert config.for_numerics(alike=alike).tis_high == 3.0
 
 
 def test_whitening_needs_the_whole_step() -> None:
-    assert not AlgorithmConfig().resolved().needs_full_step
-    made = AlgorithmConfig(name="dr_grpo", normalize_batch="samples").resolved()
+    assert not AlgorithmConfig().needs_full_step
+    made = AlgorithmConfig(name="dr_grpo", normalize_batch="samples")
     assert made.needs_full_step and made.normalize_batch == "samples" and made.advantage == "group_mean"
 
 

@@ -49,7 +49,7 @@ def run(made: Policy, batch: list[TrainRow], cuts: list[list[int]], passes: int)
 def plain(config: JobConfig, path: str, batch: list[TrainRow], sizes: list[int]) -> tuple[torch.Tensor, float]:
     """The same with one row at a time, whole logits and torch's own AdamW: (weights, mean loss of the updates)."""
     policy = load_model(path, dtype="float32", device="cpu", attn=config.model.attn)
-    train, algorithm = config.train, config.algorithm.resolved()
+    train, algorithm = config.train, config.algorithm
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
     )
