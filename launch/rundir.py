@@ -26,7 +26,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -123,18 +122,8 @@ class RunDir:
         return self.path / "config.resolved.json"
 
     @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    def logs(self, attempt: int) -> Path:
-        """The folder for an attempt's logs, made when it is missing."""
-        folder = self.path / "logs" / f"attempt_{attempt}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
 
     def next_attempt(self) -> int:
         """One more than the newest attempt that left logs; 0 at first."""
@@ -157,9 +146,7 @@ class RunDir:
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

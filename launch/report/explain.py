@@ -27,7 +27,12 @@ _LITTLE = 0.1
 """Of a step: who waits less is not held up."""
 _FULL = 0.85
 """Of a machine's cores."""
-_WITHOUT_ACTOR_FWD = "without actor_fwd, algorithm.old_log_probs='auto' takes log-probs that are there already"
+_UNNEEDED = {
+    "reference": "algorithm.kl_coef=0 needs no reference",
+    "actor_fwd": "without actor_fwd, algorithm.old_log_probs='auto' takes log-probs that are there already",
+}
+"""How to do without a role."""
+_APART = "put them into groups of their own (modes.hybrid or modes.fully_async), so that both work at once"
 _SERVICES = ("supervisor", "nursery", "coordinator", "partitions", "store")
 
 
@@ -247,15 +252,10 @@ def _one_thread(whom: str, why: list[str], roles: Mapping[str, RoleShare], setup
     why.append("at work on the thread that they share: " + ", ".join(f"{name} {busy:.0%}" for busy, name in at_work))
     change = ["more threads or a device for that process"]
     if whom == "rollout":
-        change.append(
-            "put them into groups of their own (modes.hybrid or modes.fully_async), so that both work at once"
-        )
+        change.append(_APART)
     else:
         change.append(f"put {whom} into a group of its own (modes.fully_async), where cores or devices are free for it")
-        if whom == "reference":
-            change.append("algorithm.kl_coef=0 needs no reference")
-        if whom == "actor_fwd":
-            change.append(_WITHOUT_ACTOR_FWD)
+        change += [_UNNEEDED[whom]] if whom in _UNNEEDED else []
     return Finding(
         whom,
         f"{whom} and the trainer share one process: what one computes, the other waits for.",
@@ -266,7 +266,7 @@ def _one_thread(whom: str, why: list[str], roles: Mapping[str, RoleShare], setup
 
 def _turns(setup: Setup) -> tuple[str, ...]:
     if setup.takes_turns:
-        return ("put them into groups of their own (modes.hybrid or modes.fully_async), so that both work at once",)
+        return (_APART,)
     now = setup.max_staleness
     return (f"max_staleness={now + 1} (now {now}): samples may be one version older, and generation goes on meanwhile",)
 
@@ -285,25 +285,20 @@ def _quicker_rollout(tail: float, setup: Setup) -> tuple[str, ...]:
 
 def _others(whom: str, setup: Setup) -> tuple[str, tuple[str, ...]]:
     """What it means that the trainer waits for `whom` longest, and what to change."""
-    now = setup.processes.get(whom, 1)
-    match whom:
-        case "reward":
-            workers = setup.reward_workers
-            return "rewards limit this run.", (f"reward.num_workers={2 * workers} (now {workers}), or a quicker one",)
-        case "weights":
-            text = "publication limits this run: new weights arrive late at rollout."
-            return text, (f"max_staleness={setup.max_staleness + 1} (now {setup.max_staleness})",)
-        case "coordinator":
-            text = "messages limit this run: rows are there, but rounds come late."
-            return text, ("fewer, larger rounds: a greater train.micro_batch_tokens",)
-        case "reference":
-            advice = (f"reference_replicas={now + 1}, or reference_threads", "algorithm.kl_coef=0 needs no reference")
-            return "reference limits this run.", advice
-        case "actor_fwd":
-            advice = (f"actor_fwd_replicas={now + 1}, or actor_fwd_threads", _WITHOUT_ACTOR_FWD)
-            return "actor_fwd limits this run.", advice
-        case _:
-            return f"{whom} limits this run.", (f"more replicas of {whom} (now {now})",)
+    now, workers, staleness = setup.processes.get(whom, 1), setup.reward_workers, setup.max_staleness
+    if whom in _UNNEEDED:
+        return f"{whom} limits this run.", (f"{whom}_replicas={now + 1}, or {whom}_threads", _UNNEEDED[whom])
+    return {
+        "reward": ("rewards limit this run.", (f"reward.num_workers={2 * workers} (now {workers}), or a quicker one",)),
+        "weights": (
+            "publication limits this run: new weights arrive late at rollout.",
+            (f"max_staleness={staleness + 1} (now {staleness})",),
+        ),
+        "coordinator": (
+            "messages limit this run: rows are there, but rounds come late.",
+            ("fewer, larger rounds: a greater train.micro_batch_tokens",),
+        ),
+    }.get(whom, (f"{whom} limits this run.", (f"more replicas of {whom} (now {now})",)))
 
 
 def _processors(setup: Setup, processor: Processor) -> Finding | None:
