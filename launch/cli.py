@@ -191,16 +191,16 @@ def _in(module: str, name: str) -> Callable[..., int]:
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser, and the names of the verbs."""
     parser = _Parser(prog="rondo", description="Asynchronous reinforcement learning for language models.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print the version")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
-    def verb(name: str, run: Callable[..., int], text: str, *parents: argparse.ArgumentParser) -> Callable[..., Any]:
+    def verb(name: str, run: Callable[..., int], text: str, *parents: _Parser) -> Callable[..., Any]:
         """Takes its options, one call each."""
         made = verbs.add_parser(name, help=text, description=text, parents=parents)
         made.set_defaults(verb=run)
         return made.add_argument
 
-    config, run, steps, as_json, plain = (argparse.ArgumentParser(add_help=False) for _ in range(5))
+    config, run, steps, as_json, plain = (_Parser(add_help=False) for _ in range(5))
     config.add_argument("config", metavar="CONFIG.py", type=Path, help="a module that defines `config`")
     _add_sets(config.add_argument, "change a setting: --set train.lr=1e-6")
     run.add_argument(

@@ -26,6 +26,7 @@ import importlib.util
 import json
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -40,6 +41,7 @@ TAKEN = "rondo_code.json"
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 _INSTALLED = {"site-packages", "dist-packages"}
 _FILE_MODULE = "_rondo_file_"
+_loading = threading.RLock()
 _named: dict[str, object] = {}
 """Reference -> the object that it was made from, in this process."""
 
@@ -158,9 +160,14 @@ def load_reference(reference: str, what: str) -> Callable[..., Any]:
     return function
 
 
-@functools.cache
 def load_file(path: str) -> ModuleType:
     """The module in the file at `path`, loaded once a process, with its neighbours importable from then on."""
+    with _loading:  # a cache alone loads it in each of two threads that come at once
+        return _load_file(path)
+
+
+@functools.cache
+def _load_file(path: str) -> ModuleType:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(path)

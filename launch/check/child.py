@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +38,15 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = unresolve(orjson.loads((folder / QUESTION).read_bytes()))
     report = Report()
-    tokenizers: list[Any] = []
-    rows: list[Row] = []
-    report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
-    report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
-    report.look(lambda: look_at_reward(config, report, rows), "reward.function")
+
+    def look_at_rows() -> list[Row]:
+        tokenizers: list[Any] = []
+        rows: list[Row] = []
+        report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
+        report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
+        return rows
+
+    report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
     report.look(lambda: look_at_workflow(config), "rollout.workflow")
     look_at_own(config, report)
     if any(group.devices for group in config.groups):
@@ -54,27 +58,34 @@ def main() -> None:
     (folder / ANSWER).write_bytes(report.to_json())
 
 
-def look_at_reward(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
-    """The function scores dummy answers to a few rows, in a worker and under a deadline as in the run."""
+def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[], Sequence[Row]]) -> None:
+    """The function scores dummy answers to a few rows, in a worker and under a deadline as in the run. What finds the rows is
+    called in any case, in a thread, while that worker starts."""
     from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 
-    reward = config.reward
+    reward, rows = config.reward, list[Row]()
 
     async def scored() -> list[tuple[str, RewardResult]]:
         load_s = config.supervision.load_s
         found: list[tuple[str, RewardResult]] = []
-        tried: list[tuple[Row, Sequence[str]]] = [(row, _answers_to(row)) for row in rows]
-        if reward.per == "response":
-            tried = [(row, [answer]) for row, answers in tried for answer in answers]
-        async with RewardPool(
-            reward.function, per=reward.per, deadline_s=reward.deadline_s, load_deadline_s=load_s
-        ) as pool:
-            for row, answers in tried:
-                results = await pool.score([RewardItem(each, row.label, row.prompt, row.metadata) for each in answers])
-                places = [f"the answer {answer!r} to {row.name}" for answer in answers]
-                found += zip(places, results, strict=True)
-                if results[-1].timed_out:  # others would last as long
-                    break
+        looking = asyncio.create_task(asyncio.to_thread(look_at_rows))
+        try:
+            async with RewardPool(
+                reward.function, per=reward.per, deadline_s=reward.deadline_s, load_deadline_s=load_s
+            ) as pool:
+                rows.extend(await looking)
+                tried: list[tuple[Row, Sequence[str]]] = [(row, _answers_to(row)) for row in rows]
+                if reward.per == "response":
+                    tried = [(row, [answer]) for row, answers in tried for answer in answers]
+                for row, answers in tried:
+                    asked = [RewardItem(each, row.label, row.prompt, row.metadata) for each in answers]
+                    results = await pool.score(asked)
+                    places = [f"the answer {answer!r} to {row.name}" for answer in answers]
+                    found += zip(places, results, strict=True)
+                    if results[-1].timed_out:  # others would last as long
+                        break
+        finally:
+            await looking
         return found
 
     found = asyncio.run(scored())

@@ -121,12 +121,11 @@ class Elsewhere:
             self._process.kill()
 
 
-def look_at_order(fingerprints: Mapping[str, Any], beside: Elsewhere) -> None:
+def look_at_order(fingerprints: Mapping[str, Fingerprint], beside: Elsewhere) -> None:
     """Rows that functions make must be the same, in the same order, in another process: by their places rows are held out."""
     theirs = beside.answer(_BESIDE_S)["fingerprints"]
-    for name, fingerprint in fingerprints.items():
-        found, other = Fingerprint(**fingerprint), Fingerprint(**theirs[name])
-        if other != found:
+    for name, found in fingerprints.items():
+        if (other := Fingerprint(**theirs[name])) != found:
             raise ConfigError(
                 f"{name} must be the same rows in the same order in every process, got {found} in one and {other} in another. "
                 "Let the function sort what comes out of a set, and draw with a seed of its own"
@@ -164,7 +163,7 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
         report.look(lambda part=part: usable.extend(_look_at_part(part, report)), part.name)  # type: ignore[misc]
     for text in _doubts(config, opened):
         report.add("note", text)
-    report.add("ok", f"{len(opened.train)} rows to train on, {report.facts['num_held_out']} held out")
+    report.add("ok", f"{len(opened.train)} rows to train on, {report.facts.num_held_out} held out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +206,7 @@ class _Seen:
     broken: list[str] = field(default_factory=list)
     num_rows: int = 0
     num_media: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(made.num_tokens for made in self.made) + sum(error.num_tokens for error in self.too_long)
+    num_tokens: int = 0
 
 
 def _see(part: _Part) -> _Seen:
@@ -226,10 +222,13 @@ def _see(part: _Part) -> _Seen:
                 continue
             seen.num_media += bool(row.media)
             made = part.make(row, settings)
-            seen.made += [made] if made is not None else []
+            if made is not None:
+                seen.made.append(made)
+                seen.num_tokens += made.num_tokens
             seen.usable.append(row)
         except TooLong as error:
             seen.too_long.append(error)
+            seen.num_tokens += error.num_tokens
         except RowError as error:
             seen.broken.append(settings_at(part.name, str(error), "data"))
         seen.num_rows += 1
@@ -333,6 +332,7 @@ class _Maker:
         if self._opened is None:
             from rondo.roles.data.media import preparer
 
+            assert self._report.facts.model_path is not None
             self._opened = preparer(self._report.facts.model_path, self._config.media)
         return self._opened(row, settings, limit, setting)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 from pydantic import TypeAdapter
 
 from rondo.launch.check.estimate import Shape
+from rondo.roles.data.fingerprints import Fingerprint
 from rondo.runtime.errors import RondoError
 from rondo.runtime.reference import in_one_line, in_users_words
 
@@ -43,8 +44,8 @@ class Facts:
     """Memory of the smallest device of this machine."""
     num_rows: int | None = None
     num_held_out: int | None = None
-    fingerprints: dict[str, dict[str, Any]] | None = None
-    """Of every data set: the number of its rows, and their digest (`roles/data/fingerprints.py`)."""
+    fingerprints: dict[str, Fingerprint] | None = None
+    """Of every data set."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -193,6 +196,21 @@ def test_a_function_that_its_own_name_does_not_find_is_refused(tmp_path: Path) -
         assert text.endswith("give it a `def` of its own.")
     for same in (module.exact, module.score, module.decorated):
         assert load_reference(as_reference(same), "reward.function") is same
+
+
+def test_a_file_that_two_threads_ask_for_at_once_is_loaded_once(tmp_path: Path) -> None:
+    (tmp_path / "meeting.py").write_text(
+        "import os, contextlib, threading\n"
+        "os.meeting[0] += 1\n"
+        "with contextlib.suppress(threading.BrokenBarrierError):\n    os.meeting[1].wait(0.2)\n"
+    )
+    os.meeting = [0, threading.Barrier(2)]  # type: ignore[attr-defined]
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            one, other = threads.map(load_file, [str(tmp_path / "meeting.py")] * 2)
+        assert one is other and os.meeting[0] == 1  # type: ignore[attr-defined]
+    finally:
+        del os.meeting  # type: ignore[attr-defined]
 
 
 def test_every_reference_of_the_settings_can_be_changed(tmp_path: Path) -> None:

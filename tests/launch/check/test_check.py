@@ -418,7 +418,7 @@ def test_a_workflow_that_cannot_be_loaded_or_called_is_told(make: Make, tmp_path
 def tried(config: RunConfig) -> list[tuple[str, str]]:
     """(level, text) of what the look at the reward finds."""
     report, rows = check_child.Report(), [Row(f"row {label}", "p", label, {}) for label in "12"]
-    report.look(lambda: check_child.look_at_reward(config, report, rows), "reward.function")
+    report.look(lambda: check_child.look_at_reward(config, report, lambda: rows), "reward.function")
     return [(finding.level, finding.text) for finding in report.findings]
 
 

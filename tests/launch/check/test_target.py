@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rondo.launch.check.estimate import Blocks, Shape, generating_bytes, group_estimate, training_bytes
-from rondo.launch.check.findings import Finding
+from rondo.launch.check.findings import Facts, Finding
 from rondo.launch.check.target import Target, judge_devices, judge_target, place, segment_bytes
 from rondo.launch.config import RunConfig, load
 from rondo.launch.groups import RoleGroup
@@ -78,7 +78,7 @@ def test_groups_without_a_place_are_named(rollouts: int, ranks: int, num_nodes: 
 
 def test_devices_that_nodes_do_not_have_are_an_error_with_the_sum(tmp_path: Path) -> None:
     config = config_of(tmp_path, "groups.0.devices=1", "groups.1.devices=1", "groups.1.processes=4")
-    (finding,) = judge_target(config, Target(2, 2, 80 * GIB, 64 * GIB), None, None)
+    (finding,) = judge_target(config, Target(2, 2, 80 * GIB, 64 * GIB), Facts())
     assert finding == Finding(
         "error",
         "groups must find their devices on 2 nodes with 2 devices each, got rollout 1 + actor 4 = 5: rollout-0 finds no node "
@@ -88,7 +88,7 @@ def test_devices_that_nodes_do_not_have_are_an_error_with_the_sum(tmp_path: Path
 
 def test_several_nodes_are_noted_as_what_cannot_be_started(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    one, two = (list(judge_target(config, Target(n, 0, 0, 64 * GIB), None, None)) for n in (1, 2))
+    one, two = (list(judge_target(config, Target(n, 0, 0, 64 * GIB), Facts())) for n in (1, 2))
     assert [finding.level for finding in one] == ["ok"]
     assert [finding.level for finding in two] == ["ok", "ok", "note"]
 
@@ -144,7 +144,9 @@ def test_a_model_that_fits_only_after_loading_does_not_fit(tmp_path: Path) -> No
 
 def test_a_node_whose_memory_does_not_suffice_is_named_with_what_it_would_hold(tmp_path: Path) -> None:
     config = config_of(tmp_path, "groups.0.devices=1", "groups.1.devices=1", "bus.ring_bytes=4294967296")
-    findings = list(judge_target(config, Target(2, 1, 80 * GIB, 5 * GIB), (1400, 10), SHAPE))
+    findings = list(
+        judge_target(config, Target(2, 1, 80 * GIB, 5 * GIB), Facts(num_parameters=1400, num_tensors=10, shape=SHAPE))
+    )
     (text,) = errors(findings)
     # Of two that are equally large the first of the list goes first: the ring lies on node 0, the snapshots on node 1.
     assert text.startswith("what runs on node 0 must fit into its memory, 5.0 GiB, got about ")

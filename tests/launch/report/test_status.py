@@ -93,7 +93,8 @@ def test_a_run_that_was_killed_is_shown_with_what_it_reached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunDir.create(tmp_path, "demo", {}) as run:
-        run.metrics.write_text('{"time": 1, "source": "actor-0", "kind": "metrics", "step": 2, "reward_mean": 0.5}\n')
+        line = '{"time": 1, "source": "actor-0", "kind": "metrics", "step": 2, "reward_mean": 0.5}\n'
+        (run.path / "metrics.jsonl").write_text(line)
     assert show_status(tmp_path / "demo") == 1
     assert capsys.readouterr().out == (
         "run demo ended without a summary after step 3, reward 0.500. It has no checkpoint: start it again with `rondo train`\n"

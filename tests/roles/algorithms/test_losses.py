@@ -158,7 +158,7 @@ def test_the_dual_clip_by_hand() -> None:
     assert measured["clip_dual_fraction"].tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("algorithm", map(VARIANTS.get, ALGORITHMS), ids=ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [VARIANTS[name] for name in ALGORITHMS], ids=ALGORITHMS)
 def test_no_ratio_makes_a_token_of_negative_advantage_weigh_more_than_three(algorithm: AlgorithmConfig) -> None:
     for log_ratio in (0.0, 1.0, 1.2, 5.0, 30.0):
         made = {name: torch.zeros(1) for name in TENSORS}
