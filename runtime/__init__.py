@@ -16,7 +16,6 @@ from rondo.runtime.face import lazy
 _FACE = {
     "Actor": "rondo.runtime.actors.actor",
     "ActorRef": "rondo.runtime.actors.ref",
-    "GroupRef": "rondo.runtime.actors.ref",
     "endpoint": "rondo.runtime.actors.actor",
     "serve": "rondo.runtime.actors.actor",
     "Supervisor": "rondo.runtime.supervision.supervisor",

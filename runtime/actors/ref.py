@@ -1,11 +1,10 @@
-"""Calling actors: references to one actor elsewhere, or to all ranks of a group.
+"""Calling actors: a reference to one that lives elsewhere.
 
 Owns the caller's side of a call: its turn, deadline, cancellation, retries, and the connection under it. Does not own what is
 called (`actor.py`), bytes (`transport.py`) or the list of waits (`waits.py`).
 
     ref = ActorRef("unix:/run/x/counter.sock", token=token, peer="counter")
     await ref.call("add", 1, deadline_s=5.0)
-    await GroupRef([ref, other]).call("add", 1)       # both get it, or neither
 
 Invariants: every call ends, with a value, with the endpoint's own error, or with `DeadlineExceeded`, `PeerGone` or `Closed`. At
 most as many of one caller are on the way as the actor's mailbox holds; the next ones wait here, in order.
@@ -14,9 +13,8 @@ most as many of one caller are on the way as the actor's mailbox holds; the next
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -70,7 +68,7 @@ class ActorRef:
         self._token = token
         self._max_frame_bytes = max_frame_bytes
         self._link: _Link | None = None
-        self.turn = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self._num_queued = 0
         self._num_calls = 0
         self._num_connects = 0
@@ -126,17 +124,17 @@ class ActorRef:
                 error.add_note(f"Last attempt: {last}")
             raise
 
-    async def _send_in_turn(self, packed: Packed) -> Awaitable[Any]:
+    async def _send_in_turn(self, packed: Packed) -> Coroutine[Any, Any, Any]:
         self._num_queued += 1
         try:
-            async with self.turn:
-                link = await self.ready()
-                return link.answer(*link.start(packed, None))
+            async with self._turn:
+                link = await self._ready()
+                return link.ask(packed, None)
         finally:
             self._num_queued -= 1
 
-    async def ready(self) -> _Link:
-        """A connection with room for one more call. For `GroupRef`, which holds the turn."""
+    async def _ready(self) -> _Link:
+        """A connection with room for one more call."""
         while True:
             if self._closed:
                 raise Closed(f"the reference to {self.peer} must be open, got a call after close(). Make a new one")
@@ -207,8 +205,8 @@ class _Link(FrameProtocol):
         self._free_waiters.append(waiter)
         await waiter
 
-    def start(self, packed: Packed, wait: Wait | None) -> tuple[int, asyncio.Future[Any]]:
-        """Sends a call. `wait` carries a deadline for this connection to watch, if any."""
+    def ask(self, packed: Packed, wait: Wait | None) -> Coroutine[Any, Any, Any]:
+        """Sends a call at once; the result is awaited. `wait` carries a deadline for this connection to watch, if any."""
         self._last_id = call_id = self._last_id + 1
         self.send(CALL, call_id, *packed)
         self.num_on_the_way += 1
@@ -216,21 +214,17 @@ class _Link(FrameProtocol):
         self._pending[call_id] = (future, wait)
         if wait is not None and wait.due < self._alarm_due:
             self._set_alarm(wait.due)
-        return call_id, future
+        return self._answer(call_id, future)
 
-    async def answer(self, call_id: int, future: asyncio.Future[Any]) -> Any:
-        """Waits for the result of a started call; a cancellation travels."""
+    async def _answer(self, call_id: int, future: asyncio.Future[Any]) -> Any:
+        """Waits for the result of a call; a cancellation travels."""
         try:
             return await future
         except asyncio.CancelledError:
-            self.abandon(call_id)
+            self._abandon(call_id)
             raise
 
-    async def ask(self, packed: Packed, wait: Wait) -> Any:
-        """`start` and `answer` in one."""
-        return await self.answer(*self.start(packed, wait))
-
-    def abandon(self, call_id: int) -> None:
+    def _abandon(self, call_id: int) -> None:
         """Cancels a call at the actor. Its room is free again when the actor has answered."""
         if self._pending.pop(call_id, None) is not None and self.open:
             self.send(CANCEL, call_id, b"")
@@ -318,63 +312,7 @@ class _Link(FrameProtocol):
         late = PROCESS.clock() + 1e-3  # the loop's clock counts whole milliseconds
         for call_id, (future, wait) in list(self._pending.items()):
             if wait is not None and wait.due <= late:
-                self.abandon(call_id)
+                self._abandon(call_id)
                 if not future.done():
                     future.set_exception(PROCESS.exceeded(wait))
         self._set_alarm(min((wait.due for _, wait in self._pending.values() if wait is not None), default=_INF))
-
-
-class GroupRef:
-    """References to all ranks of a group. A call goes to all of them or, where one is not there, to none.
-
-    Calls of one `GroupRef` reach every rank in the same order, whichever tasks make them.
-    """
-
-    def __init__(self, refs: Sequence[ActorRef], *, peer: str | None = None) -> None:
-        if not refs or len(set(refs)) != len(refs):
-            raise ValueError(f"a GroupRef must have one reference a rank, got {len(refs)}, {len(set(refs))} different")
-        self.refs = tuple(refs)
-        self.peer = peer or ", ".join(ref.peer for ref in self.refs)
-
-    async def call(
-        self, method: str, /, *arguments: Any, deadline_s: float | None = 60.0, **keywords: Any
-    ) -> list[Any]:
-        """The results of all ranks, in rank order. The first error is raised, and cancels the call at the others."""
-        packed = pack((method, arguments, keywords))
-        async with waiting(f"call {method}", peer=self.peer, deadline_s=deadline_s) as wait:
-            links: list[_Link] = []
-            started: list[tuple[int, asyncio.Future[Any]]] = []
-            try:
-                links = await self._all_ready()
-                for link in links:  # in one step of the loop: no other call gets in between on some ranks only
-                    started.append(link.start(packed, None))
-                return await asyncio.gather(*[future for _, future in started])
-            except asyncio.CancelledError:
-                futures = [future for _, future in started]
-                silent = [ref.peer for ref, future in zip(self.refs, futures, strict=False) if _unanswered(future)]
-                wait.peer = ", ".join(silent) or self.peer
-                raise
-            finally:
-                for link, (call_id, future) in zip(links, started, strict=False):
-                    if _unanswered(future):
-                        future.cancel()
-                        link.abandon(call_id)
-
-    async def _all_ready(self) -> list[_Link]:
-        """The links of all ranks, each with room for a call at this moment."""
-        while True:
-            async with contextlib.AsyncExitStack() as turns:
-                # In one order for all groups: two that share ranks must not hold one turn and wait for the other.
-                for ref in sorted(self.refs, key=id):
-                    await turns.enter_async_context(ref.turn)
-                links = [await ref.ready() for ref in self.refs]
-            if all(link.free for link in links):
-                return links
-
-    def close(self) -> None:
-        for ref in self.refs:
-            ref.close()
-
-
-def _unanswered(future: asyncio.Future[Any]) -> bool:
-    return not future.done() or future.cancelled()

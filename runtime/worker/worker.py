@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol
 
 import uvloop
 
-from rondo.runtime.actors.actor import Actor, endpoint, serve
+from rondo.runtime.actors.actor import Actor, serve
 from rondo.runtime.errors import Fatal, Stopping
 from rondo.runtime.processes.guard import PARENT_PID, die_with_parent
 from rondo.runtime.records import telling, timeline
@@ -48,22 +48,6 @@ class Role(Protocol):
     async def run(self) -> None: ...
 
 
-class WorkerActor(Actor):
-    """Answers for the process itself; like every actor it also gives its waits and stacks."""
-
-    def __init__(self, process: Process, references: Sequence[str]) -> None:
-        self._process = process
-        self._references = list(references)
-
-    @endpoint
-    async def info(self) -> dict[str, Any]:
-        me = self._process.me
-        return {
-            "group": me.group, "incarnation": me.incarnation, "attempt": me.attempt, "rank": me.rank,
-            "pid": os.getpid(), "roles": self._references, "stopping": self._process.stopping.is_set(),
-        }  # fmt: skip
-
-
 async def run(me: Membership, references: Sequence[str]) -> None:
     """Runs the roles to their end. Raises what the first of them raised, in a group."""
     variables = os.environ
@@ -72,7 +56,8 @@ async def run(me: Membership, references: Sequence[str]) -> None:
     process.look_whether_asked_to_leave()  # it may have come before
     address = f"unix:{me.rt_dir}/{me.group}.{me.rank}.sock"
     try:
-        async with me.beating(), await serve(WorkerActor(process, references), address, token=me.token, name=me.group):
+        # Like every actor it gives its waits and stacks, and more is not asked of a worker.
+        async with me.beating(), await serve(Actor(), address, token=me.token, name=me.group):
             contexts = [WorkerContext(process) for _ in references]
             if NOT_FORKED in os.environ:
                 await contexts[0].report("not_forked", {"rank": me.rank, "why": os.environ[NOT_FORKED]})

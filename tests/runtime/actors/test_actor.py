@@ -20,10 +20,9 @@ import pytest
 import uvloop
 
 from rondo.runtime.actors import actor as actor_module
-from rondo.runtime.actors import ref as ref_module
 from rondo.runtime.actors import transport as wire
 from rondo.runtime.actors.actor import CLEANUP_S, Actor, Server, answering, endpoint, serve
-from rondo.runtime.actors.ref import ActorRef, GroupRef
+from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.actors.transport import FrameProtocol, connect, pack
 from rondo.runtime.errors import (
     Closed,
@@ -786,142 +785,6 @@ async def test_a_cancelled_call_to_nobody_ends_at_once(tmp_path: Path) -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-
-
-# ---------------------------------------------------------------------------------------------- groups
-
-
-@asynccontextmanager
-async def served_group(
-    tmp_path: Path, num_ranks: int = 3, **options: Any
-) -> AsyncGenerator[tuple[list[Probe], GroupRef]]:
-    probes = [Probe() for _ in range(num_ranks)]
-    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(num_ranks)]
-    servers = [
-        await serve(probe, address, token=TOKEN, name=f"probe-0.{rank}", **options)
-        for rank, (probe, address) in enumerate(zip(probes, addresses, strict=True))
-    ]
-    refs = [ActorRef(address, token=TOKEN, peer=f"probe-0.{rank}") for rank, address in enumerate(addresses)]
-    group = GroupRef(refs, peer="probe-0")
-    try:
-        yield probes, group
-    finally:
-        group.close()
-        for server in servers:
-            await server.close()
-
-
-@on_both_loops
-async def test_a_group_call_gathers_the_results_in_rank_order(tmp_path: Path) -> None:
-    async with served_group(tmp_path) as (probes, group):
-        probes[0].begun = [None, None]
-        assert await group.call("log", "x") == [3, 1, 1]
-
-
-@on_both_loops
-async def test_all_ranks_see_the_calls_of_a_group_in_the_same_order(tmp_path: Path) -> None:
-    async with served_group(tmp_path, mailbox=2) as (probes, group):
-
-        async def caller(name: int) -> None:
-            for i in range(10):
-                await group.call("log", [name, i])
-
-        alone = asyncio.create_task(group.refs[1].call("hold", "alone"))  # one rank has less room than the others
-        await asyncio.gather(*[caller(name) for name in range(8)])
-        await probes[1].release("alone")
-        await alone
-        logs = [[item for item in probe.begun if item != "alone"] for probe in probes]
-        assert logs[0] == logs[1] == logs[2]
-        assert sorted(logs[0]) == [[name, i] for name in range(8) for i in range(10)]
-
-
-@on_both_loops
-async def test_a_group_call_goes_to_no_rank_when_one_is_not_there(tmp_path: Path) -> None:
-    async with served_group(tmp_path, num_ranks=2) as (probes, group):
-        with ActorRef(f"unix:{tmp_path}/absent", token=TOKEN, peer="probe-0.2") as absent:
-            with pytest.raises(PeerGone, match="absent must have a listener"):
-                await GroupRef([*group.refs, absent]).call("log", 1)
-        await group.call("rondo.ping")
-        assert [probe.begun for probe in probes] == [[], []]
-
-
-@on_both_loops
-async def test_a_group_call_past_its_deadline_names_the_silent_ranks_and_is_cancelled_there(tmp_path: Path) -> None:
-    async with served_group(tmp_path) as (probes, group):
-        await group.call("rondo.ping")
-        for rank in (0, 2):
-            await probes[rank].release("key")
-        waits: list[waiting] = []
-
-        def noted(*arguments: Any, **options: Any) -> waiting:
-            waits.append(waiting(*arguments, **options))
-            return waits[-1]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ref_module, "waiting", noted)
-            held = asyncio.create_task(group.call("hold", "key"))
-            await probes[1].begun_count(1)
-        while [ref.stats().num_on_the_way for ref in group.refs] != [0, 1, 0]:  # the others' answers have no event here
-            await first_step()
-        waits[0]._expire()  # as its timer does
-        with pytest.raises(DeadlineExceeded, match=r"for 'probe-0\.1' must end"):
-            await held
-        await probes[1].cancelled_count(1)
-
-
-@on_both_loops
-async def test_the_first_error_of_a_group_call_is_raised_and_cancels_the_others(tmp_path: Path) -> None:
-    class Failing(Probe):
-        @endpoint
-        async def hold(self, key: Any) -> Any:
-            raise ValueError("rank 2 failed")
-
-    async with served_group(tmp_path, num_ranks=2) as (probes, group):
-        async with await serve(Failing(), f"unix:{tmp_path}/2", token=TOKEN, name="probe-0.2") as server:
-            with another_ref(server, peer="probe-0.2") as third:
-                with pytest.raises(ValueError, match="rank 2 failed"):
-                    await GroupRef([*group.refs, third]).call("hold", 1)
-        for probe in probes:
-            await probe.cancelled_count(1)
-
-
-@on_both_loops
-async def test_a_group_call_waits_again_for_a_rank_whose_room_was_taken_meanwhile(tmp_path: Path) -> None:
-    async with served_group(tmp_path, num_ranks=2, mailbox=1) as (probes, group):
-        await group.call("rondo.ping")
-        last = asyncio.create_task(group.refs[1].call("hold", "last"))
-        await probes[1].begun_count(1)
-        call = asyncio.create_task(group.call("log", "x"))
-        await first_step()
-        first = asyncio.create_task(group.refs[0].call("hold", "first"))  # takes the room that the group call has seen
-        await probes[0].begun_count(1)
-        await probes[1].release("last")
-        await last
-        await probes[0].release("first")
-        assert await call == [2, 2]
-        await first
-
-
-@on_both_loops
-async def test_groups_that_share_ranks_in_another_order_do_not_block_each_other(tmp_path: Path) -> None:
-    async with served_group(tmp_path, mailbox=1) as (probes, group):
-        middle = group.refs[1]
-        held = asyncio.create_task(middle.call("hold", "held"))
-        await probes[1].begun_count(1)
-        queued = asyncio.create_task(middle.call("log", "queued"))  # its turn is what both groups come to wait for
-        groups = (group, GroupRef(group.refs[::-1]))
-        calls = [asyncio.create_task(each.call("log", "x", deadline_s=60)) for each in groups]
-        await first_step()
-        await probes[1].release("held")
-        await asyncio.gather(held, queued, *calls)
-        assert [len(probe.begun) for probe in probes] == [2, 4, 2]
-
-
-async def test_a_group_has_different_references() -> None:
-    ref = ActorRef("unix:/nowhere", token=TOKEN, peer="probe-0")
-    for refs in ([], [ref, ref]):
-        with pytest.raises(ValueError, match="a GroupRef must have one reference a rank"):
-            GroupRef(refs)
 
 
 # ---------------------------------------------------------------------------------------------- built in

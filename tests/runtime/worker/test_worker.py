@@ -155,7 +155,8 @@ async def test_a_sigterm_that_does_not_come_from_the_supervisor_saves_nothing(st
         pass
     worker.send_signal(signal.SIGTERM)
     with ActorRef(f"unix:{stand.folder}/actor-0.1.sock", token=TOKEN, peer="actor-0.1") as actor:
-        assert (await actor.call("info", deadline_s=PATIENCE_S))["stopping"] is False
+        await actor.call("rondo.ping", deadline_s=PATIENCE_S)  # its loop has heard the signal
+        assert "in Polite.run" in await actor.call("rondo.stacks", deadline_s=PATIENCE_S)
     worker.kill()
     assert await ended(worker) == (-signal.SIGKILL, "")
 
@@ -202,9 +203,9 @@ async def test_the_loop_beats_and_answers_while_the_compute_thread_is_busy(stand
     assert (await stand.supervisor.next())[0] == "registered"
     assert (await stand.supervisor.next())[0] == "ready"
     with ActorRef(f"unix:{stand.folder}/actor-0.1.sock", token=TOKEN, peer="actor-0.1") as actor:
-        info = await actor.call("info", deadline_s=PATIENCE_S)
+        told = await actor.call("rondo.ping", deadline_s=PATIENCE_S)
         stacks = await actor.call("rondo.stacks", deadline_s=PATIENCE_S)
-    assert (info["attempt"], info["rank"], info["pid"], info["stopping"]) == (2, 1, worker.pid, False)
+    assert (told["pid"], told["waiter"]) == (worker.pid, "actor-0.1")
     assert "in spin" in stacks
     beat = stand.beat()
     assert (beat.section, beat.progress, beat.rank) == ("compile", 1, 1)
