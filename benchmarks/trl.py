@@ -117,7 +117,7 @@ def kind_of(command: Sequence[str], name: str) -> str:
     if worker is not None:
         return worker[1]
     for part, kind in (
-        ("rondo.runtime.supervision.nursery", "torchrun"), ("stand_in.py", "torchrun"), ("rondo.comm.bus.serve", "coordinator"),
+        ("runtime/supervision/", "torchrun"), ("rondo.comm.bus.serve", "coordinator"),
         ("pool_worker", "reward"), ("trl_run", "supervisor"), ("trl_grpo", "trainer"),
     ):  # fmt: skip
         if part in text:

@@ -51,7 +51,7 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Counts since the start; `num_waiting` are groups that wait for a worker now, `pids` the keepers of the workers that live
+    """Counts since the start; `num_waiting` are groups that wait for a worker now, `pids` the subreapers of the workers that live
     now."""
 
     num_scored: int

@@ -37,9 +37,9 @@ import numpy as np
 import orjson
 
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, ProtocolError, WorkerDied
-from rondo.runtime.processes.keeper import END
 from rondo.runtime.processes.pool_worker import NOTE, PREFIX, entries_of, frame_of
 from rondo.runtime.processes.process import exit_text
+from rondo.runtime.processes.subreaper import END
 from rondo.runtime.values import Buffer, Encoded, encode
 from rondo.runtime.waits import PROCESS, waiting
 
@@ -79,8 +79,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Items since the start, by their outcome; calls that wait for a worker now, calls that wait to be let in, and the keepers
-    of the workers that live now."""
+    """Items since the start, by their outcome; calls that wait for a worker now, calls that wait to be let in, and the
+    subreapers of the workers that live now."""
 
     num_done: int
     num_errors: int
@@ -130,7 +130,7 @@ class Pool:
         self._moved_at = PROCESS.clock()
         """When a worker last came to the end of a frame of items, done or lost."""
         self._unanswered: set[_Group] = set()
-        self._keepers: list[asyncio.Task[None]] = []
+        self._feeders: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
         self._failure: Exception | None = None
         self._num_done = self._num_errors = self._num_timed_out = self._num_restarts = 0
@@ -146,9 +146,9 @@ class Pool:
                 raise errors.exceptions[0] from None  # one function, one error: the others say the same
             undo.pop_all()
         for started in starting:
-            keeper = asyncio.create_task(self._keep(started.result()), name=f"{self._work} worker")
-            keeper.add_done_callback(self._keeper_done)
-            self._keepers.append(keeper)
+            feeder = asyncio.create_task(self._feed(started.result()), name=f"{self._work} worker")
+            feeder.add_done_callback(self._feeder_done)
+            self._feeders.append(feeder)
 
     async def run(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome an item, in order; never raises for what the function does.
@@ -193,9 +193,9 @@ class Pool:
     async def close(self) -> None:
         """Kills every worker and waits until none is left. Callers of `run` get Closed. May be called twice."""
         self._fail(Closed(f"{self._work} pool must be open to work, got a closed one. Ask it before it closes"))
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for feeder in self._feeders:
+            feeder.cancel()
+        await asyncio.gather(*self._feeders, return_exceptions=True)
         for worker in list(self._workers):
             await self._stop_worker(worker)
 
@@ -211,7 +211,7 @@ class Pool:
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if not self._keepers:
+        if not self._feeders:
             raise Closed(f"{self._work} pool must be started to work, got a pool that is not. Use it with `async with`")
 
     async def _answer(self, items: Sequence[Item]) -> list[Outcome]:
@@ -233,7 +233,7 @@ class Pool:
         await worker.close()
         self._workers.discard(worker)
 
-    async def _keep(self, worker: _Worker) -> None:
+    async def _feed(self, worker: _Worker) -> None:
         """Feeds one worker after another, for as long as the pool lives."""
         while True:
             group = await self._queue.get()
@@ -249,8 +249,8 @@ class Pool:
                 group.answer.set_result([outcome for outcome in group.outcomes if outcome is not None])
             del group  # nor its memory, while this waits for the next
 
-    def _keeper_done(self, keeper: asyncio.Task[None]) -> None:
-        error = None if keeper.cancelled() else keeper.exception()
+    def _feeder_done(self, feeder: asyncio.Task[None]) -> None:
+        error = None if feeder.cancelled() else feeder.exception()
         if isinstance(error, Exception):
             self._fail(error)
 
@@ -306,7 +306,7 @@ class _Group:
 
 
 class _Worker:
-    """One process, its keeper (`pid`) and the socket to it. One frame is under way at a time."""
+    """One process, its subreaper (`pid`) and the socket to it. One frame is under way at a time."""
 
     def __init__(self, command: tuple[str, str], work: str, source: str, max_bytes: int) -> None:
         ours, theirs = socket.socketpair()

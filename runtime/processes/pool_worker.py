@@ -12,7 +12,7 @@ buffers (`values.py`). Nothing is pickled.
 Before each item, and behind the last, the worker notes (request, item, start time) where its parent can read it when it must
 kill: `os.pwrite` into a memfd, 0.6 us. Frames have a socket of their own: what the function prints goes to standard error, its
 standard input is empty. The process dies with its parent, also while the function hangs, and takes what the function started with
-it (`keeper.py`).
+it (`subreaper.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import orjson
 
 from rondo.runtime.errors import OutOfSpace, RondoError
-from rondo.runtime.processes.keeper import keep
+from rondo.runtime.processes.subreaper import keep
 from rondo.runtime.reference import in_one_line, in_users_words, is_ours, load_reference, uncollected
 from rondo.runtime.values import Buffer, Encoded, decode, encode
 

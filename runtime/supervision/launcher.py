@@ -4,7 +4,7 @@ Owns how processes are started: through the guard, in a session of their own (a 
 supervisor alone), their output in `logs/attempt_N/<group>.<incarnation>.log`. Does not own when. What needs torch is a `Job`,
 which the nursery forks.
 
-torchrun starts the workers of a role group, through stand-ins, and never restarts them (`--max-restarts 0`): that is the
+torchrun starts the workers of a role group, through proxies, and never restarts them (`--max-restarts 0`): that is the
 supervisor's business. It meets in the run's one store, under an id of this incarnation, and opens no listening socket of its own.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rondo.runtime.processes import guard
-from rondo.runtime.supervision import stand_in
+from rondo.runtime.supervision import proxy
 from rondo.runtime.supervision.orders import Limits
 from rondo.runtime.supervision.spec import (
     ATTEMPT,
@@ -101,7 +101,7 @@ class Surroundings:
             "--shutdown-timeout", str(math.ceil(limits.grace_s)),
             "--signals-to-handle", "SIGQUIT",  # else it ends its workers at a signal that is meant for the supervisor
             "--log-dir", str(self.rt_dir / "torchrun"),
-            "--no-python", sys.executable, "-I", "-S", stand_in.__file__, socket_path, *spec.roles,
+            "--no-python", sys.executable, "-I", "-S", proxy.__file__, socket_path, *spec.roles,
         )  # fmt: skip
         environment = {
             **self.environment(spec.name, incarnation, attempt),

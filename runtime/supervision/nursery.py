@@ -47,8 +47,8 @@ from rondo.runtime.processes.process import exit_text
 from rondo.runtime.records.record import last_lines
 from rondo.runtime.reference import load_reference
 from rondo.runtime.supervision.launcher import STORE_MAIN, TORCHRUN_MAIN, Job, start
+from rondo.runtime.supervision.proxy import NOT_FORKED
 from rondo.runtime.supervision.root import why_not_fork
-from rondo.runtime.supervision.stand_in import NOT_FORKED
 from rondo.runtime.waits import waiting
 
 NAME = "nursery"

@@ -1,6 +1,6 @@
 """Root: the process above everything of one life of a role group. A job of the nursery: SOCKET REASON TORCHRUN_ARGUMENTS...
 
-    supervisor -> root -> torchrun -> stand-in, one a rank: asks for its worker, and ends as that ends
+    supervisor -> root -> torchrun -> proxy, one a rank: asks for its worker, and ends as that ends
                     '---> worker, one a rank, in a session of its own -> whatever it starts
 
 Owns two promises. Workers are forked of a process that has loaded what they need, with one thread and without CUDA. And nothing
@@ -29,15 +29,15 @@ from rondo.runtime.processes import process
 from rondo.runtime.processes.guard import PARENT_DIED, PARENT_PID, die_with_parent
 from rondo.runtime.reference import load_reference
 from rondo.runtime.supervision.launcher import TORCHRUN_MAIN
-from rondo.runtime.supervision.stand_in import EXEC, end_as
+from rondo.runtime.supervision.proxy import EXEC, end_as
 
 _WORDS_S = 10.0
-"""A stand-in has its whole request at hand."""
+"""A proxy has its whole request at hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a stand-in hands over."""
+    """What a proxy hands over."""
 
     environment: dict[str, str]
     roles: list[str]
@@ -60,7 +60,7 @@ class Root:
     def __init__(self, listener: socket.socket, torchrun: int, reason: str, wake: int) -> None:
         self._listener, self._torchrun, self._reason = listener, torchrun, reason
         self._workers: dict[int, socket.socket | None] = {}
-        """By pid, with their stand-ins. They are left for the supervisor to collect, which so learns how each ended."""
+        """By pid, with their proxies. They are left for the supervisor to collect, which so learns how each ended."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(wake, selectors.EVENT_READ)
@@ -73,11 +73,11 @@ class Root:
                 self._end(status)
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
-                    with contextlib.suppress(OSError, ValueError):  # a stand-in that was killed while it asked
+                    with contextlib.suppress(OSError, ValueError):  # a proxy that was killed while it asked
                         rank = self._fork()
                         if rank is not None:
                             return rank
-                elif isinstance(key.data, int):  # a stand-in is gone: so is its rank
+                elif isinstance(key.data, int):  # a proxy is gone: so is its rank
                     self._selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
                 else:
@@ -85,28 +85,28 @@ class Root:
 
     def _fork(self) -> Rank | None:
         """What a worker is to be, in that worker; None here."""
-        stand_in, _ = self._listener.accept()
-        stand_in.settimeout(_WORDS_S)
-        with stand_in.makefile("rb") as lines:
+        proxy, _ = self._listener.accept()
+        proxy.settimeout(_WORDS_S)
+        with proxy.makefile("rb") as lines:
             rank = Rank(**json.loads(lines.readline()))
         reason = self._reason or why_not_fork()
         if reason:
-            with stand_in:
-                stand_in.sendall(EXEC + reason.encode())
+            with proxy:
+                proxy.sendall(EXEC + reason.encode())
             return None
         pid = os.fork()
         if pid == 0:
             self._selector.close()
-            for connection in (self._listener, stand_in, *self._workers.values()):
+            for connection in (self._listener, proxy, *self._workers.values()):
                 if connection is not None:
                     connection.close()
             return rank
-        self._workers[pid] = stand_in
-        self._selector.register(stand_in, selectors.EVENT_READ, pid)
+        self._workers[pid] = proxy
+        self._selector.register(proxy, selectors.EVENT_READ, pid)
         return None
 
     def _look(self) -> int | None:
-        """Tells stand-ins of ended workers and collects what else has ended; torchrun's wait status once it has one."""
+        """Tells proxies of ended workers and collects what else has ended; torchrun's wait status once it has one."""
         for found in process.children(os.getpid()):
             if found.alive:
                 continue
@@ -115,12 +115,12 @@ class Root:
             if found.pid not in self._workers:
                 os.waitpid(found.pid, 0)
                 continue
-            stand_in, self._workers[found.pid] = self._workers[found.pid], None
-            if stand_in is not None:
+            proxy, self._workers[found.pid] = self._workers[found.pid], None
+            if proxy is not None:
                 with contextlib.suppress(KeyError):
-                    self._selector.unregister(stand_in)
-                with stand_in, contextlib.suppress(OSError):
-                    stand_in.sendall(str(found.exit_status & 0xFFFF).encode())
+                    self._selector.unregister(proxy)
+                with proxy, contextlib.suppress(OSError):
+                    proxy.sendall(str(found.exit_status & 0xFFFF).encode())
         return None
 
     def _end(self, status: int) -> NoReturn:

@@ -30,8 +30,8 @@ from rondo.runtime.processes.guard import PARENT_PID, die_with_parent
 from rondo.runtime.records import telling, timeline
 from rondo.runtime.records.record import log_to_stderr
 from rondo.runtime.reference import load_reference
+from rondo.runtime.supervision.proxy import NOT_FORKED
 from rondo.runtime.supervision.spec import LOAD_S
-from rondo.runtime.supervision.stand_in import NOT_FORKED
 from rondo.runtime.waits import set_waiter
 from rondo.runtime.worker.context import REPORTS, Process, WorkerContext
 from rondo.runtime.worker.membership import Membership

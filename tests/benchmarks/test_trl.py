@@ -83,11 +83,11 @@ def test_the_ratio_is_to_the_quickest_of_the_peers() -> None:
 
 
 def test_processes_are_told_apart_by_their_names_and_command_lines() -> None:
-    forked = ["python", "-m", "rondo.runtime.supervision.nursery", "5,6"]
+    forked = ["python", "-P", "/somewhere/runtime/supervision/nursery.py", "5,6"]
     assert trl.kind_of(forked, "actor-0.0") == "actor" and trl.kind_of(forked, "actor_fwd-12.0") == "actor_fwd"
     assert (
         trl.kind_of(forked, "python")
-        == trl.kind_of(["python", "runtime/supervision/stand_in.py", "m:R"], "python")
+        == trl.kind_of(["python", "runtime/supervision/proxy.py", "m:R"], "python")
         == "torchrun"
     )
     assert trl.kind_of(["sleep"], "sleep") == "other"

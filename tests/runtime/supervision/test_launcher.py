@@ -28,7 +28,7 @@ def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnat
     }  # fmt: skip
     path = str(tmp_path / "rt" / "actor-0.fork")
     assert job.arguments[:2] == (path, "")
-    command = (sys.executable, "-I", "-S", launcher.stand_in.__file__, path, "m:A", "m:B")
+    command = (sys.executable, "-I", "-S", launcher.proxy.__file__, path, "m:A", "m:B")
     assert job.arguments[-8:] == ("--no-python", *command)
     assert job.call == "rondo.runtime.supervision.root:main" and job.fds == ()
     wanted = {

@@ -267,7 +267,7 @@ def test_many_signals_are_one_stop_that_lets_every_worker_save_and_ends_with_the
 
 
 def test_what_left_its_session_and_its_parent_was_there_and_is_gone(stormy: Program) -> None:
-    # nursery, store, coordinator, and for each group: root, torchrun, a stand-in and a worker for each rank
+    # nursery, store, coordinator, and for each group: root, torchrun, a proxy and a worker for each rank
     assert len(stormy.before_stop) == 13
     hidden = [record["hidden"] for record in stormy.of("lives")]
     assert len(hidden) == 6 and {process.stat(pid) for pid in hidden} == {None}

@@ -1,7 +1,7 @@
-"""Stand-in: what torchrun starts in the place of a rank. `python -I -S stand_in.py SOCKET ROLE_CLASS...`
+"""Proxy: what torchrun starts in the place of a rank. `python -I -S proxy.py SOCKET ROLE_CLASS...`
 
 The worker itself is forked of the group's root (`root.py`), which has loaded torch, transformers and the roles: it is there in
-milliseconds where an `exec` would import for seconds. The stand-in hands over the environment that torchrun gave it, waits, and
+milliseconds where an `exec` would import for seconds. The proxy hands over the environment that torchrun gave it, waits, and
 ends as the worker ended, so that torchrun sees what it would have seen. Told to, it becomes the worker itself.
 
 It has no ears for SIGTERM, which torchrun sends when another rank has died (`guard.py`): the supervisor ends the group. Standard
