@@ -12,6 +12,8 @@ Owns the nursery's process, and how a job becomes a child of the supervisor: wit
 dying with the supervisor. Does not own what is started, or when. It begins before its run: the first job is the check of the
 settings, and only where that finds no fault is there a run to belong to.
 
+Orders are done one after another: a job waits until all is loaded that was told before it.
+
 Invariants: a fork is whole: where the nursery has more than one thread, or CUDA is in use, a job is started anew (`exec`) and
 told why; what `start` returns is a child of this process; a job whose start was given up never begins; a nursery that died or
 stands still is replaced with the next job, and its silence blocks nobody.
@@ -19,7 +21,7 @@ stands still is replaced with the next job, and its silence blocks nobody.
     with Nursery() as nursery:
         nursery.belong(surroundings.place(NAME, attempt=0), modules=["rondo.roles.actor"])
         nursery.open()                                              # or else with the first job
-        main = await nursery.start(surroundings.group_job(spec, incarnation=1, attempt=0, limits=Limits()))
+        main = await nursery.start(surroundings.group_job(spec, incarnation=1, attempt=0, limits=config.supervision))
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from rondo.runtime.errors import DeadlineExceeded, WorkerDied
@@ -57,8 +58,7 @@ ANSWER_S = 30.0
 _LAST_S = 1.0
 _PAUSE_S = 0.005
 _GO = b"\n"
-_BELONG = b"="
-_MOST_FDS = 8
+_MOST_BYTES, _MOST_FDS = 1 << 16, 8
 _JOB = "--job"
 _COMMAND = (sys.executable, "-P", __file__)
 """By its path: below `python -m` lie frames of no module, for which torchrun, which looks at its stack, searches all modules."""
@@ -118,28 +118,21 @@ class Nursery:
         self._number = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._told: socket.socket | None = None
-        """Where it says that it has loaded what it was told last."""
-        self._loading: asyncio.Task[None] | None = None
-        """Waits for that, once a job does."""
+        self._loads = self._loaded = 0
+        """How often it was told to load, and how often it is known to have done so."""
 
     def belong(self, place: Place, modules: Sequence[str] = (), load_s: float = 600.0) -> None:
         """From now on its processes belong there. `modules` are what to load beside torch; one that is not there is passed over.
         `load_s` limits the loading, from a cold network disk perhaps."""
         self._place, self._modules, self._load_s = place, tuple(modules), load_s
-        if self._orders is None or self._ended():
-            return  # the next job opens another one, which belongs there
-        self._log, _ = place(self._number)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with (
-            theirs,
-            self._log.open("ab") as log,
-            contextlib.suppress(OSError),
-        ):  # it has ended: so says what waits for it
-            socket.send_fds(self._orders, [_BELONG], [theirs.fileno(), log.fileno()])
-            ours.sendall(json.dumps(self._modules).encode() + b"\n")
-        self._expect(ours)
+        if self._orders is not None:  # else the next job opens one, which belongs there
+            self._log, _ = place(self._number)
+            self._loads += 1
+            with (
+                self._log.open("ab") as log,
+                contextlib.suppress(OSError),
+            ):  # it has ended: the next job opens another one
+                socket.send_fds(self._orders, [json.dumps(self._modules).encode()], [log.fileno()])
 
     @property
     def pids(self) -> dict[str, int]:
@@ -147,23 +140,13 @@ class Nursery:
         return {} if self._process is None else {NAME: self._process.pid}
 
     async def start(self, job: Job) -> Forked:
-        """The job's process, which has begun. Cancelled before that, nothing ever begins. WorkerDied and DeadlineExceeded when it
-        cannot be had: the next call tries a new nursery."""
-        while True:
-            if self._told is None or (self._loading is not None and self._in_vain(self._loading)):
-                self.open()
-            assert self._told is not None
-            if self._loading is None:
-                self._loading = asyncio.create_task(self._loaded(self._told), name="start of nursery")
-                self._loading.add_done_callback(
-                    lambda done: done.cancelled() or done.exception()
-                )  # those who wait are told
-            loading = self._loading
-            await asyncio.shield(loading)
-            if loading is self._loading:  # no other job has replaced it meanwhile
-                break
+        """The job's process, which has begun. Cancelled before that, nothing ever begins. WorkerDied when it cannot be had: the
+        next call tries a new nursery."""
+        if self._process is None or self._process.poll() is not None:
+            self.open()
         assert self._orders is not None and self._process is not None
-        loop, asked = asyncio.get_running_loop(), self._process
+        loop, asked, loads = asyncio.get_running_loop(), self._process, self._loads
+        name, deadline_s = ("fork", ANSWER_S) if loads == self._loaded else ("start of nursery", self._load_s)
         ours, theirs = socket.socketpair()
         with ours:
             ours.setblocking(False)
@@ -173,47 +156,30 @@ class Nursery:
                 except OSError:  # it has ended, or has read nothing for hundreds of jobs
                     raise await self._died(asked) from None
             try:
-                async with waiting("fork", peer=NAME, deadline_s=ANSWER_S):
+                async with waiting(name, peer=NAME, deadline_s=deadline_s):
                     await loop.sock_sendall(ours, json.dumps(asdict(job) | {"log": str(job.log)}).encode() + b"\n")
                     answer = await loop.sock_recv(ours, 64)
-            except (ConnectionError, DeadlineExceeded):
+            except ConnectionError:
                 answer = b""
+            except DeadlineExceeded:
+                raise await self._died(asked, silent=True) from None
             if not answer:
                 raise await self._died(asked)
+            self._loaded = max(self._loaded, loads)
             try:
                 ours.send(_GO)
             except ConnectionError:
                 raise WorkerDied(f"what was forked must live to begin, got the end of pid {answer.decode()}") from None
         return Forked(int(answer))
 
-    def close(self) -> None:
-        """Ends the nursery; what was forked of it goes on. Safe to call twice."""
-        if self._loading is not None:
-            self._loading.cancel()
-        for each in (self._orders, self._told):
-            if each is not None:
-                each.close()
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # held in the kernel: whoever collects strays collects it
-                self._process.wait(_LAST_S)
-        self._process = self._orders = self._told = self._loading = None
-
-    def _ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
-
-    def _in_vain(self, loading: asyncio.Task[None]) -> bool:
-        return loading.done() and (loading.cancelled() or loading.exception() is not None or self._ended())
-
     def open(self) -> None:
         """Begins to load, at once; a nursery that was open is replaced."""
         self.close()
         assert self._place is not None, "a nursery belongs somewhere before it starts anything"
         self._number += 1
+        self._loads += 1
         self._log, environment = self._place(self._number)
-        self._orders, theirs = socket.socketpair()
+        self._orders, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._orders.setblocking(False)
         with theirs:
             command = [*_COMMAND, str(theirs.fileno()), *self._modules]
@@ -223,32 +189,28 @@ class Nursery:
                 "OMP_WAIT_POLICY": "PASSIVE", **environment, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }  # fmt: skip
             self._process = start(command, environment, self._log, [theirs.fileno()])
-        self._expect(self._orders.dup())
 
-    def _expect(self, told: socket.socket) -> None:
-        if self._told is not None and self._loading is None:
-            self._told.close()  # nobody has asked for it
-        self._told, self._loading = told, None
+    def close(self) -> None:
+        """Ends the nursery; what was forked of it goes on. Safe to call twice."""
+        if self._orders is not None:
+            self._orders.close()
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # held in the kernel: whoever collects strays collects it
+                self._process.wait(_LAST_S)
+        self._process = self._orders = None
 
-    async def _loaded(self, told: socket.socket) -> None:
-        async with waiting("start of nursery", peer=NAME, deadline_s=self._load_s):
-            try:
-                with told:
-                    word = await asyncio.get_running_loop().sock_recv(told, 1)
-            except ConnectionError:
-                word = b""
-        if not word:
-            raise await self._died(self._process)
-
-    async def _died(self, asked: subprocess.Popen[bytes] | None) -> WorkerDied:
+    async def _died(self, asked: subprocess.Popen[bytes], *, silent: bool = False) -> WorkerDied:
         """`asked` did not answer: nothing that it may still do counts, and it is ended."""
         how = "silence"
-        if asked is not None:
-            with contextlib.suppress(DeadlineExceeded):  # its sockets close a moment before it has ended
+        with contextlib.suppress(DeadlineExceeded):
+            if not silent:  # its sockets close a moment before it has ended
                 how = exit_text(await _end_of(asked))
-            asked.kill()
-            with contextlib.suppress(DeadlineExceeded):
-                await _end_of(asked)
+        asked.kill()
+        with contextlib.suppress(DeadlineExceeded):
+            await _end_of(asked)
         lines = "\n".join(last_lines(self._log))
         return WorkerDied(
             f"the nursery must start what it is told, got {how}. Read {self._log}; it ends with:\n{lines}"
@@ -257,9 +219,7 @@ class Nursery:
     def __enter__(self) -> Nursery:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -274,18 +234,18 @@ async def _end_of(nursery: subprocess.Popen[bytes]) -> int:
 
 
 def serve(orders: socket.socket) -> dict[str, Any] | None:
-    """Forks for every job on the socket; returns it in the process that is to do it, and None at the socket's end."""
+    """Loads and forks as the orders on the socket say; returns a job in the process that is to do it, and None at their end."""
     supervisor = os.getppid()
-    orders.sendall(_GO)
     while True:
-        order, descriptors, _, _ = socket.recv_fds(orders, 1, _MOST_FDS)
-        if not descriptors:
+        order, descriptors, _, _ = socket.recv_fds(orders, _MOST_BYTES, _MOST_FDS)
+        if not order:
             return None
-        if order == _BELONG:
-            _belong(*descriptors)
+        if order != _GO:
+            _write_to(*descriptors)
+            load(json.loads(order))
             continue
         reason = why_not_fork()
-        if _fork_for(supervisor):
+        if not _forked_for(supervisor):
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
@@ -297,13 +257,6 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
         os.environ[PARENT_PID] = str(supervisor)
         numbers = ",".join(map(str, descriptors))
         os.execv(sys.executable, [*_COMMAND, _JOB, numbers, reason])
-
-
-def _belong(told: int, log: int) -> None:
-    _write_to(log)
-    with socket.socket(fileno=told) as supervisor, supervisor.makefile("rb") as lines, contextlib.suppress(OSError):
-        load(json.loads(lines.readline() or b"[]"))
-        supervisor.sendall(_GO)
 
 
 def _job(told: int, *descriptors: int) -> dict[str, Any] | None:
@@ -318,19 +271,19 @@ def _job(told: int, *descriptors: int) -> dict[str, Any] | None:
     return None
 
 
-def _fork_for(supervisor: int) -> int:
-    """0 in a new process, a child of the supervisor that dies with it."""
+def _forked_for(supervisor: int) -> bool:
+    """Whether this is a new process: a child of the supervisor that dies with it."""
     between = os.fork()
     if between != 0:
         os.waitpid(between, 0)
-        return between
+        return False
     itself = os.pidfd_open(os.getpid())
     if os.fork() != 0:
         os._exit(0)
     select.select([itself], [], [], ANSWER_S)  # readable once the one between has ended and its child has a new parent
     os.close(itself)
     die_with_parent(supervisor)  # ends this process where that is another
-    return 0
+    return True
 
 
 def become(job: dict[str, Any]) -> NoReturn:
@@ -378,14 +331,13 @@ def load(modules: Sequence[str]) -> None:
 def main() -> None:
     die_with_parent()
     sys.path.insert(0, str(Path.cwd()))
-    numbers = map(int, (sys.argv[2] if sys.argv[1] == _JOB else sys.argv[1]).split(","))
     if sys.argv[1] == _JOB:
-        job = _job(*numbers)
+        job = _job(*map(int, sys.argv[2].split(",")))
         if job is not None:
             job["environment"][NOT_FORKED] = sys.argv[3]
     else:
         load(sys.argv[2:])
-        with socket.socket(fileno=next(numbers)) as orders:
+        with socket.socket(fileno=int(sys.argv[1])) as orders:
             job = serve(orders)
     if job is not None:
         become(job)

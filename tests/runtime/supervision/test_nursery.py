@@ -18,7 +18,7 @@ import orjson
 import psutil
 import pytest
 
-from rondo.runtime.errors import DeadlineExceeded, WorkerDied
+from rondo.runtime.errors import WorkerDied
 from rondo.runtime.processes import process
 from rondo.runtime.supervision import nursery as module
 from rondo.runtime.supervision.launcher import Job, Surroundings
@@ -191,7 +191,7 @@ async def test_a_nursery_that_loads_for_too_long_is_replaced_with_the_next_job(
     with Nursery() as nursery:
         nursery.belong(lambda _: (tmp_path / "log", {}), load_s=0.001)
         for _ in range(2):
-            with pytest.raises(DeadlineExceeded, match="start of nursery"):
+            with pytest.raises(WorkerDied, match="the nursery must start what it is told, got silence"):
                 await nursery.start(Job("any:thing", (), {}, tmp_path / "log"))
     assert [each.returncode for each in begun] == [-signal.SIGKILL, -signal.SIGKILL]
 
@@ -199,10 +199,8 @@ async def test_a_nursery_that_loads_for_too_long_is_replaced_with_the_next_job(
 async def test_a_job_that_is_killed_before_it_begins_fails_alone(tmp_path: Path) -> None:
     nursery: Any = Nursery()
     loop = asyncio.get_running_loop()
-    nursery._loading = loop.create_task(asyncio.sleep(0))
     nursery._process = SimpleNamespace(poll=lambda: None)  # without `kill`: it has done nothing
     nursery._orders, theirs = socket.socketpair()
-    nursery._told = nursery._orders
 
     def forked_and_killed() -> None:
         _, (descriptor,), _, _ = socket.recv_fds(theirs, 1, 1)
