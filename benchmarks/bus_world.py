@@ -204,7 +204,7 @@ async def world(load: Load) -> AsyncIterator[World]:
                 child.kill()
                 child.wait()
             made.opened.close()
-            made.coordinator.terminate()
+            made.coordinator.kill()
             await asyncio.to_thread(made.coordinator.wait)  # it hangs up on this process, whose loop must hear it
             await supervisor.close()
             segments.close()

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records import timeline
 from rondo.runtime.records.telling import PROCESS, tell_every, telling
 from rondo.runtime.supervision.nursery import Nursery
-from rondo.runtime.supervision.orders import EXIT_FAILED, Limits
+from rondo.runtime.supervision.orders import EXIT_FAILED
 from rondo.runtime.supervision.spec import GroupSpec, Outcome, SupervisorConfig, role_modules
 from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
@@ -377,14 +377,14 @@ async def _tell_steps(run: Path) -> None:
 def _supervisor_config(
     config: RunConfig, run: RunDir, options: TrainOptions, attempt: int, groups: tuple[GroupSpec, ...]
 ) -> SupervisorConfig:
-    limits, path = config.supervision.model_dump(), Path(read_json(run.path / PREPARED)["model_path"])
+    path = Path(read_json(run.path / PREPARED)["model_path"])
     return SupervisorConfig(
         run_dir=run.path,
         groups=groups,
         coordinator="rondo.comm.bus.serve",
         services={"partitions": "rondo.comm.partitions.serve"} if config.bus.partitions else {},
         attempt=attempt,
-        limits=Limits(**{name: limits[name] for name in limits.keys() & {each.name for each in fields(Limits)}}),
+        limits=config.supervision,
         modules=model_modules(path if config.model.build is None else run.path / path),
         kill=options.kill,
         finds_state=config.train.hot_snapshot,

@@ -23,7 +23,6 @@ from rondo.comm.bus.member import Member
 from rondo.roles.config import JobConfig
 from rondo.roles.training.compute_turns import Turns
 from rondo.runtime.memory.segments import SegmentClient
-from rondo.runtime.pace import PaceLimits
 from rondo.runtime.reference import relative_to
 from rondo.runtime.section import with_references
 from rondo.runtime.worker.context import WorkerContext
@@ -98,8 +97,7 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     config = with_references(
         JobConfig.from_resolved(resolved), lambda _, reference: relative_to(ctx.run_dir, reference)
     )
-    limits = config.supervision
-    ctx.set_pace(PaceLimits(limits.work_factor, limits.work_floor_s, limits.work_ceiling_s))
+    ctx.set_pace(config.supervision)
     # What was built lies in the run directory, wherever that is by now.
     path = prepared["model_path"]
     return config, path if config.model.build is None else str(ctx.run_dir / path), device

@@ -4,7 +4,7 @@ Owns the limit, and the section under which the supervisor sees a computation. D
 the limit (`supervision.py`). A computation that hangs outside the interpreter, in a kernel or a collective, lets the event loop
 beat on; its section is what shows it.
 
-    work = Work(heartbeat, "train", PaceLimits())
+    work = Work(heartbeat, "train", SupervisionConfig())
     with work: trainer.accumulate(...)          # on any thread; its limit: ten times the longest so far
 
 Invariant: a section is open exactly while something is computed under its name. Of several at once it is the time in which none
@@ -17,22 +17,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.supervision.heartbeat import HeartbeatWriter
 
 
-@dataclass(frozen=True, slots=True)
-class PaceLimits:
-    """The limit is `factor` times the longest so far, `floor_s` at least, `ceiling_s` at most and before the first."""
-
-    factor: float = 10.0
-    floor_s: float = 300.0
-    ceiling_s: float = 3600.0
-
-    def limit_s(self, longest_s: float | None) -> float:
-        """Seconds for one that follows those of which the longest took `longest_s`; None: there was none."""
-        return self.ceiling_s if longest_s is None else min(self.ceiling_s, max(self.floor_s, self.factor * longest_s))
+def limit_s(limits: SupervisionConfig, longest_s: float | None) -> float:
+    """Seconds for a computation that follows those of which the longest took `longest_s`; None: there was none."""
+    if longest_s is None:
+        return limits.work_ceiling_s
+    return min(limits.work_ceiling_s, max(limits.work_floor_s, limits.work_factor * longest_s))
 
 
 class Work:
@@ -43,7 +37,7 @@ class Work:
         self,
         heartbeat: HeartbeatWriter,
         name: str,
-        limits: PaceLimits,
+        limits: SupervisionConfig,
         at_least_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,8 +70,8 @@ class Work:
 
     def _open(self) -> None:
         self._since = self._clock()
-        limit_s = max(self._limits.limit_s(self._longest_s), self._at_least_s)
-        self._section = self._heartbeat.section(self._name, limit_s, silent=False, patient=self._at_least_s > 0)
+        allowed_s = max(limit_s(self._limits, self._longest_s), self._at_least_s)
+        self._section = self._heartbeat.section(self._name, allowed_s, silent=False, patient=self._at_least_s > 0)
         self._section.__enter__()
 
     def _close(self) -> None:

@@ -15,7 +15,8 @@ from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal
 from rondo.runtime.checkpoints import newest_complete
-from rondo.runtime.worker.service import Service, main
+from rondo.runtime.worker.membership import Membership
+from rondo.runtime.worker.service import answer, main
 
 CONFIG = "coordinator.json"
 TICK_S = 0.5
@@ -60,13 +61,13 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
     return index, ledger
 
 
-async def run(service: Service) -> None:
-    config = CoordinatorConfig.load(service.run_dir / CONFIG)
-    with Journal(service.run_dir / "journal") as journal:
-        index, ledger = open_index(config, journal, service.run_dir, service.attempt)
-        coordinator = Coordinator(config, journal, index, ledger, service.segments, service.supervisor)
+async def run(me: Membership) -> None:
+    config = CoordinatorConfig.load(me.run_dir / CONFIG)
+    with Journal(me.run_dir / "journal") as journal:
+        index, ledger = open_index(config, journal, me.run_dir, me.attempt)
+        coordinator = Coordinator(config, journal, index, ledger, me.segments, me.supervisor)
         await coordinator.start()
-        await service.answer(coordinator, coordinator.reporting(), coordinator.ticking(TICK_S))
+        await answer(me, coordinator, coordinator.reporting(), coordinator.ticking(TICK_S))
         coordinator.close()
 
 

@@ -15,7 +15,8 @@ from rondo.comm.partitions.coordinator import PartitionCoordinator
 from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.memory import unlink
 from rondo.runtime.errors import CorruptData
-from rondo.runtime.worker.service import Service, main
+from rondo.runtime.worker.membership import Membership
+from rondo.runtime.worker.service import answer, main
 
 FOLDER = "partitions"
 """In the run directory: the journal of each attempt."""
@@ -35,11 +36,11 @@ def open_journal(folder: Path, attempt: int) -> Journal:
     return Journal(folder / str(attempt))
 
 
-async def run(service: Service) -> None:
-    with open_journal(service.run_dir / FOLDER, service.attempt) as journal:
-        coordinator = PartitionCoordinator(journal, service.segments, service.supervisor)
+async def run(me: Membership) -> None:
+    with open_journal(me.run_dir / FOLDER, me.attempt) as journal:
+        coordinator = PartitionCoordinator(journal, me.segments, me.supervisor)
         await coordinator.start()
-        await service.answer(coordinator, coordinator.ticking())
+        await answer(me, coordinator, coordinator.ticking())
         coordinator.close()
 
 

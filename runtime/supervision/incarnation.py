@@ -53,14 +53,14 @@ class Watcher(Protocol):
 
 
 class Incarnation:
-    """One life. It is given its main process when that has been started; `heartbeat` is None for a service without one."""
+    """One life. It is given its main process when that has been started."""
 
     def __init__(
         self,
         name: str,
         number: int,
         log: Path,
-        heartbeat: Segment | None,
+        heartbeat: Segment,
         watcher: Watcher,
     ) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class Incarnation:
         self.workers: dict[int, Registration] = {}
         self.ending: asyncio.Task[None] | None = None
         """The task that ends it, once there is one."""
-        self._heartbeat = heartbeat
+        self._heartbeat: Segment | None = heartbeat
         self._watcher = watcher
         self._loop = asyncio.get_running_loop()
         self._cpu_ticks: dict[int, int] = {}
@@ -92,7 +92,7 @@ class Incarnation:
         self._loop.add_reader(pidfd, self._worker_ended, registration, pidfd)
 
     def beats(self) -> tuple[Beat, ...]:
-        """The heartbeats of its ranks; empty where there are none."""
+        """The heartbeats of its ranks; empty once it is closed."""
         return read_beats(self._heartbeat.view(readonly=True)) if self._heartbeat is not None else ()
 
     @property

@@ -18,10 +18,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rondo.runtime.processes import guard
 from rondo.runtime.supervision import proxy
-from rondo.runtime.supervision.orders import Limits
 from rondo.runtime.supervision.spec import (
     ATTEMPT,
     GROUP,
@@ -32,6 +32,9 @@ from rondo.runtime.supervision.spec import (
     STORE,
     GroupSpec,
 )
+
+if TYPE_CHECKING:
+    from rondo.runtime.config import SupervisionConfig
 
 TORCHRUN_MAIN = "torch.distributed.run:main"
 ROOT_MAIN = "rondo.runtime.supervision.root:main"
@@ -84,7 +87,7 @@ class Surroundings:
         """Log and environment of a process of that name, by its incarnation."""
         return lambda number: (self.log_path(name, number, attempt), self.environment(name, number, attempt))
 
-    def group_job(self, spec: GroupSpec, incarnation: int, attempt: int, limits: Limits) -> Job:
+    def group_job(self, spec: GroupSpec, incarnation: int, attempt: int, limits: SupervisionConfig) -> Job:
         """The root of a role group, and its torchrun."""
         host, port = self.store
         socket_path = str(self.rt_dir / f"{spec.name}.fork")

@@ -28,7 +28,7 @@ import collections
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rondo.runtime.supervision.heartbeat import Beat
 from rondo.runtime.supervision.orders import (
@@ -42,7 +42,6 @@ from rondo.runtime.supervision.orders import (
     Clear,
     Finish,
     Kill,
-    Limits,
     Note,
     Phase,
     Start,
@@ -52,6 +51,15 @@ from rondo.runtime.supervision.orders import (
     Terminate,
 )
 from rondo.runtime.supervision.standstill import Standstill
+
+if TYPE_CHECKING:
+    from rondo.runtime.config import SupervisionConfig
+
+_BACKOFF_S, _MAX_BACKOFF_S = 1.0, 60.0
+_HEALTHY_S = 600.0
+"""A child that was ready for so long starts again at once, as after its first death."""
+_SERVICE_GRACE_S = 5.0
+"""From when a service is asked to leave until it is killed."""
 
 
 @dataclass(slots=True)
@@ -100,7 +108,7 @@ class Supervision:
     def __init__(
         self,
         children: Iterable[Child],
-        limits: Limits,
+        limits: SupervisionConfig,
         *,
         attempt: int = 0,
         incarnations: Mapping[str, int] | None = None,
@@ -200,7 +208,7 @@ class Supervision:
         self._open.setdefault(name, cause)
         life.failed = True
         life.died_at = now if life.died_at is None else life.died_at
-        if life.ready_at is not None and now - life.ready_at >= self._limits.healthy_s:
+        if life.ready_at is not None and now - life.ready_at >= _HEALTHY_S:
             life.streak = 0
         while life.restarts and now - life.restarts[0][0] > self._limits.restart_window_s:
             life.restarts.popleft()
@@ -394,8 +402,7 @@ class Supervision:
         return [Start(life.child.name, life.incarnation, self.attempt)]
 
     def _restart(self, life: _Life, now: float) -> list[Action]:
-        limits = self._limits
-        delay_s = 0.0 if life.streak == 0 else min(limits.max_backoff_s, limits.backoff_s * 2 ** (life.streak - 1))
+        delay_s = 0.0 if life.streak == 0 else min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (life.streak - 1))
         life.streak += 1
         life.num_restarts += 1
         life.state, life.due = State.WAITING, now + delay_s
@@ -418,7 +425,8 @@ class Supervision:
                 what = f"section {beat.section!r} is {over_s:.1f} s over its limit"
             elif quiet_s > limit_s and not beat.silent:
                 what = f"silent for {quiet_s:.1f} s, limit {limit_s:g} s"
-            if what and (beat.rank in life.registered or life.state is State.READY):
+            # A service reads its journal on its loop, for as long as it may take to start.
+            if what and (life.state is State.READY or (beat.rank in life.registered and not child.service)):
                 return self.failed(child.name, life.incarnation, what, now, rank=beat.rank, dump=True)
         return []
 
@@ -438,7 +446,7 @@ class Supervision:
     def _insist(self, life: _Life, beats: Sequence[Beat], now: float) -> list[Action]:
         """Who saves has the time of its save, and a moment to leave; who comes up for it has that time, and the grace then."""
         if any(now <= beat.save_limit_s for beat in beats):
-            life.leave_by = max(life.leave_by, now + self._limits.service_grace_s)
+            life.leave_by = max(life.leave_by, now + _SERVICE_GRACE_S)
         elif life.comes_up and (not life.all_registered or any(b.patient and now <= b.section_limit_s for b in beats)):
             life.leave_by = now + self._limits.grace_s
         if life.state not in _RUNS or now < life.leave_by:
@@ -508,7 +516,7 @@ class Supervision:
         self.phase = Phase.CLOSING
         actions: list[Action] = []
         for life in self._lives.values():
-            life.leave_by = now + self._limits.service_grace_s
+            life.leave_by = now + _SERVICE_GRACE_S
             actions += self._ask_to_leave(life)
         return actions + self._advance(now)
 

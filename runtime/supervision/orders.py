@@ -1,6 +1,6 @@
 """Orders: the words between the supervision machine and its shell.
 
-Owns what is supervised (`Child`, `Limits`), the states it passes through, a failure as it is reported (`Cause`), and what
+Owns what is supervised (`Child`), the states it passes through, a failure as it is reported (`Cause`), and what
 the machine tells the shell to do (`Action`). Frozen data; `supervision.py` decides, `supervisor.py` acts.
 """
 
@@ -60,28 +60,6 @@ class Child:
     strategy: Strategy = Strategy.ONE_FOR_ONE
     saves: bool = False
     """Finds what it has to save again when it starts: at a stop it comes up for that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """All in seconds, but for the two counts."""
-
-    max_restarts: int = 3
-    restart_window_s: float = 600.0
-    backoff_s: float = 1.0
-    max_backoff_s: float = 60.0
-    healthy_s: float = 600.0
-    """A child that was ready for so long starts again at once, as after its first death."""
-    max_global_restarts: int = 3
-    silence_s: float = 15.0
-    start_s: float = 600.0
-    """From a child's start until all its processes have registered (a service: until it is ready)."""
-    load_s: float = 1800.0
-    """The longest that a process may load, once it has registered."""
-    grace_s: float = 20.0
-    """From a stop until whoever has not left is killed; who saves by then is left to the limit of its save."""
-    service_grace_s: float = 5.0
-    no_progress_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.supervision.orders import ChildView, Limits
+from rondo.runtime.supervision.orders import ChildView
+
+if TYPE_CHECKING:
+    from rondo.runtime.config import SupervisionConfig
 
 RT_DIR = "RONDO_RT_DIR"
 """The run's private directory of sockets and its token; gone with the run."""
@@ -56,9 +60,9 @@ class SupervisorConfig:
     groups: tuple[GroupSpec, ...]
     coordinator: str
     """Its module, run as a plain process, which answers as an actor at `coordinator.sock` and calls the supervisor's `ready`."""
+    limits: SupervisionConfig
     services: Mapping[str, str] = field(default_factory=dict)
     """Others, name -> module, which hear of births and deaths of role groups as the coordinator does."""
-    limits: Limits = field(default_factory=Limits)
     attempt: int = 0
     """The first attempt of this supervisor's life; a resumed run goes on counting."""
     can_restart_globally: Callable[[], bool] = lambda: True

@@ -103,7 +103,6 @@ class Supervisor(Actor):
         )
         self._lives: dict[str, Incarnation] = {}
         self._faults = list(config.kill)
-        self._pinged_at = dict.fromkeys(self._services, 0.0)
         self._num_dumps = 0
         self._num_interrupts = 0
         self._outcome: Outcome | None = None
@@ -122,8 +121,8 @@ class Supervisor(Actor):
             ends.enter_context(self._signals())
             self._estate = ends.enter_context(Estate(run_dir, longest, self._on_register))
             self._ledger = ends.enter_context(Ledger(run_dir, self._on_event))
-            refs = {name: ends.enter_context(self._ref(name)) for name in self._services}
-            self._announcers = {name: Announcer(ref, self._on_undelivered) for name, ref in refs.items()}
+            refs = [ends.enter_context(self._ref(name)) for name in self._services]
+            self._announcers = {ref.peer: Announcer(ref, self._on_undelivered) for ref in refs}
             ends.enter_context(self._nursery)
             place = self._estate.surroundings.place(NURSERY, self._config.attempt)
             self._nursery.belong(place, self._config.loaded(), self._config.limits.start_s)
@@ -131,7 +130,7 @@ class Supervisor(Actor):
             async with await serve(
                 self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"
             ):
-                return await self._supervise(refs)
+                return await self._supervise()
 
     def request_stop(self, reason: str, *, quick: bool = False) -> None:
         """Role groups save and leave; asked again, it is the same stop. `quick`: everything is killed at once."""
@@ -143,15 +142,14 @@ class Supervisor(Actor):
         self._num_interrupts += number == signal.SIGINT
         self.request_stop(number.name, quick=number == signal.SIGINT and self._num_interrupts > 1 and _at_terminal())
 
-    async def _supervise(self, services: Mapping[str, ActorRef]) -> Outcome:
+    async def _supervise(self) -> Outcome:
         async with asyncio.TaskGroup() as self._tasks:
             self._ledger.listen()
             pids = {"pid": os.getpid(), "janitor_pid": self._estate.janitor.pid}
             self._ledger.record("supervisor", "started", {"rt_dir": str(self._estate.rt_dir), **pids})
             self._helpers: set[asyncio.Task[None]] = set()
-            for name, ref in services.items():
-                self._help(self._announcers[name].run())
-                self._help(self._ping(name, ref))
+            for announcer in self._announcers.values():
+                self._help(announcer.run())
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
@@ -198,10 +196,8 @@ class Supervisor(Actor):
 
     def _start(self, order: Start) -> None:
         name, number, around = order.child, order.incarnation, self._estate.surroundings
-        heartbeat = None
-        if name not in self._services:
-            num_bytes = segment_bytes(self._groups[name].num_processes if name in self._groups else 1)
-            heartbeat = self._estate.segments.segment(segment_name(name, number), num_bytes)
+        num_ranks = self._groups[name].num_processes if name in self._groups else 1
+        heartbeat = self._estate.segments.segment(segment_name(name, number), segment_bytes(num_ranks))
         log = around.log_path(name, number, order.attempt)
         life = Incarnation(name, number, log, heartbeat, self)
         self._lives[name] = life
@@ -212,7 +208,7 @@ class Supervisor(Actor):
             job = around.store_job(name, number, order.attempt, self._estate.store_socket.fileno())
         else:
             spec = self._groups[name]
-            self._announce("member_started", name, number, spec.num_processes)
+            self._announce("member_started", name, number, num_ranks)
             job = around.group_job(spec, number, order.attempt, self._config.limits)
         life.starting = self._tasks.create_task(self._fork(life, job))
 
@@ -263,8 +259,6 @@ class Supervisor(Actor):
         data = dict(note.data)
         if note.kind == "died":
             data["log"] = str(self._lives[data["group"]].log)
-        if note.kind == "ready" and data["group"] in self._services:
-            self._pinged_at[data["group"]] = time.monotonic()
         self._ledger.record("supervisor", note.kind, data)
 
     async def _dump_stacks(self) -> None:
@@ -340,16 +334,6 @@ class Supervisor(Actor):
     def _announce(self, method: str, *arguments: Any) -> None:
         for announcer in self._announcers.values():
             announcer.tell(method, *arguments)
-
-    async def _ping(self, service: str, ref: ActorRef) -> None:
-        """The coordinator, and what else serves, has no words in shared memory: it lives as long as it answers."""
-        silence_s = self._config.limits.silence_s
-        while True:
-            await asyncio.sleep(min(1.0, silence_s / 4))
-            if self._state(service) is State.READY:
-                with contextlib.suppress(RondoError):  # that it did not answer shows in the time of its last answer
-                    await ref.call("rondo.ping", deadline_s=silence_s)
-                    self._pinged_at[service] = time.monotonic()
 
     def _on_undelivered(self, method: str, error: Exception) -> None:
         self._ledger.record("supervisor", "undelivered", {"method": method, "error": str(error)})
@@ -431,11 +415,7 @@ class Supervisor(Actor):
         return next(view.state for view in self._machine.views() if view.name == name)
 
     def _beats(self) -> Mapping[str, tuple[Beat, ...]]:
-        beats = {name: life.beats() for name, life in self._lives.items() if life.ending is None}
-        for name, pinged_at in self._pinged_at.items():
-            if self._state(name) is State.READY:
-                beats[name] = (Beat(0, pinged_at, 0),)
-        return beats
+        return {name: life.beats() for name, life in self._lives.items() if life.ending is None}
 
     def _ref(self, name: str) -> ActorRef:
         return ActorRef(self._estate.address(name), token=self._estate.token, peer=name)

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.memory.segments import SegmentClient
-from rondo.runtime.pace import PaceLimits, Work
+from rondo.runtime.pace import Work
 from rondo.runtime.records.telling import telling
 from rondo.runtime.records.timeline import Span, span
 from rondo.runtime.worker.membership import Membership
@@ -45,22 +46,14 @@ class Process:
         self.world_size = world_size
         self.local_rank = local_rank
         self.load_s = load_s
-        self.stopping = asyncio.Event()
-        self.supervisor = me.ref("supervisor")
         self.coordinator = me.ref("coordinator")
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-        self.pace = PaceLimits()
+        self.pace = SupervisionConfig()
         self.works: dict[tuple[str, str], Work] = {}
         self.not_ready: set[object] = set()
         """The roles that have not called `ready` yet."""
 
-    def look_whether_asked_to_leave(self) -> None:
-        """At SIGTERM. torchrun sends it too, when another rank died: then SIGKILL is on its way, and nothing is saved."""
-        if self.me.heartbeat.asked_to_leave:
-            self.stopping.set()
-
     def close(self) -> None:
-        self.supervisor.close()
         self.coordinator.close()
         self.thread.shutdown(wait=False, cancel_futures=True)
 
@@ -94,7 +87,7 @@ class WorkerContext:
         self.world_size, self.local_rank = process.world_size, process.local_rank
         self.load_s = process.load_s
         self.run_dir, self.rt_dir, self.token, self.segments = me.run_dir, me.rt_dir, me.token, me.segments
-        self.stopping, self.supervisor, self.coordinator = process.stopping, process.supervisor, process.coordinator
+        self.stopping, self.supervisor, self.coordinator = me.stopping, me.supervisor, process.coordinator
         self.role = self.role_group  # what its spans are filed under; one of several roles of a group has its own name
         self.store = me.store  # (host, port) of the run's TCPStore, where process groups find each other
         self._process = process
@@ -122,7 +115,7 @@ class WorkerContext:
             process.works[key] = Work(process.me.heartbeat, name, process.pace, at_least_s)
         return process.works[key]
 
-    def set_pace(self, limits: PaceLimits) -> None:
+    def set_pace(self, limits: SupervisionConfig) -> None:
         """Before the first work of this process."""
         self._process.pace = limits
 
@@ -145,8 +138,7 @@ class WorkerContext:
         waiting_for = self._process.not_ready
         waiting_for.discard(self)
         if not waiting_for:
-            arguments = self.group, self.incarnation, self.rank
-            await self.supervisor.call("ready", *arguments, deadline_s=_CALL_S, retry=True)
+            await self._process.me.ready()
 
     async def report(self, kind: str, data: Mapping[str, Any]) -> None:
         """Writes a record: kind "metrics" to metrics.jsonl, any other to events.jsonl; the status view sees both.

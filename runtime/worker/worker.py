@@ -12,11 +12,9 @@ runs all roles in one task group, and leaves. Does not own what a role does (`co
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import gc
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +24,6 @@ import uvloop
 
 from rondo.runtime.actors.actor import Actor, serve
 from rondo.runtime.errors import Fatal, Stopping
-from rondo.runtime.processes.guard import PARENT_PID, die_with_parent
 from rondo.runtime.records import telling, timeline
 from rondo.runtime.records.record import log_to_stderr
 from rondo.runtime.reference import load_reference
@@ -52,12 +49,10 @@ async def run(me: Membership, references: Sequence[str]) -> None:
     """Runs the roles to their end. Raises what the first of them raised, in a group."""
     variables = os.environ
     process = Process(me, int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"]), float(variables[LOAD_S]))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.look_whether_asked_to_leave)
-    process.look_whether_asked_to_leave()  # it may have come before
     address = f"unix:{me.rt_dir}/{me.group}.{me.rank}.sock"
     try:
         # Like every actor it gives its waits and stacks, and more is not asked of a worker.
-        async with me.beating(), await serve(Actor(), address, token=me.token, name=me.group):
+        async with me.living(), await serve(Actor(), address, token=me.token, name=me.group):
             contexts = [WorkerContext(process) for _ in references]
             if NOT_FORKED in os.environ:
                 await contexts[0].report("not_forked", {"rank": me.rank, "why": os.environ[NOT_FORKED]})
@@ -120,10 +115,6 @@ def _load(references: Sequence[str]) -> list[Any]:
 
 
 def main(references: Sequence[str]) -> None:
-    die_with_parent()
-    os.environ[PARENT_PID] = str(os.getpid())  # what this process starts asks for this parent
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
     sys.setswitchinterval(_SWITCH_S)
     me = Membership.join(int(os.environ["RANK"]))
     name = f"{me.group}.{me.rank}"

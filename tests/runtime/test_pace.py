@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rondo.runtime.pace import PaceLimits, Work
+from rondo.runtime.config import SupervisionConfig
+from rondo.runtime.pace import Work, limit_s
 from rondo.runtime.supervision.heartbeat import Beat, HeartbeatWriter, read_beats, segment_bytes
 
-LIMITS = PaceLimits(factor=10, floor_s=60, ceiling_s=1000)
+LIMITS = SupervisionConfig(work_factor=10, work_floor_s=60, work_ceiling_s=1000)
 
 
 class Seen:
@@ -30,11 +31,11 @@ class Seen:
         return limit
 
 
-@pytest.mark.parametrize(("longest_s", "limit_s"), [(None, 1000), (0.01, 60), (6, 60), (20, 200), (500, 1000)])
+@pytest.mark.parametrize(("longest_s", "limit"), [(None, 1000), (0.01, 60), (6, 60), (20, 200), (500, 1000)])
 def test_the_limit_is_a_multiple_of_the_longest_between_floor_and_ceiling(
-    longest_s: float | None, limit_s: float
+    longest_s: float | None, limit: float
 ) -> None:
-    assert LIMITS.limit_s(longest_s) == limit_s
+    assert limit_s(LIMITS, longest_s) == limit
 
 
 def test_limits_follow_what_was_seen_and_the_first_has_the_ceiling() -> None:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision import launcher
 from rondo.runtime.supervision.launcher import Surroundings, reason_to_exec, used_incarnations
-from rondo.runtime.supervision.orders import Limits
 from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
 
 
 def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnation(tmp_path: Path) -> None:
     around = Surroundings(tmp_path / "run", tmp_path / "rt", ("127.0.0.1", 2900))
     spec = GroupSpec("actor-0", "actor", 2, ("m:A", "m:B"), 3, {"CUDA_VISIBLE_DEVICES": "1"})
-    job = around.group_job(spec, 7, 1, Limits(grace_s=2.5, load_s=90))
+    job = around.group_job(spec, 7, 1, SupervisionConfig(grace_s=2.5, load_s=90))
     options = dict(zip(job.arguments[2:-8:2], job.arguments[3:-8:2], strict=True))
     assert options == {
         "--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": "127.0.0.1:2900",
@@ -84,9 +84,9 @@ def test_incarnations_that_were_used_are_read_from_the_logs(tmp_path: Path) -> N
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path, name: str) -> None:
     groups = (GroupSpec("rollout-0", "rollout", 1, ("m:R",)), GroupSpec(name, "x", 1, ("m:R",)))
     with pytest.raises(ConfigError, match="names of role groups must differ and look like 'actor-0', got "):
-        SupervisorConfig(tmp_path, groups, "rondo.comm.bus.serve")
+        SupervisorConfig(tmp_path, groups, "rondo.comm.bus.serve", SupervisionConfig())
 
 
 def test_a_run_needs_a_role_group(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one role group"):
-        SupervisorConfig(tmp_path, (), "rondo.comm.bus.serve")
+        SupervisorConfig(tmp_path, (), "rondo.comm.bus.serve", SupervisionConfig())

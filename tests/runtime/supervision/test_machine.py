@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.supervision.heartbeat import Beat
 from rondo.runtime.supervision.machine import Supervision
 from rondo.runtime.supervision.orders import (
@@ -20,7 +21,6 @@ from rondo.runtime.supervision.orders import (
     DumpStacks,
     Finish,
     Kill,
-    Limits,
     Note,
     Phase,
     Start,
@@ -33,7 +33,7 @@ from rondo.runtime.supervision.orders import (
 STORE = Child("store", service=True, strategy=Strategy.ONE_FOR_ALL)
 CHILDREN = (STORE, Child("coordinator", service=True), Child("actor-0", 2, saves=True), Child("rollout-0"))
 FORGETFUL = (Child("store", service=True, strategy=Strategy.ESCALATE), *CHILDREN[1:])
-LIMITS = Limits(
+LIMITS = SupervisionConfig(
     max_restarts=3,
     restart_window_s=600,
     max_global_restarts=1,
@@ -49,7 +49,7 @@ class Run:
 
     def __init__(
         self,
-        limits: Limits = LIMITS,
+        limits: SupervisionConfig = LIMITS,
         *,
         children: tuple[Child, ...] = CHILDREN,
         can_restart: bool = True,
@@ -166,7 +166,7 @@ def test_recovery_lasts_from_the_first_death_to_all_ranks_ready() -> None:
 
 
 def test_the_first_restart_is_immediate_and_the_back_off_doubles() -> None:
-    run = Run(Limits(max_restarts=100, backoff_s=1, max_backoff_s=60)).up()
+    run = Run(SupervisionConfig(max_restarts=100)).up()
     delays = []
     for _ in range(9):
         run.fail("rollout-0")
@@ -188,7 +188,7 @@ def test_a_back_off_is_waited_out() -> None:
 
 
 def test_a_healthy_spell_resets_the_back_off() -> None:
-    run = Run(Limits(max_restarts=100, healthy_s=600, no_progress_s=1e9)).up()
+    run = Run(SupervisionConfig(max_restarts=100, no_progress_s=1e9)).up()
     for _ in range(3):
         run.crash("rollout-0")
     run.tick(600)
@@ -211,7 +211,7 @@ def test_restarts_beyond_the_intensity_are_a_global_restart() -> None:
 
 
 def test_restarts_spread_over_more_than_the_window_do_not_escalate() -> None:
-    run = Run(Limits(max_restarts=3, restart_window_s=600, no_progress_s=1e9)).up()
+    run = Run(SupervisionConfig(max_restarts=3, restart_window_s=600, no_progress_s=1e9)).up()
     for _ in range(10):
         run.crash("rollout-0")
         run.tick(201)
@@ -276,7 +276,7 @@ def test_a_coordinator_that_dies_beside_the_store_starts_again_at_once() -> None
 
 
 def test_a_store_beyond_its_limit_is_a_global_restart_and_the_cause_is_its_first_death() -> None:
-    run = Run(Limits(max_restarts=2, max_global_restarts=0)).up()
+    run = Run(SupervisionConfig(max_restarts=2, max_global_restarts=0)).up()
     run.fail("rollout-0", "killed by SIGSEGV")
     run.gone("rollout-0")
     for number in range(3):
@@ -324,7 +324,7 @@ def test_without_a_checkpoint_either_the_run_fails_and_its_cause_is_the_store_no
 
 
 def test_a_group_that_recovered_is_not_the_cause_of_another_one_that_fails_again_and_again() -> None:
-    run = Run(Limits(max_restarts=1, max_global_restarts=0, start_s=1e9)).up()
+    run = Run(SupervisionConfig(max_restarts=1, max_global_restarts=0, start_s=1e9)).up()
     run.fail("rollout-0", "killed by SIGKILL")
     run.gone("rollout-0")
     run.fail("actor-0", "exit code 7")
@@ -336,7 +336,7 @@ def test_a_group_that_recovered_is_not_the_cause_of_another_one_that_fails_again
 
 
 def test_global_restarts_are_limited_and_the_first_cause_is_kept() -> None:
-    run = Run(Limits(max_restarts=0, max_global_restarts=1)).up()
+    run = Run(SupervisionConfig(max_restarts=0, max_global_restarts=1)).up()
     run.do(run.machine.failed("actor-0", 1, "exit code 3", run.now, rank=1, pid=77, last_lines=["ValueError: no"]))
     for name in ("store", "coordinator", "actor-0", "rollout-0"):
         run.gone(name)
@@ -349,7 +349,7 @@ def test_global_restarts_are_limited_and_the_first_cause_is_kept() -> None:
 
 
 def test_a_failure_after_all_were_ready_again_is_a_cause_of_its_own() -> None:
-    run = Run(Limits(max_restarts=0, max_global_restarts=1), children=FORGETFUL).up()
+    run = Run(SupervisionConfig(max_restarts=0, max_global_restarts=1), children=FORGETFUL).up()
     run.fail("store", "killed by SIGKILL")
     for name in ("store", "coordinator", "actor-0", "rollout-0"):
         run.gone(name)
@@ -362,7 +362,7 @@ def test_a_failure_after_all_were_ready_again_is_a_cause_of_its_own() -> None:
 
 
 def test_the_cause_of_a_chain_is_what_failed_first() -> None:
-    run = Run(Limits(max_restarts=1, max_global_restarts=0)).up()
+    run = Run(SupervisionConfig(max_restarts=1, max_global_restarts=0)).up()
     run.fail("rollout-0", "killed by SIGSEGV")
     run.fail("actor-0", "PeerGone")
     for _ in range(2):  # the actor cannot come up while rollout-0 is away
@@ -375,7 +375,7 @@ def test_the_cause_of_a_chain_is_what_failed_first() -> None:
 
 
 def test_last_lines_that_are_read_later_belong_to_the_cause() -> None:
-    run = Run(Limits(max_restarts=0, max_global_restarts=0)).up()
+    run = Run(SupervisionConfig(max_restarts=0, max_global_restarts=0)).up()
     run.fail("actor-0", "silent")
     run.machine.explain("actor-0", 1, ["Thread 0x1 (most recent call first):"])
     cause = run.machine.first_cause
@@ -443,7 +443,7 @@ def test_a_group_that_never_registers_is_killed() -> None:
     assert run.tick(1) == [
         Kill("store", 1, dump=True), Kill("actor-0", 1), Kill("rollout-0", 1), Kill("coordinator", 1, dump=True)
     ]  # fmt: skip
-    run = Run(Limits(start_s=300))
+    run = Run(SupervisionConfig(start_s=300))
     for name in ("store", "coordinator"):
         run.machine.ready(name, 1, 0, run.now)
     run.machine.registered("rollout-0", 1, 0, run.now)
@@ -747,7 +747,7 @@ def stand(run: Run, beats: dict[str, list[Beat]], seconds: int = 901) -> list[Ac
 
 
 def test_a_run_without_progress_restarts_whose_section_stands_longest_then_all_role_groups_then_itself() -> None:
-    run = Run(Limits(no_progress_s=900, max_global_restarts=1)).up()
+    run = Run(SupervisionConfig(no_progress_s=900, max_global_restarts=1)).up()
     other = {**STANDING, "rollout-0": [Beat(0, 0, 7, "b", 1e9, section_since_s=1301.0)]}
     run.do(run.machine.tick(run.now, other))  # what was done so far
     assert stand(run, other) == [Kill("actor-0", 1)]
@@ -795,7 +795,7 @@ def test_anything_that_a_role_has_done_is_progress() -> None:
 
 @pytest.mark.parametrize("excuse", ["patient", "starts"])
 def test_who_saves_or_starts_has_limits_of_its_own_and_no_progress_is_no_fault_meanwhile(excuse: str) -> None:
-    run = Run(Limits(no_progress_s=900, start_s=1e9)).up()
+    run = Run(SupervisionConfig(no_progress_s=900, start_s=1e9)).up()
     saves = {"actor-0": [Beat(0, 0, 0, "save", 1e9, patient=True)]}
     if excuse == "starts":
         run.crash("actor-0")

@@ -21,6 +21,7 @@ from typing import Any
 import orjson
 import pytest
 
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.processes import process
 from rondo.runtime.records.ledger import Ledger
 from rondo.runtime.supervision.orders import Kill, Note
@@ -166,7 +167,6 @@ def stormy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
         run.before_stop = run.leftovers()
         for found in run.before_stop:
             process.kill(found.pid, found.start_time, signal.SIGTERM)
-        run.ready("coordinator", incarnation=3)
         for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGINT):
             run.process.send_signal(number)
             for found in run.leftovers() if number != signal.SIGINT else ():
@@ -186,14 +186,12 @@ def test_a_killed_worker_restarts_its_whole_group_and_only_it(stormy: Program) -
 def test_the_death_of_the_store_starts_all_role_groups_again_with_it_in_the_same_attempt(stormy: Program) -> None:
     (died,) = stormy.of("died", group="store")
     assert died["cause"] == "killed by SIGKILL"
-    assert stormy.outcome["restarts"] == {"store": 1, "alpha-0": 2, "beta-0": 2, "coordinator": 2}
+    assert stormy.outcome["restarts"] == {"store": 1, "alpha-0": 2, "beta-0": 2, "coordinator": 1}
     assert stormy.outcome["attempt"] == 0
 
 
-def test_only_the_coordinator_hears_sigterm_that_is_not_meant_for_it_and_it_starts_again(stormy: Program) -> None:
-    causes = [record["cause"] for record in stormy.of("died")]
-    assert causes.index("killed by SIGKILL") < causes.index("exit code 0") == len(causes) - 1
-    assert stormy.of("died")[-1]["group"] == "coordinator"
+def test_nobody_hears_sigterm_that_is_meant_for_the_supervisor(stormy: Program) -> None:
+    assert [record["group"] for record in stormy.of("died")][-1] == "store" and len(stormy.of("died")) == 4
 
 
 def test_a_stopped_worker_is_noticed_by_its_silence_and_replaced(stormy: Program) -> None:
@@ -211,7 +209,7 @@ def test_the_coordinator_hears_of_a_death_and_then_of_the_next_life(stormy: Prog
 
 def test_a_coordinator_that_restarts_asks_who_lives(stormy: Program) -> None:
     rosters = [r for r in stormy.told() if r["told"] == "roster"]
-    assert [r["by"]["incarnation"] for r in rosters] == [1, 2, 3]
+    assert [r["by"]["incarnation"] for r in rosters] == [1, 2]
     assert rosters[0]["roster"]["dead"] == []
     assert ["alpha-0", 1] in rosters[1]["roster"]["dead"]
     assert rosters[1]["roster"]["groups"]["alpha-0"] == {"incarnation": 2, "alive": True}
@@ -279,7 +277,8 @@ def test_every_life_has_its_own_log_and_events_are_in_the_run_directory(stormy: 
     logs = {path.name for path in (stormy.run_dir / "logs" / "attempt_0").iterdir()}
     assert logs == {
         "nursery.1.log", "nursery.2.log", "store.1.log", "store.2.log",
-        *[f"{name}.{life}.log" for name in ("coordinator", "alpha-0", "beta-0") for life in (1, 2, 3)],
+        *[f"coordinator.{life}.log" for life in (1, 2)],
+        *[f"{name}.{life}.log" for name in ("alpha-0", "beta-0") for life in (1, 2, 3)],
     }  # fmt: skip
     written = [orjson.loads(line) for line in (stormy.run_dir / "events.jsonl").read_bytes().splitlines()]
     assert written == [r for r in stormy.events if r["kind"] != "outcome"]
@@ -490,7 +489,7 @@ def test_what_follows_a_note_is_done_also_where_it_cannot_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = GroupSpec("actor-0", "actor", 1, ("tiny_roles:Idle",))
-    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator="none")
+    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator="none", limits=SupervisionConfig())
 
     def on_event(record: Record) -> None:
         raise BrokenPipeError
@@ -513,7 +512,7 @@ async def test_a_journal_that_waits_for_room_is_no_hang_and_a_saving_that_does_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = GroupSpec("actor-0", "actor", 1, ("tiny_roles:Idle",))
-    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator="none")
+    config = SupervisorConfig(run_dir=tmp_path, groups=(group,), coordinator="none", limits=SupervisionConfig())
     supervisor, progress = Supervisor(config), list[float]()
     monkeypatch.setattr(supervisor._machine, "progressed", progress.append)
     supervisor._ledger = Ledger(tmp_path, lambda record: None)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
-from rondo.runtime.actors.actor import Actor, endpoint, serve
-from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.actors.actor import Actor, endpoint
 from rondo.runtime.records.record import JsonLines
+from rondo.runtime.worker.membership import Membership
+from rondo.runtime.worker.service import answer, main
 
 
 class Coordinator(Actor):
-    def __init__(self, lines: JsonLines) -> None:
+    def __init__(self, me: Membership, lines: JsonLines) -> None:
+        self._by = {"attempt": me.attempt, "incarnation": me.incarnation}
         self._lines = lines
 
     def told(self, what: str, **facts: Any) -> None:
-        life = {"attempt": int(os.environ["RONDO_ATTEMPT"]), "incarnation": int(os.environ["RONDO_INCARNATION"])}
-        self._lines.write({"told": what, "by": life, **facts})
+        self._lines.write({"told": what, "by": self._by, **facts})
 
     @endpoint
     async def member_started(self, group: str, incarnation: int, num_ranks: int) -> None:
@@ -34,18 +31,12 @@ class Coordinator(Actor):
         self.told("drain")
 
 
-async def main() -> None:
-    rt_dir, token = os.environ["RONDO_RT_DIR"], (Path(os.environ["RONDO_RT_DIR"]) / "token").read_text()
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    with JsonLines(Path(os.environ["RONDO_RUN_DIR"]) / "coordinator.jsonl") as lines:
-        coordinator = Coordinator(lines)
-        with ActorRef(f"unix:{rt_dir}/supervisor.sock", token=token, peer="supervisor") as supervisor:
-            async with await serve(coordinator, f"unix:{rt_dir}/coordinator.sock", token=token, name="coordinator"):
-                coordinator.told("roster", roster=await supervisor.call("roster", deadline_s=20))
-                await supervisor.call("ready", os.environ["RONDO_GROUP"], int(os.environ["RONDO_INCARNATION"]), 0)
-                await ended.wait()
+async def run(me: Membership) -> None:
+    with JsonLines(me.run_dir / "coordinator.jsonl") as lines:
+        coordinator = Coordinator(me, lines)
+        coordinator.told("roster", roster=await me.supervisor.call("roster", deadline_s=20))
+        await answer(me, coordinator)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main(run)

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import uvloop
 
-from rondo.runtime.supervision.orders import Limits
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
 from rondo.runtime.supervision.supervisor import Supervisor
 
@@ -34,7 +34,7 @@ def main(text: str) -> int:
         groups=groups,
         coordinator="tiny_coordinator",
         services=given["services"],
-        limits=Limits(**given["limits"]),
+        limits=SupervisionConfig(**given["limits"]),
         modules=tuple(given["modules"]),
         kill=tuple((role, step) for role, step in given["kill"]),
     )
