@@ -108,10 +108,6 @@ class Waits:
             totals[wait.name] = totals.get(wait.name, 0.0) + now - wait.since
         return totals
 
-    def waiting(self, name: str, *, peer: str, deadline_s: float | None) -> waiting:
-        """`waiting` on this list."""
-        return waiting(name, peer=peer, deadline_s=deadline_s, waits=self)
-
     @contextmanager
     def blocking(self, name: str, *, peer: str, deadline_s: float | None) -> Generator[Wait, None, None]:
         """`blocking` on this list."""

@@ -12,19 +12,9 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastStats:
-    """`num_missed` counts records that slow readers did not get, over all of them."""
-
-    num_readers: int
-    num_published: int
-    num_missed: int
 
 
 class _Reader:
@@ -42,17 +32,17 @@ class Broadcast:
     def __init__(self, capacity: int = 1024) -> None:
         self._capacity = capacity
         self._readers: set[_Reader] = set()
-        self._num_published = 0
-        self._num_missed = 0
         self._closed = False
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._readers)
 
     def publish(self, record: Record) -> None:
         """Hands a record to every reader; returns at once."""
-        self._num_published += 1
         for reader in self._readers:
             if len(reader.records) == self._capacity:
                 reader.missed += 1
-                self._num_missed += 1
             reader.records.append(record)
             reader.wake.set()
 
@@ -80,6 +70,3 @@ class Broadcast:
         self._closed = True
         for reader in self._readers:
             reader.wake.set()
-
-    def stats(self) -> BroadcastStats:
-        return BroadcastStats(len(self._readers), self._num_published, self._num_missed)

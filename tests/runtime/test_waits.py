@@ -30,7 +30,7 @@ async def test_a_wait_is_listed_while_it_lasts() -> None:
     clock = Clock()
     waits = Waits(clock)
     waits.waiter = "rollout-0.0"
-    async with waits.waiting("call lease", peer="coordinator", deadline_s=60):
+    async with waiting("call lease", peer="coordinator", deadline_s=60, waits=waits):
         clock.now += 2.5
         assert waits.pending() == (Pending("call lease", "rollout-0.0", "coordinator", 100.0, 60, 2.5),)
     assert waits.pending() == ()
@@ -39,9 +39,9 @@ async def test_a_wait_is_listed_while_it_lasts() -> None:
 async def test_pending_waits_come_oldest_first() -> None:
     clock = Clock()
     waits = Waits(clock)
-    async with waits.waiting("first", peer="a", deadline_s=None):
+    async with waiting("first", peer="a", deadline_s=None, waits=waits):
         clock.now += 1
-        async with waits.waiting("second", peer="b", deadline_s=None):
+        async with waiting("second", peer="b", deadline_s=None, waits=waits):
             assert [wait.name for wait in waits.pending()] == ["first", "second"]
 
 
@@ -49,11 +49,11 @@ async def test_totals_sum_finished_and_pending_seconds_by_name() -> None:
     clock = Clock()
     waits = Waits(clock)
     for _ in range(2):
-        async with waits.waiting("round", peer="coordinator", deadline_s=9):
+        async with waiting("round", peer="coordinator", deadline_s=9, waits=waits):
             clock.now += 3
-    async with waits.waiting("round", peer="coordinator", deadline_s=9):
+    async with waiting("round", peer="coordinator", deadline_s=9, waits=waits):
         clock.now += 1
-        async with waits.waiting("proof", peer="actor-0", deadline_s=9):
+        async with waiting("proof", peer="actor-0", deadline_s=9, waits=waits):
             clock.now += 0.5
             assert waits.totals() == {"round": 7.5, "proof": 0.5}
     assert waits.totals() == {"round": 7.5, "proof": 0.5}
@@ -64,7 +64,7 @@ async def test_past_the_deadline_the_body_is_cancelled_and_the_error_names_both_
     waits.waiter = "actor-0.0"
     ended = []
     with pytest.raises(DeadlineExceeded) as caught:
-        async with waits.waiting("round", peer="coordinator", deadline_s=0.0):
+        async with waiting("round", peer="coordinator", deadline_s=0.0, waits=waits):
             try:
                 await forever()
             finally:
@@ -96,7 +96,7 @@ async def test_a_cancellation_from_outside_stays_a_cancellation() -> None:
     waits = Waits()
 
     async def body() -> None:
-        async with waits.waiting("round", peer="coordinator", deadline_s=60):
+        async with waiting("round", peer="coordinator", deadline_s=60, waits=waits):
             await forever()
 
     task = asyncio.create_task(body())
@@ -123,7 +123,7 @@ async def test_a_cancellation_from_outside_wins_over_a_deadline_at_the_same_mome
 async def test_the_bodys_own_error_passes_and_ends_the_wait() -> None:
     waits = Waits()
     with pytest.raises(KeyError, match="mine"):
-        async with waits.waiting("round", peer="coordinator", deadline_s=60):
+        async with waiting("round", peer="coordinator", deadline_s=60, waits=waits):
             raise KeyError("mine")
     assert waits.pending() == ()
 

@@ -209,14 +209,14 @@ async def test_events_reach_every_subscriber_and_closing_ends_their_streams() ->
                 assert await response.content.readline() == b'data: {"kind":"step","step":1}\n'
             await server.close()
             assert (await first.content.read()).strip() == b""
-    assert provider.broadcast.stats().num_readers == 0
+    assert provider.broadcast.num_readers == 0
 
 
 async def test_a_subscriber_that_leaves_is_forgotten() -> None:
     async with endpoint() as (server, provider), aiohttp.ClientSession() as session:
         async with session.get(f"{server.url}/events"):
             await subscribed(provider.broadcast, 1)
-        while provider.broadcast.stats().num_readers:
+        while provider.broadcast.num_readers:
             provider.broadcast.publish({"kind": "step"})
             await asyncio.sleep(0)
 
@@ -257,5 +257,5 @@ def test_a_token_file_that_is_missing_or_short_is_refused(token_file: Path) -> N
 
 
 async def subscribed(broadcast: Broadcast, count: int) -> None:
-    while broadcast.stats().num_readers < count:  # noqa: ASYNC110 - the server is real: only its readers tell
+    while broadcast.num_readers < count:  # noqa: ASYNC110 - the server is real: only its readers tell
         await asyncio.sleep(0)
