@@ -38,7 +38,7 @@ import orjson
 
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, ProtocolError, WorkerDied
 from rondo.runtime.processes.pool_worker import NOTE, PREFIX, entries_of, frame_of
-from rondo.runtime.processes.process import exit_text
+from rondo.runtime.processes.process import exit_text, when_over
 from rondo.runtime.processes.subreaper import END
 from rondo.runtime.values import Buffer, Encoded, encode
 from rondo.runtime.waits import PROCESS, waiting
@@ -331,8 +331,7 @@ class _Worker:
         self._note = note
         self._socket = ours
         self._exited = asyncio.Event()
-        self._pidfd = os.pidfd_open(self.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        when_over(self.pid, self._on_exit)
         self._request = 0
         self._begin_ns = 0
         self._deadline_ns = 0
@@ -465,8 +464,6 @@ class _Worker:
                 return head, item, begin_ns
 
     def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
         self._exited.set()
         with contextlib.suppress(OSError):  # a process that the function left behind may hold the other end open
             self._socket.shutdown(socket.SHUT_RDWR)

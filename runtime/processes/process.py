@@ -212,6 +212,26 @@ def orphans(own: Set[int]) -> list[Stat]:
     return [child for child in children(os.getpid()) if child.pid not in own and child.session != os.getsid(0)]
 
 
+def when_over(pid: int, then: Callable[[], None]) -> Callable[[], None]:
+    """Calls `then` on this event loop, once, when the process has ended. What it returns ends the watch, at any time.
+    ProcessLookupError for a process that was collected already."""
+    import asyncio  # for who has a loop: janitors and subreapers start without it
+
+    loop, watched = asyncio.get_running_loop(), [os.pidfd_open(pid)]
+
+    def stop() -> None:
+        if watched:
+            loop.remove_reader(watched[0])
+            os.close(watched.pop())
+
+    def ended() -> None:
+        stop()
+        then()
+
+    loop.add_reader(watched[0], ended)
+    return stop
+
+
 def reap(children: Iterable[Stat]) -> int:
     """Collects the zombies among children, and returns how many there were."""
     num_reaped = 0

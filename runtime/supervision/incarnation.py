@@ -1,7 +1,7 @@
 """Incarnation: the processes of one life of a role group or service, as the supervisor holds them.
 
-Owns their pidfds, signals, usage, and the proof that all of them are gone. Does not own what an exit means: it reports
-exits to its `Watcher`. Invariant: after `end()` no process of this life exists, whatever it had started, or its deadline
+Owns the watch over them, their signals, usage, and the proof that all of them are gone. Does not own what an exit means: it
+reports exits to its `Watcher`. Invariant: after `end()` no process of this life exists, whatever it had started, or its deadline
 has passed and DeadlineExceeded names it.
 
     main      the root of a role group, or the service itself: our child; its exit code is collected here
@@ -13,9 +13,10 @@ has passed and DeadlineExceeded names it.
 from __future__ import annotations
 
 import asyncio
-import os
+import functools
 import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -74,22 +75,18 @@ class Incarnation:
         """The task that ends it, once there is one."""
         self._heartbeat: Segment | None = heartbeat
         self._watcher = watcher
-        self._loop = asyncio.get_running_loop()
         self._cpu_ticks: dict[int, int] = {}
-        self._descriptors: list[int] = []
+        self._watches: list[Callable[[], None]] = []
 
     def begin(self, main: Main) -> None:
         """Its main process is there."""
         self.main = main
-        main_fd = os.pidfd_open(main.pid)
-        self._descriptors.append(main_fd)
-        self._loop.add_reader(main_fd, self._main_ended, main, main_fd)
+        self._watches.append(process.when_over(main.pid, lambda: self._watcher.main_exited(self, main.wait())))
 
-    def add(self, registration: Registration, pidfd: int) -> None:
-        """A worker names itself. `pidfd` belongs to this object from now on."""
-        self.workers[registration.rank] = registration
-        self._descriptors.append(pidfd)
-        self._loop.add_reader(pidfd, self._worker_ended, registration, pidfd)
+    def add(self, worker: Registration) -> None:
+        """A worker names itself. ProcessLookupError for one that is gone."""
+        self._watches.append(process.when_over(worker.pid, functools.partial(self._worker_ended, worker)))
+        self.workers[worker.rank] = worker
 
     def beats(self) -> tuple[Beat, ...]:
         """The heartbeats of its ranks; empty once it is closed."""
@@ -103,7 +100,7 @@ class Incarnation:
     @property
     def own_pids(self) -> tuple[int, ...]:
         """Whose exits are collected here, or seen before they are collected."""
-        return (*self._main_pids, *(worker.pid for worker in self.workers.values() if self._descriptors))
+        return (*self._main_pids, *(worker.pid for worker in self.workers.values() if self._watches))
 
     def usage(self) -> Usage:
         """What it uses now. Processor time counts processes that are gone, as far as they were seen. A root's memory is the
@@ -169,19 +166,16 @@ class Incarnation:
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
-        descriptors, self._descriptors = self._descriptors, []
-        for descriptor in descriptors:
-            self._loop.remove_reader(descriptor)
-            os.close(descriptor)
+        for stop in self._watches:
+            stop()
+        self._watches.clear()
 
     @property
     def _main_pids(self) -> tuple[int, ...]:
         return () if self.main is None else (self.main.pid,)
 
-    def _worker_ended(self, worker: Registration, pidfd: int) -> None:
-        code = self._exit_code(worker)
-        self._loop.remove_reader(pidfd)
-        self._watcher.worker_exited(self, worker, code)
+    def _worker_ended(self, worker: Registration) -> None:
+        self._watcher.worker_exited(self, worker, self._exit_code(worker))
 
     def _exit_code(self, worker: Registration) -> int | None:
         found = process.stat(worker.pid)
@@ -189,7 +183,3 @@ class Incarnation:
             return process.exit_code(found.exit_status)
         left = any(beat.left for beat in self.beats() if beat.rank == worker.rank)
         return 0 if left else None  # torchrun was quicker and collected it
-
-    def _main_ended(self, main: Main, main_fd: int) -> None:
-        self._loop.remove_reader(main_fd)
-        self._watcher.main_exited(self, main.wait())

@@ -44,7 +44,7 @@ from typing import Any, NoReturn
 
 from rondo.runtime.errors import DeadlineExceeded, WorkerDied
 from rondo.runtime.processes.guard import PARENT_PID, die_with_parent
-from rondo.runtime.processes.process import exit_text
+from rondo.runtime.processes.process import exit_text, when_over
 from rondo.runtime.records.record import last_lines
 from rondo.runtime.reference import load_reference
 from rondo.runtime.supervision.launcher import STORE_MAIN, TORCHRUN_MAIN, Job, start
@@ -88,13 +88,11 @@ class Forked:
     async def ended(self) -> int:
         """Waits for its end, however long it takes, and returns how it ended."""
         over = asyncio.Event()
-        watched = os.pidfd_open(self.pid)
-        asyncio.get_running_loop().add_reader(watched, over.set)
+        stop = when_over(self.pid, over.set)
         try:
             await over.wait()
         finally:
-            asyncio.get_running_loop().remove_reader(watched)
-            os.close(watched)
+            stop()
         return self.wait()
 
     def send_signal(self, number: int) -> None:

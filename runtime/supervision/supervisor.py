@@ -323,7 +323,7 @@ class Supervisor(Actor):
         welcome = self._machine.registered(group, number, rank, time.monotonic())
         if welcome:
             try:
-                self._lives[group].add(registration, os.pidfd_open(registration.pid))
+                self._lives[group].add(registration)
             except ProcessLookupError:
                 welcome = False  # dead meanwhile: its main process tells
             else:
