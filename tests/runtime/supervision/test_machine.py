@@ -407,6 +407,15 @@ def test_a_rank_that_has_not_beaten_yet_counts_from_its_registration() -> None:
     assert run.tick(2, actor_0=Beat(0, 0.0, 0)) == [Kill("actor-0", 1, dump=True)]
 
 
+def test_a_service_may_be_silent_while_it_starts_and_for_no_longer_than_others_once_it_is_ready() -> None:
+    run = Run()
+    assert run.machine.registered("coordinator", 1, 0, run.now)
+    assert run.tick(100, coordinator=Beat(0, run.now, 0)) == []
+    last = Beat(0, run.up().now, 0)
+    assert run.tick(15, coordinator=last) == []
+    assert run.tick(1, coordinator=last) == [Kill("coordinator", 1, dump=True)]
+
+
 def test_a_section_has_its_own_limit_instead_of_the_silence() -> None:
     run = Run().up()
     begun = run.now
