@@ -22,6 +22,7 @@ Words are aligned, so they are read and written whole; a torn name only misspell
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ SAVE = "save"
 _BEAT, _PROGRESS, _LIMIT, _LEFT, _ASKED, _SAVING, _SINCE, _EXCUSE = range(8)
 _WORDS = SLOT_BYTES // 8
 _NAME_AT = 64
+_SLOT = struct.Struct("@8Q64s")  # native: each word is read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +144,9 @@ def ask_to_leave(view: memoryview) -> None:
 
 def read_beats(view: memoryview) -> tuple[Beat, ...]:
     """The slots of all ranks, by rank."""
-    words, beats = view.cast("Q"), []
-    for rank in range(len(view) // SLOT_BYTES):
-        at = rank * _WORDS
-        name = bytes(view[rank * SLOT_BYTES + _NAME_AT : (rank + 1) * SLOT_BYTES]).rstrip(b"\0")
-        beats.append(
-            Beat(
-                rank=rank,
-                beat_s=words[at + _BEAT] / 1000,
-                progress=words[at + _PROGRESS],
-                section=name.decode(errors="replace"),
-                section_limit_s=words[at + _LIMIT] / 1000,
-                left=bool(words[at + _LEFT]),
-                save_limit_s=words[at + _SAVING] / 1000,
-                section_since_s=words[at + _SINCE] / 1000,
-                patient=words[at + _EXCUSE] >= _PATIENT,
-                silent=words[at + _EXCUSE] == _SILENT_TOO,
-            )
-        )
+    beats = []
+    for rank, (beat, progress, limit, left, _, saving, since, excuse, name) in enumerate(_SLOT.iter_unpack(view)):
+        text, excused = name.rstrip(b"\0").decode(errors="replace"), (excuse >= _PATIENT, excuse == _SILENT_TOO)
+        times = limit / 1000, bool(left), saving / 1000, since / 1000
+        beats.append(Beat(rank, beat / 1000, progress, text, *times, *excused))
     return tuple(beats)
