@@ -21,9 +21,8 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rondo.runtime.processes import process
 from rondo.runtime.processes.guard import PARENT_DIED, PARENT_PID, die_with_parent
@@ -33,14 +32,6 @@ from rondo.runtime.supervision.proxy import EXEC, end_as
 
 _WORDS_S = 10.0
 """A proxy has its whole request at hand."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """What a proxy hands over."""
-
-    environment: dict[str, str]
-    roles: list[str]
 
 
 def why_not_fork() -> str:
@@ -65,8 +56,8 @@ class Root:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(wake, selectors.EVENT_READ)
 
-    def serve(self) -> Rank:
-        """Returns in every worker. The root itself ends here, as torchrun ended, and last."""
+    def serve(self) -> dict[str, Any]:
+        """Returns in every worker what its proxy has handed over. The root itself ends here, as torchrun ended, and last."""
         while True:
             status = self._look()
             if status is not None:
@@ -83,12 +74,12 @@ class Root:
                 else:
                     os.read(key.fd, 1024)
 
-    def _fork(self) -> Rank | None:
+    def _fork(self) -> dict[str, Any] | None:
         """What a worker is to be, in that worker; None here."""
         proxy, _ = self._listener.accept()
         proxy.settimeout(_WORDS_S)
         with proxy.makefile("rb") as lines:
-            rank = Rank(**json.loads(lines.readline()))
+            rank: dict[str, Any] = json.loads(lines.readline())
         reason = self._reason or why_not_fork()
         if reason:
             with proxy:
@@ -174,10 +165,10 @@ def main() -> None:
         return
     os.setsid()
     os.environ.clear()
-    os.environ.update(rank.environment | {PARENT_PID: str(root)})
+    os.environ.update(rank["environment"] | {PARENT_PID: str(root)})
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()  # else whatever is forked draws the same numbers; Python's own generator sees to that itself
     from rondo.runtime.worker import worker
 
-    worker.main(rank.roles)
+    worker.main(rank["roles"])
