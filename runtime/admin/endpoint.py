@@ -82,7 +82,7 @@ class AdminServer:
         self._app = web.Application(middlewares=[self._guard], client_max_size=1 << 20)
         self._scopes: dict[AbstractRoute, Scope] = {}
         self._runner: web.AppRunner | None = None
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._closing = asyncio.Event()
         self.port = 0
         self._mount_own()
 
@@ -106,8 +106,7 @@ class AdminServer:
 
     async def close(self) -> None:
         """Ends event streams and connections. Safe to call twice."""
-        for task in list(self._streams):
-            task.cancel()
+        self._closing.set()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -195,35 +194,24 @@ class AdminServer:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
-        task = asyncio.ensure_future(self._stream(response))
-        self._streams.add(task)
-        try:
-            await asyncio.wait([task])
-        finally:
-            task.cancel()
-            self._streams.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, ConnectionError):
-            raise error
-        return response
-
-    async def _stream(self, response: web.StreamResponse) -> None:
-        records = self._provider.subscribe()
-        pending: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(anext(records))
+        records, closing = self._provider.subscribe(), asyncio.ensure_future(self._closing.wait())
+        record = asyncio.ensure_future(anext(records, None))
         try:
             while True:
-                done, _ = await asyncio.wait([pending], timeout=_KEEP_ALIVE_S)
-                if not done:
+                await asyncio.wait([record, closing], timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if closing.done() or (record.done() and record.result() is None):
+                    return response
+                if not record.done():
                     await response.write(b": still here\n\n")
                     continue
-                try:
-                    record = pending.result()
-                except StopAsyncIteration:
-                    return
-                pending = asyncio.ensure_future(anext(records))
-                await response.write(b"data: " + _dumps(record) + b"\n\n")
+                data = _dumps(record.result())
+                record = asyncio.ensure_future(anext(records, None))
+                await response.write(b"data: " + data + b"\n\n")
+        except ConnectionError:  # who asked has left
+            return response
         finally:
-            pending.cancel()
+            record.cancel()
+            closing.cancel()
 
 
 def listen(config: AdminConfig) -> socket.socket:
