@@ -18,9 +18,9 @@ from rondo.launch.report.summary import Summary, write
 from rondo.launch.rundir import RunDir, read_json, write_json
 from rondo.launch.train import TrainOptions
 from rondo.runtime.admin.endpoint import listen
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.nursery import Nursery
-from rondo.runtime.supervision.orders import Limits
 from rondo.runtime.supervision.spec import GroupSpec
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
@@ -79,7 +79,7 @@ def test_a_run_without_room_for_its_summary_and_with_a_full_stdout_keeps_its_exi
 async def test_an_error_of_the_supervisor_itself_is_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limits: list[Limits] = []
+    limits: list[SupervisionConfig] = []
     modules: list[str] = []
 
     class Broken:
