@@ -31,7 +31,6 @@ from rondo.comm.partitions.entry import SAID
 from rondo.comm.partitions.runs import compress
 from rondo.comm.partitions.spec import load_sampler
 from rondo.comm.ring.records import (
-    HEADER_BYTES,
     RECORD,
     Column,
     Descriptor,
@@ -93,18 +92,17 @@ async def restore(part: Partition, folder: Path, *, rank: int = 0, ranks: int = 
         stream = part.stream(task["name"], columns=task["columns"], sampler=load_sampler(task["sampler"]))
         await stream.open()
         await part.reset(task["name"], task["num_passes"])
+    rows = np.asarray(np.memmap(folder / ROWS, np.uint8, "r")) if manifest["num_bytes"] else np.empty(0, np.uint8)
     num_rows = 0
-    with (folder / ROWS).open("rb") as file:
-        for number, (descriptor, payload) in enumerate(_records(file, manifest["num_bytes"])):
-            if number % ranks != rank:
-                continue
-            columns = _columns(descriptor, payload)
-            if _sum(columns) != descriptor.meta["sum"]:
-                raise CorruptData(f"record {number} of {folder / ROWS} must match its checksum, got another one.")
-            meta = {name: value for name, value in descriptor.meta.items() if name != "sum"}
-            n = sum(count for *_, count in descriptor.spans)
-            await part.put_record(columns, n, meta, deadline_s=deadline_s)
-            num_rows += n
+    for number, (descriptor, columns) in enumerate(_records(rows)):
+        if number % ranks != rank:
+            continue
+        if _sum(columns) != descriptor.meta["sum"]:
+            raise CorruptData(f"record {number} of {folder / ROWS} must match its checksum, got another one.")
+        meta = {name: value for name, value in descriptor.meta.items() if name != "sum"}
+        n = sum(count for *_, count in descriptor.spans)
+        await part.put_record(columns, n, meta, deadline_s=deadline_s)
+        num_rows += n
     return num_rows
 
 
@@ -128,23 +126,15 @@ def _write(file: BinaryIO, batch: Batch, done: dict[str, Any], seq: int) -> None
     file.write(buffer.data)
 
 
-def _records(file: BinaryIO, num_bytes: int) -> Iterator[tuple[Descriptor, np.ndarray]]:
-    """Records one by one, each checked before its payload is looked at."""
+def _records(rows: np.ndarray) -> Iterator[tuple[Descriptor, list[Column]]]:
+    """Records of the mapped file one by one, each checked before its payload is looked at."""
     at = 0
-    while at < num_bytes:
-        head = file.read(HEADER_BYTES)
-        size = int.from_bytes(head[24:32], "little")  # checked below, with everything else
-        if not HEADER_BYTES <= size <= num_bytes - at:
-            raise CorruptData(f"the record at {at} must end within {num_bytes} bytes, got {size} bytes.")
-        whole = memoryview(head + file.read(size - HEADER_BYTES))
-        header, encoded = read_header(whole, 0, at, size)
+    while at < len(rows):
+        header, encoded = read_header(rows.data, at, at, len(rows) - at)
         descriptor = read_descriptor(header, encoded)
-        yield descriptor, np.frombuffer(whole, np.uint8)[descriptor.payload :]
-        at += size
-
-
-def _columns(descriptor: Descriptor, payload: np.ndarray) -> list[Column]:
-    return [Column(layout.name, layout.dtype, column_arrays(payload, layout)) for layout in descriptor.columns]
+        payload = rows[at + descriptor.payload : at + header.num_bytes]
+        yield descriptor, [Column(c.name, c.dtype, column_arrays(payload, c)) for c in descriptor.columns]
+        at += header.num_bytes
 
 
 def _sum(columns: Sequence[Column]) -> int:

@@ -324,7 +324,7 @@ class PartitionCoordinator(Actor):
 
         def there(row: int | str) -> bool:
             id = table.find(row)
-            return id >= 0 and table.entry(id).has(id & ROW_MASK, columns or ())
+            return id >= 0 and bool(table.entry(id).having(columns or (), [id & ROW_MASK]))
 
         def answer() -> dict[str, Any] | None:
             if wait and not all(map(there, rows)):

@@ -52,18 +52,30 @@ class Entry:
         """Whether these columns came with the rows."""
         return all(self.columns.get(name) is self.own for name in names)
 
-    def has(self, i: int, names: Iterable[str]) -> bool:
-        return all(name in self.columns and self.columns[name][i] >= 0 for name in names)
+    def having(self, names: Iterable[str], rows: Sequence[int]) -> Sequence[int]:
+        """Those of these rows that have all these columns."""
+        for name in names:
+            column = self.columns.get(name)
+            if column is None:
+                return []
+            if column is not self.own:
+                rows = [i for i in rows if column[i] >= 0]
+        return rows
 
-    def put(self, name: str, i: int, place: int) -> bool:
-        """Give a column to one row; False when it has it."""
+    def give(self, name: str, rows: Sequence[int], places: Sequence[int]) -> Sequence[int]:
+        """A column for those of these rows that have it not: which they were."""
         column = self.columns.get(name)
+        if column is None and len(rows) == self.n and rows == list(range(self.n)):
+            self.columns[name] = array("q", places)
+            return rows
         if column is None:
             column = self.columns[name] = array("q", [-1]) * self.n
-        if column[i] >= 0:
-            return False
-        column[i] = place
-        return True
+        given = []
+        for i, place in zip(rows, places, strict=True):
+            if column[i] < 0:
+                column[i] = place
+                given.append(i)
+        return given
 
     def places(self, name: str, rows: range) -> Sequence[int]:
         """Where a column of neighbouring rows lies."""
@@ -74,9 +86,10 @@ class Entry:
         """The records that these rows have values in, and how many rows have."""
         if self.whole(self.columns):
             return Counter({self.num: len(rows)})
-        found: Counter[int] = Counter()
-        for i in rows:
-            found.update({column[i] >> ROW_BITS for column in self.columns.values() if column[i] >= 0})
+        columns = {id(column): column for column in self.columns.values()}.values()
+        cells = zip(*[[column[i] >> ROW_BITS for i in rows] for column in columns], strict=True)
+        found = Counter(record for row in cells for record in set(row))
+        del found[-1]  # cells without a value
         return found
 
     def values(self, name: str, rows: range) -> list[Any]:

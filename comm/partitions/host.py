@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -80,7 +80,8 @@ class Host(Actor):
         self._lives: dict[str, _Life] = {}
         self._dead: list[list[Any]] = []
         self._changed = asyncio.Condition()
-        self._beside: set[asyncio.Task[None]] = set()  # who watches processes, and tells of deaths
+        self._beside: set[asyncio.Task[None]] = set()  # what keeps the coordinator, and tells it of deaths
+        self._pidfds: set[int] = set()
         self._ready = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._open = contextlib.ExitStack()
@@ -124,6 +125,10 @@ class Host(Actor):
         for task in self._beside:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
+        for pidfd in self._pidfds:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+        self._pidfds.clear()
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
@@ -135,6 +140,24 @@ class Host(Actor):
         task = asyncio.get_running_loop().create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
+
+    def _when_ended(self, pid: int, then: Callable[[], None]) -> None:
+        """Call `then` once this process has ended; also when it has already."""
+        loop = asyncio.get_running_loop()
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            loop.call_soon(then)
+            return
+
+        def ended() -> None:
+            loop.remove_reader(pidfd)
+            self._pidfds.remove(pidfd)
+            os.close(pidfd)
+            then()
+
+        self._pidfds.add(pidfd)
+        loop.add_reader(pidfd, ended)
 
     def _begin_anew(self) -> str:
         """What a host before this one left is of no use: its memory is gone. Returns the token of this one."""
@@ -162,7 +185,9 @@ class Host(Actor):
         while True:
             self._ready.clear()
             self._process = start_process(command, environment, self.folder / _LOG)
-            await _ended(os.pidfd_open(self._process.pid))
+            ended = asyncio.Event()
+            self._when_ended(self._process.pid, ended.set)
+            await ended.wait()
             code = self._process.wait()  # it is a zombie: this does not block
             if not self._ready.is_set() or (len(restarts) == _RESTARTS and now() - restarts[0] < _WITHIN_S):
                 lines = (self.folder / _LOG).read_text(errors="replace").splitlines() or ["nothing"]
@@ -210,15 +235,11 @@ class Host(Actor):
                 await self._changed.wait()
         if rank not in life.seats:
             life.seats[rank] = nonce
-            try:
-                pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                pidfd = -1
             found = stat(pid)
-            if pidfd < 0 or found is None or found.start_time != start_time:
+            if found is None or found.start_time != start_time:
                 self._gone(member, life, rank)
                 raise Refused(f"a member must live on the node of its bus, got pid {pid}, which is not here.")
-            self._go(self._watch(pidfd, member, life, rank))
+            self._when_ended(pid, lambda: self._gone(member, life, rank))
         await self._coordinator.call(
             "member_started", member, life.incarnation, life.ranks, deadline_s=_TOLD_S, retry=True
         )
@@ -246,10 +267,6 @@ class Host(Actor):
         if life is not None and life.incarnation == incarnation:
             self._gone(member, life, rank)
 
-    async def _watch(self, pidfd: int, member: str, life: _Life, rank: int) -> None:
-        await _ended(pidfd)
-        self._gone(member, life, rank)
-
     def _gone(self, member: str, life: _Life, rank: int) -> None:
         if rank in life.gone:
             return
@@ -263,17 +280,6 @@ class Host(Actor):
         life.buried = True
         async with self._changed:
             self._changed.notify_all()
-
-
-async def _ended(pidfd: int) -> None:
-    """Waits until this process has ended, and closes its descriptor."""
-    over = asyncio.Event()
-    asyncio.get_running_loop().add_reader(pidfd, over.set)
-    try:
-        await over.wait()
-    finally:
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
 
 
 def _make_own(folder: Path) -> None:

@@ -54,7 +54,7 @@ def with_columns(table: Table, runs: Iterable[Run]) -> tuple[list[list[int]], li
     for entry, rows in table.parts(runs):
         step = len(rows) if entry.whole(entry.columns) else 1
         for at in range(rows.start, rows.stop, step):
-            names = [name for name in entry.columns if entry.has(at, [name])]
+            names = [name for name in entry.columns if entry.having([name], [at])]
             if at > rows.start and names == columns[-1]:
                 found[-1][1] += step
             else:
@@ -66,4 +66,4 @@ def with_columns(table: Table, runs: Iterable[Run]) -> tuple[list[list[int]], li
 def common_columns(table: Table, ids: Sequence[int]) -> list[str]:
     """The columns that every one of these rows has, in the order of the first."""
     names = list(table.entry(ids[0]).columns) if ids else []
-    return [name for name in names if all(table.entry(id).has(id & ROW_MASK, [name]) for id in ids)]
+    return [name for name in names if all(table.entry(id).having([name], [id & ROW_MASK]) for id in ids)]

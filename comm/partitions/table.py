@@ -60,7 +60,7 @@ class Table:
         live = bytearray([id == row_id(num, i) for i, id in enumerate(ids)])
         uses = self._create(Entry(num, columns, live, event)) if any(live) else 0
         # A key that stands twice in one put meets its own record: what comes second is refused like any other.
-        uses += self._give(num, columns, [(id, i) for i, id in enumerate(ids) if id >> ROW_BITS != num])
+        uses += self._give(num, columns, ids) if uses < n else 0
         self.num_refused += n - uses
         self.shelf.record(num, Source(event["ring"], event["pos"], event["seq"], event["bytes"]), uses)
 
@@ -91,22 +91,26 @@ class Table:
             task.admit(entry)
         return len(rows)
 
-    def _give(self, num: int, columns: list[str], pairs: Iterable[tuple[int, int]]) -> int:
-        """Columns for (row id, row of the record); how many rows took at least one."""
-        touched: dict[int, list[int]] = {}
-        for id, j in pairs:
-            entry, i = self.entries.get(id >> ROW_BITS), id & ROW_MASK
-            if entry is None or i >= entry.n or not entry.live[i]:
+    def _give(self, num: int, columns: list[str], ids: Iterable[int]) -> int:
+        """Columns of a record for rows of others, in its order; how many rows took at least one."""
+        given: dict[int, list[tuple[int, int]]] = {}
+        for j, id in enumerate(ids):
+            given.setdefault(id >> ROW_BITS, []).append((id & ROW_MASK, row_id(num, j)))
+        uses = 0
+        for record, pairs in given.items():
+            entry = self.entries.get(record)
+            if entry is None or record == num:
                 continue
-            place = row_id(num, j)
-            if sum([entry.put(name, i, place) for name in columns]):
-                touched.setdefault(entry.num, []).append(i)
-        for record, rows in touched.items():
-            self._mark(self.entries[record], rows)
+            pairs = [(i, place) for i, place in pairs if i < entry.n and entry.live[i]]
+            rows, places = [i for i, _ in pairs], [place for _, place in pairs]
+            taken = sorted({i for name in columns for i in entry.give(name, rows, places)})
+            uses += len(taken)
+            if taken:
+                self._mark(entry, taken)
             for task in self.tasks.values():
-                if any(name in task.columns for name in columns):
-                    task.complete(self.entries[record], rows)
-        return sum(map(len, touched.values()))
+                if taken and any(name in task.columns for name in columns):
+                    task.complete(entry, taken)
+        return uses
 
     def on_tag(self, event: Event) -> None:
         """Tags are merged into those of the rows; a value of None takes one away."""

@@ -88,9 +88,7 @@ class Task:
 
     def complete(self, entry: Entry, rows: Sequence[int]) -> None:
         """Columns of these rows came."""
-        if not entry.whole(self.columns):
-            rows = [i for i in rows if entry.has(i, self.columns)]
-        self.move(entry.num, rows, (WAITING,), READY)
+        self.move(entry.num, entry.having(self.columns, rows), (WAITING,), READY)
 
     def move(self, record: int, rows: Sequence[int], old: tuple[int, ...], new: int) -> None:
         """Those of a record's rows that are in one of the old states take another one."""

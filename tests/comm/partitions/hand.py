@@ -113,6 +113,6 @@ class Hand:
             assert len(claimed) == len(set(claimed)) == task.counts[CLAIMED]
             for entry in table.entries.values():
                 for i in range(entry.n):
-                    whole = entry.has(i, task.columns)
+                    whole = bool(entry.having(task.columns, [i]))
                     state = task.states[entry.num][i]
                     assert entry.live[i] != 1 or (state == WAITING) != whole
