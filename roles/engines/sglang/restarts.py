@@ -105,7 +105,6 @@ class KeptEngine:
         self._lost_at: float | None = None
         """When the last server left, until the next one has proved weights."""
         self._updating = asyncio.Lock()
-        self._version = STRANGE
         self._before = EngineStats(STRANGE, *(0,) * 9)
         """What was counted over the servers that left."""
         self._waking: asyncio.Task[None] | None = None
@@ -180,7 +179,6 @@ class KeptEngine:
 
     async def _lose(self) -> None:
         """What is under way ends with PeerGone."""
-        self._version = STRANGE
         self._lost_at = self._clock()
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -191,7 +189,7 @@ class KeptEngine:
 
     @property
     def version(self) -> int:
-        return self._version
+        return STRANGE if self._engine is None else self._engine.version
 
     @property
     def engine(self) -> SGLangEngine | None:
@@ -211,7 +209,6 @@ class KeptEngine:
             await engine.update_weights(version, tensors)
             if self._engine is not engine:  # it left as soon as it had them: the next one has none
                 raise self._absent()
-            self._version = version
             if self._lost_at is not None:
                 after_s, self._lost_at = self._clock() - self._lost_at, None
                 await self._tell("sglang_back", {"server": self.server.name, "after_s": after_s})
@@ -245,7 +242,6 @@ class KeptEngine:
             try:
                 async with self._newest() as weights:
                     await engine.update_weights(*weights)
-                    self._version = weights[0]
             except Closed:
                 raise
             except RondoError as error:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,6 @@ class ServerWeights:
         self._recipes: Recipes | None = None
         self._released: list[str] = []
         """Of `_TAGS`. A server that is asked to release one twice, or to resume one that it has, ends itself."""
-        self._held: Mapping[Key, str] = {}
         self._proof: Proof | None = None
         self._stats: UpdateStats | None = None
         self._sessions = True
@@ -118,15 +117,35 @@ class ServerWeights:
         sent, twice; ServerError, PeerGone, GroupBroken and DeadlineExceeded as they come. After all but the first, see `proof`.
         """
         async with self._updating:
-            if self._transfer is None or self._model is None:
+            transfer, name = self._transfer, str(version)
+            if transfer is None or self._model is None:
                 raise Closed("weights must be sent between open and close, got an update outside. Open the path first")
             self._model.check(tensors)
             began = time.monotonic()
             # The checksums are computed beside the sending.
             expecting = asyncio.create_task(self._expected(tensors))
             try:
-                await self._transfer.prepare(str(version), tensors)
-                await self._update(self._transfer, version, tensors, expecting, began)
+                await transfer.prepare(name, tensors)
+                paused = time.monotonic()
+                try:
+                    await self._pause()
+                    self._proof = None
+                    proof: Proof | None = None
+                    num_sendings = 0
+                    while proof is None:
+                        num_sendings += 1
+                        await self._load(transfer, name, tensors)
+                        proof = await self._proved(version, tensors, expecting, last=num_sendings == _SENDINGS)
+                        if proof is None:
+                            await transfer.refused(name)
+                except BaseException as error:
+                    await _finished(self._give_up(transfer, version, error))
+                    raise
+                await self._continue()
+                self._proof, now = proof, time.monotonic()
+                num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                self._stats = UpdateStats(version, num_bytes, now - began, now - paused, num_sendings)
+                await transfer.proved(name)
             finally:
                 await _finished(expecting)
 
@@ -146,7 +165,7 @@ class ServerWeights:
                 await self._client.post("/pause_generation", {"mode": "retract"}, deadline_s=MEMORY_DEADLINE_S)
                 await self._client.post("/release_memory_occupation", {"tags": _TAGS}, deadline_s=MEMORY_DEADLINE_S)
             except BaseException as error:
-                await _finished(asyncio.create_task(self._beside(error, "/continue_generation", {})))
+                await _finished(self._beside(error, "/continue_generation", {}))
                 raise
             self._released = list(_TAGS)
 
@@ -162,70 +181,15 @@ class ServerWeights:
 
     # ---- an update --------------------------------------------------------------------------------------------------
 
-    async def _update(
-        self,
-        transfer: Transfer,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        expecting: asyncio.Task[Mapping[Key, str]],
-        began: float,
-    ) -> None:
-        paused = time.monotonic()
-        try:
-            await self._pause()
-            self._proof = None
-            num_sendings, proof = await self._sent(transfer, version, tensors, expecting)
-        except BaseException as error:
-            await _finished(asyncio.create_task(self._give_up(transfer, version, error)))
-            raise
-        await self._continue()
-        self._proof = proof
-        now = time.monotonic()
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._stats = UpdateStats(version, num_bytes, now - began, now - paused, num_sendings)
-        await transfer.proved(str(version))
-
-    async def _sent(
-        self,
-        transfer: Transfer,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        expecting: asyncio.Task[Mapping[Key, str]],
-    ) -> tuple[int, Proof]:
-        """How often it was sent, and its proof. Raises CorruptData."""
+    async def _load(self, transfer: Transfer, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
         flush = _FLUSHES[self._config.pause]
-        for number in range(1, _SENDINGS + 1):
-            await self._load(transfer, str(version), tensors, flush=flush)
-            told_version = (await self._client.get("/model_info", deadline_s=CALL_DEADLINE_S))["weight_version"]
-            if told_version != str(version):
-                raise CorruptData(
-                    f"the SGLang server {self._client.url} must tell version {version} after its update, got {told_version!r}. "
-                    "Look for another one that updates it"
-                )
-            if self._recipes is None:
-                return number, Proof(version)
-            told, expected = await self._told(), await expecting
-            wrong = await asyncio.to_thread(self._recipes.wrong, told, expected, tensors)
-            if not wrong:
-                self._held = told
-                return number, self._recipes.proof(version, told)
-            await transfer.refused(str(version))
-        names = sorted({name for _, name in wrong})
-        raise CorruptData(
-            f"the SGLang server {self._client.url} must hold version {version} as it was sent, got {len(names)} tensors with "
-            f"other checksums ({', '.join(names[:3])}) after {_SENDINGS} sendings. It serves unproved weights"
-        )
-
-    async def _load(
-        self, transfer: Transfer, version: str, tensors: Mapping[str, torch.Tensor], *, flush: bool
-    ) -> None:
         if not (transfer.in_session and self._sessions and await self._begin()):
             await transfer.send(version, tensors, flush=flush)
             return
         try:
             await transfer.send(version, tensors, flush=flush)
         except BaseException as error:
-            await _finished(asyncio.create_task(self._beside(error, "/end_weight_update", {})))
+            await _finished(self._beside(error, "/end_weight_update", {}))
             raise
         await self._client.post("/end_weight_update", {}, deadline_s=self._load_s)
 
@@ -277,6 +241,35 @@ class ServerWeights:
             error.add_note(f"Then {path} failed: {second}")
 
     # ---- the proof --------------------------------------------------------------------------------------------------
+
+    async def _proved(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        expecting: asyncio.Task[Mapping[Key, str]],
+        *,
+        last: bool,
+    ) -> Proof | None:
+        """The proof that the server has what was sent; None where it has to be sent again, CorruptData after the `last` time."""
+        told_version = (await self._client.get("/model_info", deadline_s=CALL_DEADLINE_S))["weight_version"]
+        if told_version != str(version):
+            raise CorruptData(
+                f"the SGLang server {self._client.url} must tell version {version} after its update, got {told_version!r}. "
+                "Look for another one that updates it"
+            )
+        if self._recipes is None:
+            return Proof(version)
+        told, expected = await self._told(), await expecting
+        wrong = await asyncio.to_thread(self._recipes.wrong, told, expected, tensors)
+        if not wrong:
+            return self._recipes.proof(version, told)
+        if not last:
+            return None
+        names = sorted({name for _, name in wrong})
+        raise CorruptData(
+            f"the SGLang server {self._client.url} must hold version {version} as it was sent, got {len(names)} tensors with "
+            f"other checksums ({', '.join(names[:3])}) after {_SENDINGS} sendings. It serves unproved weights"
+        )
 
     async def _expected(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[Key, str]:
         return {} if self._recipes is None else await asyncio.to_thread(self._recipes.expect, tensors)
@@ -338,8 +331,9 @@ def _on_this_node(url: str) -> bool:
     return local_address(url) in addresses
 
 
-async def _finished(task: asyncio.Task[Any]) -> None:
-    """The end of a task that must not be left half done; a cancellation of the caller comes after it. Its error stays its own."""
+async def _finished(work: Awaitable[Any]) -> None:
+    """The end of what must not be left half done; a cancellation of the caller comes after it. Its error stays its own."""
+    task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -26,7 +26,7 @@ class Under:
     """What is behind a kept engine, as far as keeping goes."""
 
     def __init__(self, answers: bool = True) -> None:
-        self.answers, self.asleep = answers, False
+        self.answers, self.asleep, self.version = answers, False, 1
         self.num_running = self.num_made = 0
         self.wake: Any = None
         self.closed_with: Exception | None = None
