@@ -33,8 +33,6 @@ from rondo.roles.engines.sglang.capabilities import Experts
 from rondo.roles.engines.sglang.numbers import check_tokens, integer, sampled, version_of
 from rondo.runtime.errors import ProtocolError
 
-_FIRST_ROOM = 256
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -238,9 +236,12 @@ class _Column:
 
     def __init__(self, dtype: type, *width: int) -> None:
         self.size = 0
-        self._room: np.ndarray = np.empty((_FIRST_ROOM, *width), dtype)
+        self._room: np.ndarray = np.empty((0, *width), dtype)
 
     def add(self, values: np.ndarray) -> None:
+        if not self.size:
+            self._room, self.size = values, len(values)
+            return
         end = self.size + len(values)
         if end > len(self._room):
             wider = np.empty((max(end, 2 * len(self._room)), *self._room.shape[1:]), self._room.dtype)
