@@ -54,7 +54,7 @@ from benchmarks.bus_world import (
     world,
 )
 from rondo.comm.bus.bus import Bus
-from rondo.comm.bus.coordinator import ROLLOUT_READER
+from rondo.comm.bus.versions import ROLLOUT_READER
 from rondo.runtime.memory.segments import Segment
 
 PEER = Path(__file__).parent / "peers" / "transferqueue.py"

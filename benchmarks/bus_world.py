@@ -27,11 +27,12 @@ import orjson
 import uvloop
 
 from rondo.comm.bus.bus import Bus, Round
-from rondo.comm.bus.coordinator import ROLLOUT_READER, CoordinatorConfig
 from rondo.comm.bus.index import Rules
 from rondo.comm.bus.member import Member
 from rondo.comm.bus.rounds import Stream
 from rondo.comm.bus.serve import CONFIG
+from rondo.comm.bus.transitions import CoordinatorConfig
+from rondo.comm.bus.versions import ROLLOUT_READER
 from rondo.comm.ring.records import Column, worst_case_bytes
 from rondo.comm.ring.words import Words, drain, ring_doorbell
 from rondo.runtime.actors.actor import Actor, endpoint, serve
@@ -311,11 +312,13 @@ async def consume(bus: Bus, load: Load, segments: SegmentClient) -> None:
     tell("end", rows)
 
 
-async def latency(bus: Bus, load: Load) -> None:
+async def latency(bus: Bus, load: Load, segments: SegmentClient) -> None:
     """The consumer of single rows: each carries the moment of its put in its first token columns."""
     seen: list[float] = []
+    asked = Words(segments.segment("asked", 4096).view(), 0, 1)
     for step in range(load.num_steps):
         ids: list[list[int]] = []
+        asked.store(0, step + 1)
         async for made in bus.stream("actor", tokens=1 << 18, step=step):
             (row,) = made.rows
             sent, last = int(row.array("policy_versions").view(np.int64)[0]), row.array("tokens")[-1]
@@ -328,14 +331,17 @@ async def latency(bus: Bus, load: Load) -> None:
     tell("end", len(seen), seen)
 
 
-async def produce_slowly(bus: Bus, load: Load) -> None:
-    """One row a time, a moment after everything is idle."""
+async def produce_slowly(bus: Bus, load: Load, segments: SegmentClient) -> None:
+    """One row a time, a moment after everything is idle: not before its consumer has done with the one before."""
+    asked = Words(segments.segment("asked", 4096).view(), 0, 1)
     await bus.call("proved", ROLLOUT_READER, 0)
     (row,) = load.samples(1)
     stamp = row["policy_versions"].view(np.int64)
     made = batches(replace(load, packed=False), [row])  # of the very memory of the row
     while "grants" in (answer := await bus.call("lease", 1, [], deadline_s=600)):
         for grant in answer["grants"]:
+            while asked.load(0) <= grant["step"]:  # noqa: ASYNC110 - a word in memory has no event
+                await asyncio.sleep(0.0002)
             await asyncio.sleep(0.001)
             stamp[0] = time.monotonic_ns()
             put_group(bus, load, grant, made)
@@ -399,8 +405,10 @@ async def _end(what: str, options: dict[str, Any]) -> None:
         await consume(bus, load, segments)
     elif what in ("echo", "answer"):
         await echo(load, segments, answers=what == "answer")
+    elif what == "produce":
+        await produce(bus, load)
     else:
-        await {"produce": produce, "latency": latency, "produce_slowly": produce_slowly}[what](bus, load)
+        await {"latency": latency, "produce_slowly": produce_slowly}[what](bus, load, segments)
     bus.close()
     segments.close()
     coordinator.close()

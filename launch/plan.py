@@ -10,8 +10,8 @@ from pathlib import Path
 
 import orjson
 
-from rondo.comm.bus.coordinator import CoordinatorConfig
 from rondo.comm.bus.index import Rules
+from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
 from rondo.roles.streams import base_columns, media_bytes, row_bytes, streams_of

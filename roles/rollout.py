@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rondo.comm.bus.bus import POLL_S
-from rondo.comm.bus.coordinator import EVALUATION_READER
+from rondo.comm.bus.versions import EVALUATION_READER
 from rondo.comm.weights.slab import WeightSlab
 from rondo.models.load import load_tokenizer
 from rondo.roles.data.datasets import RowError, open_splits, train_order

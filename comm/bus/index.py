@@ -57,6 +57,16 @@ class Rules:
     num_positions: int | None = None  # data-set rows times passes; None is endless
 
 
+_OF_VERSIONS = {
+    "publishing": ("begin", "slot", "version"),
+    "published": ("publish", "slot", "version", "checksum"),
+    "hold": ("hold", "slot", "reader"),
+    "let_go": ("let_go", "reader"),
+    "proved": ("prove", "reader", "version"),
+}
+"""Events that change versions alone: what is called of them, with which fields."""
+
+
 class Index:
     """The fold. `apply` is total and deterministic: equal events give equal `dump()`, and an event that means nothing any more,
     since its lease, its ring or its group is gone, changes nothing."""
@@ -97,7 +107,12 @@ class Index:
     # ---- the fold -------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        handler: Callable[[Event], None] = getattr(self, "_on_" + event["event"])
+        kind = event["event"]
+        if kind in _OF_VERSIONS:
+            method, *fields = _OF_VERSIONS[kind]
+            getattr(self.versions, method)(*[event[name] for name in fields])
+            return
+        handler: Callable[[Event], None] = getattr(self, "_on_" + kind)
         handler(event)
 
     def freed(self) -> list[tuple[str, int]]:
@@ -340,21 +355,6 @@ class Index:
         self._alive.pop(step, None)
         self._waiting.pop(step, None)
         self.rounds.close(step)
-
-    def _on_publishing(self, event: Event) -> None:
-        self.versions.begin(event["slot"], event["version"])
-
-    def _on_published(self, event: Event) -> None:
-        self.versions.publish(event["slot"], event["version"], event["checksum"])
-
-    def _on_hold(self, event: Event) -> None:
-        self.versions.hold(event["slot"], event["reader"])
-
-    def _on_let_go(self, event: Event) -> None:
-        self.versions.let_go(event["reader"])
-
-    def _on_proved(self, event: Event) -> None:
-        self.versions.prove(event["reader"], event["version"])
 
     def _on_pin(self, event: Event) -> None:
         """The version in this slot stays there until its evaluation has a result."""

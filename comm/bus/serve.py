@@ -11,9 +11,10 @@ from pathlib import Path
 import orjson
 
 from rondo.comm.bus.audit import Ledger, take_older
-from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.bus.coordinator import Coordinator
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal
+from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.worker.membership import Membership
 from rondo.runtime.worker.service import answer, main

@@ -13,7 +13,7 @@ the order; so a `put` under a reservation never waits and never fails, and back-
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,8 @@ class RingSpace:
     overflow: bool = False
     head: int = 0
     tail: int = 0
-    records: dict[int, list[int]] = field(default_factory=dict)  # position -> [end position, uses], in log order
-    order: deque[int] = field(default_factory=deque)  # their positions: a dict searches for its oldest
+    # position -> [end position, uses], in log order; a plain dict searches for its oldest
+    records: OrderedDict[int, list[int]] = field(default_factory=OrderedDict)
     reserved: dict[str, list[int]] = field(default_factory=dict)  # reservation -> bytes of each record still to come
     promised: dict[str, int] = field(default_factory=dict)  # reservation -> those bytes together
 
@@ -112,7 +112,6 @@ class Space:
         """A record became visible at `pos`: it uses up `num_entries` of its reservation and stays while it has uses."""
         ring = self.rings[name]
         ring.records[pos] = [pos + num_bytes, uses]
-        ring.order.append(pos)
         ring.head = max(ring.head, pos + num_bytes)
         entries = ring.reserved.get(reservation)
         if entries is not None:
@@ -132,14 +131,12 @@ class Space:
     def trim(self, name: str) -> int | None:
         """Advance the tail over records that nobody uses; the new tail, or None when it stays."""
         ring, tail = self.rings[name], None
-        while ring.order:
-            end, uses = ring.records[ring.order[0]]
+        while ring.records:
+            pos, (end, uses) = next(iter(ring.records.items()))
             if uses > 0:
                 break
-            del ring.records[ring.order.popleft()]
-            tail = end
-        if tail is not None:
-            ring.tail = tail
+            del ring.records[pos]
+            ring.tail = tail = end
         return tail
 
     def dump(self) -> dict[str, Any]:
@@ -160,11 +157,9 @@ class Space:
     def load(cls, state: dict[str, Any]) -> Space:
         space = cls()
         for name, fields in state.items():
-            records = {pos: [end, uses] for pos, end, uses in fields["records"]}
+            records = OrderedDict((pos, [end, uses]) for pos, end, uses in fields["records"])
             promised = {reservation: sum(entries) for reservation, entries in fields["reserved"].items()}
-            space._enter(
-                name, RingSpace(**{**fields, "records": records, "order": deque(records), "promised": promised})
-            )
+            space._enter(name, RingSpace(**{**fields, "records": records, "promised": promised}))
             for reservation in fields["reserved"]:
                 space._ring_of[reservation] = name
         return space

@@ -19,10 +19,11 @@ import numpy as np
 
 import rondo.comm.bus.journal
 from rondo.comm.bus.bus import Bus
-from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.bus.coordinator import Coordinator
 from rondo.comm.bus.journal import Journal
 from rondo.comm.bus.member import Member
 from rondo.comm.bus.serve import open_index
+from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.comm.ring.ring import ring_bytes
 from rondo.comm.ring.spans import rows_of
 from rondo.runtime.actors.actor import serve

@@ -15,11 +15,12 @@ import numpy as np
 import orjson
 
 from rondo.comm.bus.bus import Bus, Round
-from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.bus.coordinator import Coordinator
 from rondo.comm.bus.group import NO_VERSION
 from rondo.comm.bus.journal import Journal
 from rondo.comm.bus.member import Member
 from rondo.comm.bus.serve import open_index
+from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.comm.ring.records import Column, worst_case_bytes
 from rondo.comm.ring.words import new_doorbell
 from rondo.runtime.actors.transport import pack, unpack

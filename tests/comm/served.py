@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from rondo.comm.bus.bus import Bus, Round
-from rondo.comm.bus.coordinator import Coordinator, CoordinatorConfig
+from rondo.comm.bus.coordinator import Coordinator
 from rondo.comm.bus.journal import Journal
 from rondo.comm.bus.member import Member
 from rondo.comm.bus.serve import open_index
+from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.comm.ring.records import Column, worst_case_bytes
 from rondo.runtime.actors.actor import Actor, Server, endpoint, serve
 from rondo.runtime.actors.ref import ActorRef

@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from rondo.comm.bus.coordinator import CoordinatorConfig
 from rondo.comm.bus.index import Index
+from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.launch.config import RunConfig, override
 from rondo.launch.groups import RoleGroup
 from rondo.launch.modes import colocate, fully_async, hybrid

@@ -1,0 +1,165 @@
+"""Who works on which prompt group: leases, with room for what comes of them, and evaluations, before leases or beside them.
+
+Owns the answers to rollout replicas and the ends that they report. Does not own admission and outcomes (`index.py`), room
+(`space.py`, `transitions.py`) or which evaluation is due (`evaluations.py`).
+
+Invariant: a lease is granted only with room promised for all that is missing of its group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rondo.comm.bus import wakes
+from rondo.comm.bus.group import FINISH, REWARD, Group
+from rondo.comm.bus.index import Index
+from rondo.comm.bus.journal import Event
+from rondo.comm.bus.transitions import Transitions, at_once
+from rondo.comm.bus.versions import EVALUATION_READER, engine_reader
+from rondo.runtime.actors.actor import endpoint
+
+
+class Leasing(Transitions):
+    """Endpoints of rollout replicas."""
+
+    @endpoint
+    async def lease(
+        self, member: str, incarnation: int, max_groups: int, held: list[list[int]], rank: int = 0
+    ) -> dict[str, Any]:
+        """Work for a rank of a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
+
+        {"grants": [{group, epoch, step, position, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
+        {"evaluate": {"label", "version", "part", "of"}}: sample these of the held-out prompts with exactly this version; with
+        "parts", what was found of all of them: say what they are together;
+        {"end": True}: the run needs nothing more.
+
+        What was granted and is not held was in an answer that got lost: it is granted again, the same.
+        """
+
+        hold = {(group, epoch) for group, epoch in held}
+
+        def work() -> dict[str, Any] | None:
+            return self._work(member, incarnation, rank, max_groups, hold)
+
+        return await self._until(member, incarnation, work, wakes.lease(member))
+
+    def _work(
+        self, member: str, incarnation: int, rank: int, max_groups: int, held: set[tuple[int, int]]
+    ) -> dict[str, Any] | None:
+        label = self._evaluations.due()
+        if self.index.done and label is None:
+            return {"end": True}
+        version = self.index.versions.proved.get(f"{member}/{engine_reader(rank)}")
+        if version is None or self._draining:
+            return None
+        mine = [group for group in self.index.held_by(member) if group.rank == rank]
+        unheard = [group for group in mine if (group.id, group.epoch) not in held]
+        if unheard:
+            return {"grants": [lease_of(self.index, group) for group in unheard]}
+        if label is not None:
+            target = 0 if label == "start" else self.index.version
+            return self._evaluations.part_of(label, version, (member, incarnation, rank)) if version == target else None
+        grants = self._grants(member, incarnation, rank, version, min(max_groups, self._share(version) - len(mine)))
+        return {"grants": grants} if grants else None
+
+    def _share(self, version: int) -> int:
+        """The most prompt groups that one engine may have at once: its part of the steps that it may work for, so that who asks
+        first leaves some to the others."""
+        rules, num_steps = self.index.rules, len(self.index.open_steps(version))
+        return -(-num_steps * (rules.groups_per_step + rules.spare_groups) // max(1, self.index.versions.num_engines))
+
+    @endpoint
+    async def evaluation(self, member: str, incarnation: int) -> dict[str, Any]:
+        """An evaluation beside the training; waits until there is one that no living member works on. One of:
+
+        {"evaluate": {"label", "version", "slot", "checksum", "attempt"}}: the slot is held until "evaluation.0" proves the
+        version, and stays pinned until the label has a result, so that another replica can begin anew; {"end": True}.
+        """
+
+        def work() -> dict[str, Any] | None:
+            label = None if self._draining else self._evaluations.beside(member, incarnation)
+            if label is None:
+                return {"end": True} if self.index.done and not self._evaluations.missing() else None
+            slot = self.index.versions.pins[label]
+            ready, attempt = self.index.versions.slots[slot], self.index.attempt
+            self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{EVALUATION_READER}"})
+            place = {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": attempt}
+            return {"evaluate": {"label": label, **place}}
+
+        return await self._until(member, incarnation, work, wakes.EVALUATIONS)
+
+    def _grants(self, member: str, incarnation: int, rank: int, version: int, max_groups: int) -> list[dict[str, Any]]:
+        grants: list[dict[str, Any]] = []
+        for step in self.index.open_steps(version):
+            for event in self.index.plan_admissions(step):
+                self._fold(event)
+            for group in self.index.waiting(step):
+                if len(grants) >= max_groups:
+                    return grants
+                entries = self.index.entries(group)
+                ring = self._room(f"ring/{member}/{rank}", member, entries, oldest=step == self.index.step)
+                if ring is None:
+                    return grants
+                self._fold({
+                    "event": "grant", "group": group.id, "epoch": group.epoch, "member": member, "rank": rank,
+                    "incarnation": incarnation, "version": version, "ring": ring, "entries": entries,
+                })  # fmt: skip
+                self._renewed[group.id] = self._granted[group.id] = self._clock()
+                grants.append(lease_of(self.index, group))
+        return grants
+
+    @at_once
+    def renew(
+        self, member: str, incarnation: int, groups: list[list[int]], held: list[list[int]] | None = None
+    ) -> dict[str, Any]:
+        """Progress was seen on these [group, epoch]; the answer names those of all that are `held` whose lease is lost."""
+        for group, epoch in groups:
+            if self._leases(member, group, epoch):
+                self._renewed[group] = self._clock()
+        return {"lost": [[group, epoch] for group, epoch in held or groups if not self._leases(member, group, epoch)]}
+
+    def _leases(self, member: str, group: int, epoch: int) -> bool:
+        found = self.index.groups.get(group)
+        return found is not None and found.state == "running" and found.epoch == epoch and found.holder == member
+
+    @at_once
+    def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:
+        """A group ends before it is ready: `filtered`; `failed`, without enough rewards; `error` when its data failed (retried,
+        then quarantined)."""
+        held = self.index.groups.get(group)
+        if held is None or held.state != "running" or held.epoch != epoch:
+            return  # its lease ended meanwhile
+        if outcome == "error":
+            self._emit({"event": "error", "group": group, "epoch": epoch, "why": why})
+            left = self.index.groups.get(group)
+            outcome = left.state if left is not None else "quarantined"
+        else:
+            self._emit(self._settle(group, epoch, outcome, why))
+        if outcome != "filtered":
+            self._report("group_error", {"group": group, "epoch": epoch, "why": why, "state": outcome})
+
+    @at_once
+    def abandon(self, member: str, incarnation: int, group: int, epoch: int) -> None:
+        """The holder of a lease stopped working on it, whatever became of the group: what is left reserved returns."""
+        if self.index.space.holds(f"group.{group}.{epoch}"):
+            self._emit({"event": "abandon", "group": group, "epoch": epoch})
+
+    def _settle(self, group: int, epoch: int, outcome: str, why: str) -> Event:
+        return {"event": "settle", "group": group, "epoch": epoch, "outcome": outcome, "why": why}
+
+
+def lease_of(index: Index, group: Group) -> dict[str, Any]:
+    """What the holder of a group is told, with what earlier holders put:
+
+    {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0", "has_media": False,
+     "have": [[sample, reward, response, finish], ...]}
+    """
+    return {
+        "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
+        "ring": index.space.ring_of(group.reservation()),
+        "has_media": bool(group.media),
+        "have": [
+            [sample, group.info[REWARD][sample], group.response(sample), group.info[FINISH][sample]]
+            for sample in group.numbers()
+        ],
+    }  # fmt: skip
