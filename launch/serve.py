@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,9 +53,9 @@ def main(options: ServeOptions) -> int:
     _check(options)
     path = model_folder(options.model)
     with _token(options.token_file) as (token, token_path):
-        engine_parts = _load(options, path)
+        loaded = _load(options, path)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(options, path, token, token_path, *engine_parts))
+            return runner.run(_serve(options, path, token, token_path, loaded))
 
 
 def model_folder(model: str) -> str:
@@ -117,51 +117,36 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
 
 
 async def _serve(
-    options: ServeOptions,
-    path: str,
-    token: str,
-    token_path: Path,
-    slots: Any,
-    tokenizer: Any,
-    stop_ids: Any,
-    length: int,
+    options: ServeOptions, path: str, token: str, token_path: Path, loaded: tuple[Any, Any, Any, int]
 ) -> int:
     from rondo.roles.engines.embedded.embedded import EmbeddedEngine
     from rondo.roles.serve.app import listening
     from rondo.roles.serve.prompt_work import prompt_work
     from rondo.roles.serve.service import Service
 
+    slots, tokenizer, stop_ids, length = loaded
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-
-    async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(thread, call)
-
+    engine = EmbeddedEngine(slots, functools.partial(asyncio.get_running_loop().run_in_executor, thread))
     name = options.served_model_name or options.model
-    engine = EmbeddedEngine(slots, compute)
     try:
         async with prompt_work(path) as work:
             service = Service(
                 engine, tokenizer, work, name, max_length=length, model_path=path, stop_token_ids=stop_ids
             )
-            with _signals() as asked:
-                async with listening(service, [token], options.host, options.port) as url:
-                    print(f"serving {name} at {url}  token: {token_path}", flush=True)
-                    await asked.wait()
-                    print(
-                        "ends: answers what is in flight; a second signal ends it at once", file=sys.stderr, flush=True
-                    )
+            asked = _signals()
+            async with listening(service, [token], options.host, options.port) as url:
+                print(f"serving {name} at {url}  token: {token_path}", flush=True)
+                await asked.wait()
+                print("ends: answers what is in flight; a second signal ends it at once", file=sys.stderr, flush=True)
     finally:
         await engine.close()
         thread.shutdown(wait=False, cancel_futures=True)
     return 0
 
 
-@contextmanager
-def _signals() -> Iterator[asyncio.Event]:
+def _signals() -> asyncio.Event:
     """An event that the first SIGTERM or SIGINT sets; the second is what it is without us."""
-    asked = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
 
     def ask() -> None:
@@ -172,8 +157,4 @@ def _signals() -> Iterator[asyncio.Event]:
 
     for each in handled:
         loop.add_signal_handler(each, ask)
-    try:
-        yield asked
-    finally:
-        for each in handled:
-            loop.remove_signal_handler(each)
+    return asked

@@ -241,17 +241,18 @@ async def trajectories(service: Service, request: web.Request) -> web.Response:
 async def trajectory(service: Service, request: web.Request) -> web.StreamResponse:
     """One session's calls, and the rows to train on that they make. Told piece by piece: each call repeats its whole prompt."""
     name = request.match_info["session"]
-    calls, rows = service.trajectories.calls(name), service.trajectories.rows(name)
+    kept = service.trajectories
+    told = (("calls", (call.shown() for call in kept.calls(name))), ("rows", kept.rows(name)))
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     with suppress(ConnectionError):  # whoever asked has left
         await response.prepare(request)
-        await response.write(b'{"session":' + dumps(name) + b',"calls":[')
-        for number, call in enumerate(calls):
-            await response.write(b"," * (number > 0) + dumps(call.shown()))
-        await response.write(b'],"rows":[')
-        for number, row in enumerate(rows):
-            await response.write(b"," * (number > 0) + dumps(row))
-        await response.write(b"]}")
+        await response.write(b'{"session":' + dumps(name))
+        for part, values in told:
+            await response.write(b',"%s":[' % part.encode())
+            for number, value in enumerate(values):
+                await response.write(b"," * (number > 0) + dumps(value))
+            await response.write(b"]")
+        await response.write(b"}")
     return response
 
 

@@ -73,7 +73,7 @@ def refuse_unknown(given: Collection[str], known: Collection[str], ignored: Coll
     """ConfigError for a name that is neither known nor ignored."""
     for name in given:
         if name not in known and name not in ignored:
-            near = difflib.get_close_matches(name, [*known, *ignored], n=1)
+            near = difflib.get_close_matches(name, [*known, *ignored], n=1) if len(name) <= MAX_NAME else []
             advice = f"Did you mean {near[0]!r}?" if near else "Remove it"
             raise ConfigError(f"{what} must have known fields only, got {shown(name)}. {advice}")
 

@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from rondo.roles.serve.conversation import messages_of
+from rondo.roles.serve.fields import refuse_unknown
 from rondo.roles.serve.service import SLICE, in_slices, parsed
 from rondo.runtime.errors import ConfigError
 from tests.roles.serve.serving import MODEL, TOKEN, prompt_ids, serving, tokenizer
@@ -114,6 +115,11 @@ def test_a_message_of_many_names_is_refused_after_one_look_at_the_template() -> 
     with pytest.raises(ConfigError, match=r"messages\[0\] must have known fields only, got 'x0'"):
         messages_of([USER | {f"x{number}": 1 for number in range(1000)}], template)
     assert template.num_looks == 1
+
+
+def test_a_name_that_is_longer_than_any_is_compared_with_none() -> None:
+    with pytest.raises(ConfigError, match="Remove it"):
+        refuse_unknown(["x" * 301], ["x" * 300], (), "the body")
 
 
 async def test_a_token_that_is_no_text_is_a_wrong_one() -> None:
