@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 TORCHRUN_MAIN = "torch.distributed.run:main"
 ROOT_MAIN = "rondo.runtime.supervision.root:main"
 STORE_MAIN = "rondo.runtime.supervision.store:main"
-_READ_LATE = ("RONDO_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS")
-"""Variables, by how they begin, that a process may be given after it has loaded torch. All others are read while libraries load
-(LD_PRELOAD, PYTHONPATH, KMP_*, MKL_*, ONEDNN_*, PYTORCH_CUDA_ALLOC_CONF), or nobody knows."""
 _LOG = re.compile(r"(.+)\.(\d+)\.log")
 
 
@@ -92,7 +89,7 @@ class Surroundings:
         host, port = self.store
         socket_path = str(self.rt_dir / f"{spec.name}.fork")
         arguments = (
-            socket_path, reason_to_exec(spec),
+            socket_path,
             "--nnodes", "1",
             "--nproc-per-node", str(spec.num_processes),
             "--rdzv-backend", "c10d",
@@ -114,7 +111,6 @@ class Surroundings:
             "GLOO_SOCKET_IFNAME": "lo",
             # Else torchrun opens a store of its own, for everyone on the network.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            **spec.env,
         }
         return Job(ROOT_MAIN, arguments, environment, self.log_path(spec.name, incarnation, attempt))
 
@@ -128,15 +124,6 @@ class Surroundings:
         """Starts a plain Python process."""
         environment = {**self.environment(name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
         return start([sys.executable, "-m", module], environment, self.log_path(name, incarnation, attempt))
-
-
-def reason_to_exec(spec: GroupSpec) -> str:
-    """Why the workers of a group cannot be forked of a process that has loaded torch with this one's environment; empty if they
-    can: all that the group's own variables change is read late."""
-    early = sorted(
-        name for name, value in spec.env.items() if os.environ.get(name) != value and not name.startswith(_READ_LATE)
-    )
-    return f"env sets {', '.join(early)}, which may be read while modules load" if early else ""
 
 
 def used_incarnations(run_dir: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Root: the process above everything of one life of a role group. A job of the nursery: SOCKET REASON TORCHRUN_ARGUMENTS...
+"""Root: the process above everything of one life of a role group. A job of the nursery: SOCKET TORCHRUN_ARGUMENTS...
 
     supervisor -> root -> torchrun -> proxy, one a rank: asks for its worker, and ends as that ends
                     '---> worker, one a rank, in a session of its own -> whatever it starts
@@ -7,8 +7,7 @@ Owns two promises. Workers are forked of a process that has loaded what they nee
 of this life outlives it: the root is a subreaper, so whatever leaves its session, its parent or its environment stays below it,
 and the root leaves last, when all of it is dead; also when the supervisor dies. Does not own when a life ends.
 
-A worker is started anew (`exec`) instead where it has to be, and says why in an event `not_forked`: where REASON is not empty
-(`launcher.py`: the group sets variables that are read while modules load), and where a fork would not be whole.
+A worker is started anew (`exec`) instead where a fork would not be whole, and says why in an event `not_forked`.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ def why_not_fork() -> str:
 
 
 class Root:
-    """The loop of the process; `torchrun` is its pid, `reason` why workers are not to be forked."""
+    """The loop of the process; `torchrun` is its pid."""
 
-    def __init__(self, listener: socket.socket, torchrun: int, reason: str, wake: int) -> None:
-        self._listener, self._torchrun, self._reason = listener, torchrun, reason
+    def __init__(self, listener: socket.socket, torchrun: int, wake: int) -> None:
+        self._listener, self._torchrun = listener, torchrun
         self._workers: dict[int, socket.socket | None] = {}
         """By pid, with their proxies. They are left for the supervisor to collect, which so learns how each ended."""
         self._selector = selectors.DefaultSelector()
@@ -80,8 +79,7 @@ class Root:
         proxy.settimeout(_WORDS_S)
         with proxy.makefile("rb") as lines:
             rank: dict[str, Any] = json.loads(lines.readline())
-        reason = self._reason or why_not_fork()
-        if reason:
+        if reason := why_not_fork():
             with proxy:
                 proxy.sendall(EXEC + reason.encode())
             return None
@@ -144,7 +142,7 @@ def _woken() -> Iterator[int]:
 
 
 def main() -> None:
-    path, reason, *arguments = sys.argv[1:]
+    path, *arguments = sys.argv[1:]
     root = os.getpid()
     process.set_child_subreaper()
     listener = socket.socket(socket.AF_UNIX)
@@ -155,7 +153,7 @@ def main() -> None:
     with _woken() as wake:
         die_with_parent(number=PARENT_DIED)
         torchrun = os.fork()
-        rank = None if torchrun == 0 else Root(listener, torchrun, reason, wake).serve()
+        rank = None if torchrun == 0 else Root(listener, torchrun, wake).serve()
     listener.close()
     die_with_parent(root)
     if rank is None:

@@ -45,7 +45,6 @@ class GroupSpec:
     num_processes: int
     roles: tuple[str, ...]
     threads: int = 1
-    env: Mapping[str, str] = field(default_factory=dict)
     role_names: tuple[str, ...] = ()
     """The names of what it runs, where they differ from `role`: `kill` finds a group by any of them."""
     saves: bool = False

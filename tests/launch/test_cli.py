@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rondo.launch.cli import main
+from rondo.runtime.supervision.nursery import Nursery
 from tests.launch import configs
 
 
@@ -40,6 +41,19 @@ def test_reading_a_config_imports_neither_torch_nor_transformers(tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_what_every_run_loads_begins_first_and_anew_with_variables_that_the_config_module_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(Nursery, "open", lambda self: opened.append(os.environ["HF_HOME"]))
+    monkeypatch.setenv("HF_HOME", "before")
+    plain = str(configs.write(tmp_path))
+    assert main(["sft", plain]) == 2 and opened == ["before"]
+    setting = ("\nconfig = ", "\nimport os\n\nos.environ['HF_HOME'] = 'after'\nconfig = ")
+    assert main(["sft", str(configs.write(tmp_path, setting, name="sets.py"))]) == 2
+    assert opened == ["before", "before", "after"]
 
 
 def test_show_prints_all_settings_as_json(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ import pytest
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision import launcher
-from rondo.runtime.supervision.launcher import Surroundings, reason_to_exec, used_incarnations
+from rondo.runtime.supervision.launcher import Surroundings, used_incarnations
 from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
 
 
 def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnation(tmp_path: Path) -> None:
     around = Surroundings(tmp_path / "run", tmp_path / "rt", ("127.0.0.1", 2900))
-    spec = GroupSpec("actor-0", "actor", 2, ("m:A", "m:B"), 3, {"CUDA_VISIBLE_DEVICES": "1"})
+    spec = GroupSpec("actor-0", "actor", 2, ("m:A", "m:B"), 3)
     job = around.group_job(spec, 7, 1, SupervisionConfig(grace_s=2.5, load_s=90))
-    options = dict(zip(job.arguments[2:-8:2], job.arguments[3:-8:2], strict=True))
+    options = dict(zip(job.arguments[1:-8:2], job.arguments[2:-8:2], strict=True))
     assert options == {
         "--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": "127.0.0.1:2900",
         "--rdzv-conf": "is_host=false", "--rdzv-id": "actor-0.7", "--local-addr": "127.0.0.1", "--max-restarts": "0",
@@ -27,39 +27,18 @@ def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnat
         "--log-dir": str(tmp_path / "rt" / "torchrun"),
     }  # fmt: skip
     path = str(tmp_path / "rt" / "actor-0.fork")
-    assert job.arguments[:2] == (path, "")
+    assert job.arguments[0] == path
     command = (sys.executable, "-I", "-S", launcher.proxy.__file__, path, "m:A", "m:B")
     assert job.arguments[-8:] == ("--no-python", *command)
     assert job.call == "rondo.runtime.supervision.root:main" and job.fds == ()
     wanted = {
         "RONDO_RT_DIR": str(tmp_path / "rt"), "RONDO_RUN_DIR": str(tmp_path / "run"), "RONDO_GROUP": "actor-0",
         "RONDO_INCARNATION": "7", "RONDO_ATTEMPT": "1", "RONDO_STORE": "127.0.0.1:2900", "OMP_NUM_THREADS": "3",
-        "RONDO_LOAD_S": "90.0", "CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "RONDO_LOAD_S": "90.0", "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
     assert {name: job.environment[name] for name in wanted} == wanted
     assert job.log == tmp_path / "run" / "logs" / "attempt_1" / "actor-0.7.log"
-
-
-def test_workers_are_started_anew_where_their_own_variables_may_be_read_while_modules_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KMP_AFFINITY", "compact")
-
-    def reason(**env: str) -> str:
-        return reason_to_exec(GroupSpec("actor-0", "actor", 1, ("m:A",), 1, env))
-
-    assert reason() == reason(CUDA_VISIBLE_DEVICES="1", NCCL_DEBUG="INFO", OMP_NUM_THREADS="3", RONDO_X="1") == ""
-    assert reason(KMP_AFFINITY="compact") == ""  # as it is here
-    for name in (
-        "LD_PRELOAD",
-        "PYTHONPATH",
-        "KMP_AFFINITY",
-        "MKL_CBWR",
-        "ONEDNN_MAX_CPU_ISA",
-        "PYTORCH_CUDA_ALLOC_CONF",
-    ):
-        assert reason(**{name: "x"}) == f"env sets {name}, which may be read while modules load"
 
 
 def test_a_started_command_is_guarded_leads_a_session_and_writes_to_its_log(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ PATIENCE_S = 120.0
 CTRL_C = b"\x03"
 
 Record = dict[str, Any]
-Groups = Sequence[tuple[str, int, list[str]] | tuple[str, int, list[str], tuple[str, str]]]
-"""Name, processes, role classes; a variable of its environment."""
+Groups = Sequence[tuple[str, int, list[str]]]
+"""Name, processes, role classes."""
 
 
 class Program:
@@ -289,7 +289,7 @@ def test_every_life_has_its_own_log_and_events_are_in_the_run_directory(stormy: 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    group = ("gamma-0", 2, ["Sum", "Also", "Share"], ("EXTRA", "gamma-0"))
+    group = ("gamma-0", 2, ["Sum", "Also", "Share"])
     services = {"partitions": "rondo.comm.partitions.serve"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with program(tmp_path_factory.mktemp("calm"), [group], services=services) as run:
@@ -310,22 +310,13 @@ def test_ranks_of_a_group_meet_in_the_runs_store(calm: Program) -> None:
     lines = (calm.run_dir / "metrics.jsonl").read_bytes().splitlines()
     metrics = sorted((orjson.loads(line) for line in lines), key=lambda record: record["rank"])
     assert [(m["total"], m["rank"], m["world_size"]) for m in metrics] == [(3, 0, 2), (3, 1, 2)]
-    assert {(m["source"], m["role_group"], m["threads"], m["extra"]) for m in metrics} == {
-        ("gamma-0", "gamma", "1", "gamma-0")
-    }
+    assert {(m["source"], m["role_group"], m["threads"]) for m in metrics} == {("gamma-0", "gamma", "1")}
 
 
 def test_a_service_serves_the_role_groups_of_whose_births_it_heard(calm: Program) -> None:
     assert [record["seen"] for record in calm.of("shared")] == [[0, 1]] * 2
     (attempt,) = (calm.run_dir / "partitions").iterdir()
     assert attempt.name == "0" and [path.suffix for path in attempt.iterdir()] == [".journal"]
-
-
-def test_a_group_whose_variables_may_be_read_early_is_not_forked_and_says_why(calm: Program) -> None:
-    assert [record["forked"] for record in calm.of("metrics")] == [False, False]
-    told = sorted((record["rank"], record["why"]) for record in calm.of("not_forked"))
-    why = "env sets EXTRA, which may be read while modules load"
-    assert told == [(0, why), (1, why)]
 
 
 def test_role_classes_are_imported_on_the_one_compute_thread(calm: Program) -> None:

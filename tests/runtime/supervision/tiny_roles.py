@@ -115,7 +115,7 @@ class Sum:
         total = await ctx.compute(self._total)
         facts = {
             "total": total, "rank": ctx.rank, "world_size": ctx.world_size, "role_group": ctx.role_group,
-            "imported_on": IMPORTED_ON, "threads": os.environ["OMP_NUM_THREADS"], "extra": os.environ["EXTRA"], "forked": FORKED,
+            "imported_on": IMPORTED_ON, "threads": os.environ["OMP_NUM_THREADS"], "forked": FORKED,
         }  # fmt: skip
         await ctx.report("metrics", facts)
 

@@ -26,8 +26,8 @@ def tell(record: dict[str, Any]) -> None:
 def main(text: str) -> int:
     given = orjson.loads(text)
     groups = tuple(
-        GroupSpec(name, name.partition("-")[0], count, tuple(f"{ROLES}:{role}" for role in roles), env=dict(env))
-        for name, count, roles, *env in given["groups"]
+        GroupSpec(name, name.partition("-")[0], count, tuple(f"{ROLES}:{role}" for role in roles))
+        for name, count, roles in given["groups"]
     )
     config = SupervisorConfig(
         run_dir=Path(given["run_dir"]),
