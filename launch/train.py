@@ -295,7 +295,7 @@ def _prepare(
     """What roles and coordinator read: where the model's files are, and the rules of the bus."""
     assert facts.model_path is not None and facts.num_rows is not None
     model_path = facts.model_path
-    if config.model.build is not None:
+    if config.model.recipe is not None:
         model_path = MODEL
         shutil.move(facts.model_path, run.path / MODEL)
     devices = first_devices(config.groups) | dict(extra or {})
@@ -385,7 +385,7 @@ def _supervisor_config(
         services={"partitions": "rondo.comm.partitions.serve"} if config.bus.partitions else {},
         attempt=attempt,
         limits=config.supervision,
-        modules=model_modules(path if config.model.build is None else run.path / path),
+        modules=model_modules(path if config.model.recipe is None else run.path / path),
         kill=options.kill,
         finds_state=config.train.hot_snapshot,
         can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,

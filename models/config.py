@@ -17,13 +17,15 @@ from pydantic import Field
 from rondo.runtime.section import FunctionRef, Section
 
 Dtype = Literal["float32", "bfloat16"]
+GGUF = "rondo.models.gguf:build"
+"""What writes the folder of a `model.path` that ends so."""
 
 
 class ModelConfig(Section):
     """The policy as it is before the first step."""
 
     path: str | None = None
-    """A Hugging Face folder, or the name of one on the hub."""
+    """A Hugging Face folder, the name of one on the hub, or a GGUF file, of which the run writes such a folder."""
     build: FunctionRef | None = None
     """Or a function `build(folder: Path, **build_args)` that writes such a folder: config, tokenizer and weights."""
     build_args: dict[str, Any] = Field(default_factory=dict)
@@ -45,3 +47,10 @@ class ModelConfig(Section):
                 f"model.build_args must be empty without model.build, got {self.build_args!r}. "
                 "Set model.build, or remove model.build_args"
             )
+
+    @property
+    def recipe(self) -> tuple[str, dict[str, Any]] | None:
+        """(the function that writes the model's folder, its arguments); None where there is one already."""
+        if self.build is not None:
+            return self.build, self.build_args
+        return (GGUF, {"file": self.path}) if self.path is not None and self.path.endswith(".gguf") else None

@@ -35,15 +35,16 @@ _RECIPE = "build.json"
 
 
 def prepare(config: ModelConfig, folder: Path) -> str:
-    """The path to load the model from. With `config.build` it is `folder`, written unless it holds the same model already.
+    """The path to load the model from. With a recipe it is `folder`, written unless it holds the same model already.
 
     Raises ConfigError when there is no model of a known kind at the path, or `folder` holds another one.
     """
-    if config.build is None:
+    if config.recipe is None:
         assert config.path is not None
         load_config(config.path)
         return config.path
-    recipe = orjson.dumps({"build": config.build, "build_args": config.build_args}, option=orjson.OPT_SORT_KEYS)
+    build, arguments = config.recipe
+    recipe = orjson.dumps({"build": build, "build_args": arguments}, option=orjson.OPT_SORT_KEYS)
     if folder.exists() and any(folder.iterdir()):
         found = (folder / _RECIPE).read_bytes() if (folder / _RECIPE).is_file() else b"something else"
         if found != recipe:
@@ -56,7 +57,7 @@ def prepare(config: ModelConfig, folder: Path) -> str:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     transformers.logging.disable_progress_bar()
-    load_reference(config.build, "model.build")(aside, **config.build_args)
+    load_reference(build, "model.build")(aside, **arguments)
     load_config(str(aside))
     (aside / _RECIPE).write_bytes(recipe)
     if folder.exists():

