@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from rondo.roles.engines.engine import Completion, Engine, Prefix, Request, SamplingParams
+from rondo.roles.engines.engine import Completion, Engine, Prefix, Request, SamplingParams, ended_with
 from rondo.roles.engines.stops import Reading
 from rondo.roles.serve.errors import TurnedDown
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
@@ -229,7 +229,7 @@ class Requests:
             asked.request_id, ask.prompt, ask.params, ask.seed, kind="agent", priority=ask.priority, session=ask.session,
             progress=(lambda so_far: self._grown(asked, so_far, on_part)) if on_part or ask.stops else None,
         )  # fmt: skip
-        done = _nothing(request)
+        done = ended_with(request, "cancelled", None)
         while True:
             await self._gate(asked)
             if asked.aborted:
@@ -333,12 +333,6 @@ class Requests:
         while not holds():
             self._changed.clear()
             await self._changed.wait()
-
-
-def _nothing(request: Request) -> Completion:
-    """What a request has that was aborted before the engine saw it."""
-    empty = np.zeros(0, np.int32)
-    return Completion(request.id, empty, np.zeros(0, np.float32), empty, "cancelled")
 
 
 async def _drop(tasks: Sequence[asyncio.Future[Any]]) -> None:
