@@ -29,7 +29,8 @@ from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import check_length, messages_of, template_args
 from rondo.roles.data.sources import folder_of
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.processes.pool import Item, Pool, PoolStats
+from rondo.runtime.processes.pool import Pool, PoolStats
+from rondo.runtime.values import encode
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
@@ -91,7 +92,7 @@ class MediaPool:
         """
         refs = located(row.media, data, self._config)
         try:
-            item = Item.of(
+            item = encode(
                 {
                     "messages": messages_of(row, data),
                     "media": [[ref.kind, ref.source, ref.use_audio] for ref in refs],

@@ -4,7 +4,7 @@ Owns which of the two it is, and the deadline of an async one. Does not own the 
 the function is given and returns (`worker.py`).
 
     async with UserFunction(open_function, {"function": "judge.py:ask"}, source="reward.function", ...) as function:
-        outcomes = await function.run([Item.of(...), ...])      # one an item, in order
+        outcomes = await function.run([encode(...), ...])      # one an item, in order
 
 A plain function is given one item after another in each process, and costs that process where it hangs or crashes. An async one
 waits for others, such as a server that judges: in this event loop, for all items beside each other, each until its deadline. It
@@ -24,10 +24,10 @@ import orjson
 
 from rondo.roles.rewards.worker import IS_ASYNC, Opened, in_worker
 from rondo.runtime.errors import Closed, DeadlineExceeded
-from rondo.runtime.processes.pool import Item, Outcome, Pool, PoolStats
+from rondo.runtime.processes.pool import Outcome, Pool, PoolStats
 from rondo.runtime.processes.pool_worker import failed
 from rondo.runtime.reference import load_reference
-from rondo.runtime.values import Encoded, decode
+from rondo.runtime.values import Encoded, decode, encode
 from rondo.runtime.waits import waiting
 
 
@@ -64,13 +64,13 @@ class UserFunction:
 
         ConfigError for one that cannot be loaded or called."""
         await self._pool.start()
-        [told] = await self._pool.run([Item.of(IS_ASYNC)])
+        [told] = await self._pool.run([encode(IS_ASYNC)])
         if told.value:
             name, settings = self._open
             self._here = await asyncio.to_thread(load_reference(name, self._source), **settings)
             await self._pool.close()
 
-    async def run(self, items: Sequence[Item]) -> list[Outcome]:
+    async def run(self, items: Sequence[Encoded]) -> list[Outcome]:
         """One outcome an item, in order. Raises Closed after `close`, and what ends a `Pool`."""
         if self._here is None:
             return await self._pool.run(items)
@@ -78,10 +78,10 @@ class UserFunction:
             raise Closed(f"{self._source} must be open to be asked, got a closed one. Ask it before it closes")
         return await asyncio.gather(*(self._run_here(self._here, item) for item in items))
 
-    async def _run_here(self, opened: Opened, item: Item) -> Outcome:
+    async def _run_here(self, opened: Opened, item: Encoded) -> Outcome:
         try:
             async with waiting(self._work, peer=self._source, deadline_s=self._deadline_s):
-                value = _decoded(opened.check(await opened.call(_decoded(item.encoded))))
+                value = _decoded(opened.check(await opened.call(_decoded(item))))
         except DeadlineExceeded:
             cause = f"{self._work} must return within {self._deadline_s:g} s, got no end. It was cancelled"
             return Outcome(error=cause, timed_out=True, brief=cause)

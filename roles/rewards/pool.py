@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.worker import ASKED_FOR
-from rondo.runtime.processes.pool import Item, Outcome
-from rondo.runtime.values import encode
+from rondo.runtime.processes.pool import Outcome
+from rondo.runtime.values import Encoded, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class RewardPool:
 
     async def _score_each(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         encoded = [_encoded(item, item.response, [getattr(item, name) for name in ASKED_FOR]) for item in items]
-        outcomes = iter(await self._function.run([item for item in encoded if isinstance(item, Item)]))
-        found = (next(outcomes) if isinstance(item, Item) else item for item in encoded)
+        outcomes = iter(await self._function.run([item for item in encoded if isinstance(item, Encoded)]))
+        found = (next(outcomes) if isinstance(item, Encoded) else item for item in encoded)
         return [_result(outcome, None if outcome.error is not None else outcome.value) for outcome in found]
 
     async def _score_group(self, items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -119,7 +119,7 @@ class RewardPool:
             return []
         told = [[getattr(item, name) for item in items] for name in ASKED_FOR]
         encoded = _encoded(items[0], [item.response for item in items], told)
-        [outcome] = await self._function.run([encoded]) if isinstance(encoded, Item) else [encoded]
+        [outcome] = await self._function.run([encoded]) if isinstance(encoded, Encoded) else [encoded]
         if outcome.error is None and len(outcome.value) != len(items):
             text = (
                 f"reward must return one score a response, {len(items)}, got {len(outcome.value)}. Score each of them"
@@ -153,10 +153,10 @@ def _result(outcome: Outcome, scored: Sequence[Any] | None) -> RewardResult:
     return RewardResult(score, details, outcome.error, outcome.timed_out, outcome.brief)
 
 
-def _encoded(item: RewardItem, response: Any, told: list[Any]) -> Item | Outcome:
+def _encoded(item: RewardItem, response: Any, told: list[Any]) -> Encoded | Outcome:
     """What travels to the function, or the outcome that says why it cannot."""
     try:
-        return Item.of([response, item.label, item.prompt, item.metadata, told])
+        return encode([response, item.label, item.prompt, item.metadata, told])
     except TypeError:
         problem = problem_of({"prompt": item.prompt, "label": item.label, "metadata": item.metadata})
         return Outcome(error=problem, brief=problem)

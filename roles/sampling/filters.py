@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.worker import Opened
 from rondo.runtime.errors import RondoError
-from rondo.runtime.processes.pool import Item
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
 
@@ -64,5 +63,5 @@ def equal_rewards(samples: Sequence[Ended]) -> bool:
 
 async def kept(pool: UserFunction, samples: Sequence[Ended]) -> tuple[bool, str]:
     """(whether the user's filter keeps a group, why it could not say)."""
-    [outcome] = await pool.run([Item.of([sample._asdict() for sample in samples])])
+    [outcome] = await pool.run([encode([sample._asdict() for sample in samples])])
     return bool(outcome.value), outcome.error or ""

@@ -25,7 +25,8 @@ import orjson
 
 from rondo.roles.serve.errors import TurnedDown
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.processes.pool import Item, Outcome, Pool
+from rondo.runtime.processes.pool import Outcome, Pool
+from rondo.runtime.values import encode
 
 QUICK_BYTES = 1 << 15
 QUICK_CPU_S, LONG_CPU_S = 0.1, 10.0
@@ -91,7 +92,7 @@ async def prompt_work(path: str, *, num_workers: int = 1) -> AsyncIterator[Promp
             raise TurnedDown(
                 503, f"fewer than {MAX_WAITING[lane]} prompts must wait to be made, got {waiting}. Ask again soon"
             )
-        [outcome] = await pools[lane].run([Item.of(asked)])
+        [outcome] = await pools[lane].run([encode(asked)])
         return outcome
 
     async with pools["quick"], pools["long"]:

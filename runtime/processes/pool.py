@@ -5,16 +5,16 @@ Owns the workers, deadlines, replacement, and what becomes of an item that fails
 
     pool = Pool("rewards:open_function", {"level": 2}, work="reward", source="reward.function", deadline_s=10, load_deadline_s=60)
     async with pool:
-        outcomes = await pool.run([Item.of({"n": 7}), Item.of(array)])     # one outcome an item, in order
+        outcomes = await pool.run([encode({"n": 7}), encode(array)])     # one outcome an item, in order
 
 Invariant: `run` returns one outcome an item, in order, whatever the function does; an item is charged only for what happened
 while it was being run. One that takes longer than `deadline_s` costs its worker (SIGKILL, with all processes it started) and
 is marked `timed_out`; one that ends its worker is tried once more, since the worker may have been somebody else's victim, and
 then carries the error. Items beside it are run again by the replacement.
 
-Items that are handed in together travel as one frame. Arrays are received straight into the memory that the outcome's arrays
-view: sent and received, each of their bytes is copied twice, both times by the kernel. Bytes are copied once more, into their
-object.
+An item is a value in the form in which it travels (`values.py`). Those that are handed in together travel as one frame. Arrays
+are received straight into the memory that the outcome's arrays view: sent and received, each of their bytes is copied twice, both
+times by the kernel. Bytes are copied once more, into their object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, Protocol
 from rondo.runtime.processes.pool_worker import NOTE, PREFIX, entries_of, frame_of
 from rondo.runtime.processes.process import exit_text, when_over
 from rondo.runtime.processes.subreaper import END
-from rondo.runtime.values import Buffer, Encoded, encode
+from rondo.runtime.values import Buffer, Encoded
 from rondo.runtime.waits import PROCESS, waiting
 
 _MAX_HEADER_BYTES = 1 << 28
@@ -48,18 +47,6 @@ _MAX_BUFFERS = 1 << 16
 _MAX_IDLE_DEATHS = 3
 _SPARE_S = 60.0
 """A frame whose worker dies so often before it begins an item ends the pool: the machine, not an item, is at fault."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A value in the form in which it travels. It views the value's arrays, which nobody changes until its outcome is there."""
-
-    encoded: Encoded
-
-    @staticmethod
-    def of(value: Any, what: str = "value") -> Item:
-        """A value of the types that travel (`values.py`). TypeError for anything else; `what` names it there."""
-        return Item(encode(value, what))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +137,7 @@ class Pool:
             feeder.add_done_callback(self._feeder_done)
             self._feeders.append(feeder)
 
-    async def run(self, items: Sequence[Item]) -> list[Outcome]:
+    async def run(self, items: Sequence[Encoded]) -> list[Outcome]:
         """One outcome an item, in order; never raises for what the function does.
 
         Raises Closed after `close`, and the pool's own error (ConfigError, WorkerDied) when workers cannot be had any
@@ -203,9 +190,7 @@ class Pool:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _check_open(self) -> None:
@@ -214,7 +199,7 @@ class Pool:
         if not self._feeders:
             raise Closed(f"{self._work} pool must be started to work, got a pool that is not. Use it with `async with`")
 
-    async def _answer(self, items: Sequence[Item]) -> list[Outcome]:
+    async def _answer(self, items: Sequence[Encoded]) -> list[Outcome]:
         group = _Group(items, self._work, asyncio.get_running_loop().create_future())
         self._unanswered.add(group)
         self._queue.put_nowait(group)
@@ -274,7 +259,7 @@ class _Loss:
 class _Group:
     """Items that were handed in together, and what is known of each."""
 
-    def __init__(self, items: Sequence[Item], work: str, answer: asyncio.Future[list[Outcome]]) -> None:
+    def __init__(self, items: Sequence[Encoded], work: str, answer: asyncio.Future[list[Outcome]]) -> None:
         self.answer = answer
         self.items = items
         self.outcomes: list[Outcome | None] = [None] * len(items)
@@ -363,7 +348,7 @@ class _Worker:
     async def run(self, group: _Group, todo: list[int], deadline_s: float) -> _Loss | None:
         """Runs the items `todo` of `group` and enters their outcomes; or tells how the worker was lost."""
         self._request += 1
-        head, buffers = frame_of(self._request, [(group.items[i].encoded,) for i in todo])
+        head, buffers = frame_of(self._request, [(group.items[i],) for i in todo])
         self._overdue, self._answering, self._num_items = None, False, len(todo)
         self._begin_ns, self._deadline_ns = time.monotonic_ns(), int(deadline_s * 1e9)
         self._arm(deadline_s)

@@ -19,8 +19,9 @@ import uvloop
 
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded
 from rondo.runtime.processes import pool as pool_module
-from rondo.runtime.processes.pool import Item, Outcome, Pool
+from rondo.runtime.processes.pool import Outcome, Pool
 from rondo.runtime.processes.process import children
+from rondo.runtime.values import Encoded, encode
 
 FUNCTIONS = '''
 import os, signal, sys, time
@@ -106,8 +107,8 @@ def open_files() -> Counter[str]:
     return Counter(target for target in targets if target != os.devnull)
 
 
-def items(*values: Any) -> list[Item]:
-    return [Item.of(value) for value in values]
+def items(*values: Any) -> list[Encoded]:
+    return [encode(value) for value in values]
 
 
 VALUES: list[Any] = [
@@ -173,7 +174,7 @@ async def test_an_error_of_the_tree_is_its_text_and_another_one_its_traceback(fu
 
 async def test_what_cannot_travel_is_refused_where_it_is_handed_in() -> None:
     with pytest.raises(TypeError, match=r"^value must be of a type that travels .*, got object"):
-        Item.of(object())
+        encode(object())
 
 
 @pytest.mark.parametrize(
