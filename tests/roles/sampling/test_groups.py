@@ -200,7 +200,7 @@ async def test_a_filter_of_the_users_sees_how_samples_ended_and_its_own_failure_
         for pool in opened:
             await pools.enter_async_context(pool)
         groups = Groups(None, KeptSamples())  # type: ignore[arg-type]
-        groups.job.config.algorithm = SimpleNamespace(resolved=lambda: SimpleNamespace(min_group_size=1))  # type: ignore[misc, assignment]
+        groups.job.config.algorithm = SimpleNamespace(min_group_size=1)  # type: ignore[misc, assignment]
         for groups.keep in opened:
             assert await groups._outcome(samples, []) is None
             assert await groups._outcome(samples[:1], []) == ("filtered", "rollout.keep said no")
