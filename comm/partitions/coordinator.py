@@ -223,8 +223,6 @@ class PartitionCoordinator(Actor):
     async def part_drop(self, who: Who, table: Table) -> None:
         """The partition is gone at once, for everybody; its memory returns as readers let go."""
         self._change(table, "drop")
-        self._room.bury()
-        self.wakes.wake_all()
 
     @question
     async def part_ack(self, who: Who, table: Table) -> None:
@@ -338,12 +336,9 @@ class PartitionCoordinator(Actor):
     async def part_list(self, who: Who, table: Table, tags: dict[str, Any], since: int, limit: int) -> dict[str, Any]:
         """Rows with all these tags that changed after `since`: ids, what was said of them, and the cursor to go on from."""
         self._room.read(table)
-        if tags:
-            ids, cursor, whole = table.with_tags(tags, since)
-        else:
-            ids, cursor, whole = table.changes(since, min(limit, _PAGE_ROWS))
+        ids, cursor = table.with_tags(tags, since) if tags else table.changes(since, min(limit, _PAGE_ROWS))
         runs, columns = with_columns(table, compress(ids))
-        return {"rows": runs, "columns": columns, "cursor": cursor, "whole": whole, **facts(table, runs)}
+        return {"rows": runs, "columns": columns, "cursor": cursor, **facts(table, runs)}
 
     @question
     async def part_tag(self, who: Who, table: Table, rows: Rows, tags: dict[str, Any]) -> None:
@@ -388,6 +383,9 @@ class PartitionCoordinator(Actor):
         """What events leave to do, once all are in the journal."""
         if not self.pending.write():
             return
+        if self.fold.dropped:
+            self._room.bury()
+            self.wakes.wake_all()
         touched, self.fold.touched = self.fold.touched, {}
         for table in touched.values():
             self._room.let_out(table)

@@ -268,24 +268,24 @@ class Table:
     def entry(self, id: int) -> Entry:
         return self.entries[id >> ROW_BITS]
 
-    def changes(self, since: int, limit: int) -> tuple[list[int], int, bool]:
-        """Rows by their latest change after `since`, oldest first: row ids, the cursor to go on from, whether that is all."""
+    def changes(self, since: int, limit: int) -> tuple[list[int], int]:
+        """Rows by their latest change after `since`, oldest first: row ids, and the cursor to go on from."""
         found: list[int] = []
         cursor = since
         for at in range(bisect_right(self._changes, (since, 1 << 62)), len(self._changes)):
             if len(found) >= limit:
-                return found, cursor, False
+                return found, cursor
             cursor, num = self._changes[at]
             entry = self.entries.get(num)
             if entry is not None:
                 found += [row_id(num, i) for i, change in enumerate(entry.change) if change == cursor and entry.live[i]]
-        return found, max(cursor, self._change), True
+        return found, max(cursor, self._change)
 
-    def with_tags(self, tags: dict[str, Any], since: int) -> tuple[list[int], int, bool]:
+    def with_tags(self, tags: dict[str, Any], since: int) -> tuple[list[int], int]:
         """Rows that have all these tags and changed after `since`, by id, as `changes` gives them."""
         sets = sorted((self.tagged.get(_tag(*item), {}) for item in tags.items()), key=len)
         found = (id for id in sorted(sets[0]) if all(id in others for others in sets[1:]))
-        return [id for id in found if self.entry(id).change[id & ROW_MASK] > since], self._change, True
+        return [id for id in found if self.entry(id).change[id & ROW_MASK] > since], self._change
 
     def _mark(self, entry: Entry, rows: Iterable[int]) -> None:
         self._change += 1

@@ -304,3 +304,25 @@ async def test_a_full_disk_costs_time_and_no_row(monkeypatch):
         assert [int(x) for x in (await waiting)["x"]] == [0, 1]
         await run.restart()
         assert run.fold.tables[0].tasks["t"].counts[CLAIMED] == 2
+
+
+async def test_a_dropped_partition_has_its_memory_until_the_journal_says_so(monkeypatch):
+    async with served() as run:
+        part, _ = await two(run)
+        await part.put({"x": np.arange(4)})
+        await part.list()  # the put is in the journal
+
+        def full(events):
+            told.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        told = asyncio.Event()
+        monkeypatch.setattr("rondo.comm.bus.pending.ROOM_S", 0.001)
+        with monkeypatch.context() as disk:
+            disk.setattr(run._journal, "append", full)
+            dropping = asyncio.create_task(part.drop())
+            await told.wait()
+            assert part.stats().state == "open"
+        run.coordinator.tick()
+        await dropping
+        assert all("part/0" not in name for name, _ in run.segments.stats().segments)
