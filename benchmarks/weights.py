@@ -4,8 +4,11 @@
 
 "shared memory": this process publishes, another one verifies every bucket and has views of all tensors: from the first tensor
 handed to the publisher to the other's word that it is done. Beside it, in the same repetition, one memcpy of as many bytes in
-one thread, from torch's memory into a segment of the same kind. Publisher and reader, one after the other, use `--threads` cores;
-"1 threads" gives each one.
+as many threads as the publisher has, from torch's memory into a segment of the same kind. The reader has as many threads too, and
+works while the publisher does, so the rows are those where each has half of the cores, and where each has all of them.
+A memcpy passes over the bytes twice (reads, writes); a publication reads, writes, and reads again to prove. So where both sides
+share all cores, and no cache helps, it can be at most 2/3 of a memcpy that uses them all; where the reader has cores of its own,
+all of it. "sum" and "read" are what one thread of a reader does: the proof's sum of bytes in no cache, and a plain look at them.
 
 "flip": how long an engine in full decode stands still for new weights, in steps of the same engine. "delta": real AdamW steps
 (fp32 master, published as bfloat16) of a small Qwen3 on a policy-gradient loss: what each version costs on a wire against its
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -39,6 +43,7 @@ from rondo.comm.weights.delta import apply, encode
 from rondo.comm.weights.held import Held, Published, VersionId
 from rondo.comm.weights.publisher import Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.comm.weights.sums import bucket_sum
 from rondo.models.optimizer import make_optimizer
 from rondo.models.parallel import full_tensors
 from rondo.roles.engines.embedded.embedded import slot_engine
@@ -78,11 +83,13 @@ def layers(num_bytes: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def reader(segment_fd: int, num_slots: int, num_threads: int) -> None:
-    """Verifies each version that it is told, and answers when it has the tensors."""
+    """Verifies each version that it is told of, while it is written, and answers when it has the tensors."""
     slab = WeightSlab(Memory(fd=segment_fd), num_slots, readonly=True)
     for line in sys.stdin:
-        slot, version, checksum = json.loads(line)
-        tensors = slab.read(slot, attempt=0, version=version, checksum=checksum, num_threads=num_threads)
+        slot, version = json.loads(line)
+        ahead = slab.read_ahead(slot, attempt=0, version=version, patience_s=60.0, num_threads=num_threads)
+        checksum = json.loads(sys.stdin.readline())
+        tensors = slab.read(slot, attempt=0, version=version, checksum=checksum, num_threads=num_threads, ahead=ahead)
         print(len(tensors), flush=True)
 
 
@@ -97,27 +104,34 @@ def shared_memory(dtype: torch.dtype, num_bytes: int, repetitions: int, num_thre
     command = [sys.executable, "-m", "benchmarks.weights", "--reader", str(memory.fd), "2", str(num_threads)]
     child = subprocess.Popen(command, pass_fds=[memory.fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
-    times: dict[str, list[float]] = {name: [] for name in ("memcpy", "copy", "complete", "proved")}
+    times: dict[str, list[float]] = {name: [] for name in ("memcpy", "read", "sum", "copy", "proved")}
+    pool = ThreadPoolExecutor(num_threads)
+    parts = [slice(total * i // num_threads, total * (i + 1) // num_threads) for i in range(num_threads)]
     try:
         for version in range(repetitions + 1):
-            began = time.perf_counter()
-            np.copyto(target, source)
-            copied_s = time.perf_counter() - began
+            limits = [
+                _seconds(lambda: list(pool.map(lambda part: np.copyto(target[part], source[part]), parts))),
+                _seconds(lambda: source.view(np.uint64).max()),
+                _seconds(lambda: bucket_sum(source)),
+            ]
+
+            def tell(what: Any) -> None:
+                child.stdin.write(json.dumps(what).encode() + b"\n")
+                child.stdin.flush()
+
+            tell([version % 2, version])
             began = time.perf_counter()
             copied = publisher.copy(version % 2, attempt=0, version=version, tensors=tensors.items())
             trainer_s = time.perf_counter() - began
-            checksum = copied.checksum.result()
-            complete_s = time.perf_counter() - began
-            child.stdin.write(json.dumps([copied.slot, version, checksum]).encode() + b"\n")
-            child.stdin.flush()
+            tell(copied.id.checksum)
             assert int(child.stdout.readline()) == len(tensors)
             if version:  # the first one warms up
-                took = (copied_s, trainer_s, complete_s, time.perf_counter() - began)
-                for name, seconds in zip(times, took, strict=True):
+                for name, seconds in zip(times, (*limits, trainer_s, time.perf_counter() - began), strict=True):
                     times[name].append(seconds)
     finally:
         child.stdin.close()
         child.wait()
+        pool.shutdown()
         publisher.close()
     share = statistics.median(one / all_ for one, all_ in zip(times["memcpy"], times["proved"], strict=True))
     pause = statistics.median(one / own for one, own in zip(times["memcpy"], times["copy"], strict=True))
@@ -232,7 +246,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--gib", type=float, default=1.0, help="of weights over shared memory")
-    parser.add_argument("--threads", type=int, default=2, help="of the publisher, and of the reader")
+    parser.add_argument(
+        "--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of the publisher, and of the reader"
+    )
     parser.add_argument("--steps", type=int, default=8, help="of training for the deltas")
     parser.add_argument("--reader", type=int, nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -242,10 +258,11 @@ def main() -> None:
         return
     num_bytes = int(arguments.gib * (1 << 30))
     result: dict[str, Any] = {"benchmark": "weights", "python": platform.python_version(), "cores": os.cpu_count()}
-    print(f"shared memory: one version to one reader, {arguments.threads} threads, and 1 thread")
+    rows = sorted({arguments.threads, os.cpu_count() or 2})
+    print(f"shared memory: one version to one reader; publisher, reader and memcpy have {rows} threads each")
     shm: dict[str, dict[str, Any]] = {}
     for dtype in (torch.bfloat16, torch.float32):
-        for threads in sorted({arguments.threads, 1}, reverse=True):
+        for threads in rows:
             name = f"{str(dtype).removeprefix('torch.')}, {threads} threads"
             shm[name] = shared_memory(dtype, num_bytes, arguments.repetitions, threads)
     print(*table(shm), sep="\n", flush=True)
@@ -257,7 +274,9 @@ def main() -> None:
     tcp = link.compare(LinkConfig(), ring_bytes(256 << 20), arguments.repetitions, 1.0)
     result |= {
         "shared_memory": shm, "flip": flips, "delta": deltas, "link": tcp,
-        "shm_of_memcpy": min(row["of_memcpy"] for name, row in shm.items() if f"{arguments.threads} threads" in name),
+        "threads": arguments.threads,
+        "shm_of_memcpy": min(row["of_memcpy"] for name, row in shm.items() if f" {arguments.threads} threads" in name),
+        "shm_of_memcpy_all_cores": min(row["of_memcpy"] for name, row in shm.items() if f" {rows[-1]} threads" in name),
         "flip_pause_steps": flips["tiny"]["pause_steps"],
         "delta_bytes_share": deltas["lr 1e-06"]["share"],
         "tcp_of_iperf3": tcp["tcp_of_iperf3"],

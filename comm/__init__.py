@@ -3,7 +3,7 @@
 ring           rows in shared memory
 bus            the data bus of a run: coordinator, index, journal; every sample from admission to commit
 partitions     named sets of rows beside the training stream, and a bus without a run
-weights        policy versions: slab and snapshot on this node, broadcasts, deltas and files behind one proof
+weights        policy versions: slab and snapshot on this node, broadcasts and deltas behind one proof
 links          rings mirrored on other nodes
 groups         process groups across separately started jobs
 """

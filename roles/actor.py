@@ -462,10 +462,9 @@ class ActorRole:
         return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=weights)
 
     async def _end_publish(self, copied: Copied) -> None:
-        summed, sent = asyncio.wrap_future(copied.checksum), asyncio.wrap_future(copied.sent)
-        with self._ctx.span("publish", beside="publication", version=copied.version):
-            checksum = await wait_for(summed, name="sums", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
-            await self._job.bus.call("end_publish", copied.slot, copied.version, checksum)
+        sent, id = asyncio.wrap_future(copied.sent), copied.id
+        with self._ctx.span("publish", beside="publication", version=id.version):
+            await self._job.bus.call("end_publish", copied.slot, id.version, id.checksum)
             await wait_for(sent, name="publication", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
 
     async def _save(self, version: int, *, final: bool) -> None:

@@ -9,6 +9,7 @@ Owns opening them once a process, whichever role comes first. Owns no work. Impo
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -28,10 +29,12 @@ from rondo.runtime.section import with_references
 from rondo.runtime.worker.context import WorkerContext
 
 if TYPE_CHECKING:
-    from rondo.comm.weights.slab import WeightSlab
+    from rondo.comm.weights.slab import Ahead, WeightSlab
     from rondo.roles.engines.embedded.shared_weights import Lent
 
 SLAB = "weights"
+AHEAD_S = 2.0
+"""A version that is being written, and of which nothing comes for so long, is waited for without reading ahead."""
 Install = Callable[[int, Mapping[str, Any]], Awaitable[None]]
 
 
@@ -139,16 +142,24 @@ async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> A
 async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, first: asyncio.Event) -> None:
     from rondo.comm.weights.slab import WeightSlab  # needs torch, which a role without weights does without
 
-    version, reader = -1, f"{role}.{ctx.rank}"
+    version, told, reader = -1, -1, f"{role}.{ctx.rank}"
     slab: WeightSlab | None = None
+    ahead: Ahead | None = None
     while True:
-        held = await job.bus.call("weights", reader, version, deadline_s=POLL_S)
-        if "slot" not in held:
+        held = await job.bus.call("weights", reader, version, told, deadline_s=POLL_S)
+        if "end" in held:
             return
         if slab is None:
             slab = WeightSlab(ctx.segments.segment(SLAB, 0), job.config.num_weight_slots)
+        place = {"attempt": held["attempt"], "version": held["version"]}
+        if "coming" in held:
+            told = held["version"]
+            ahead = await asyncio.to_thread(
+                functools.partial(slab.read_ahead, held["coming"], **place, patience_s=AHEAD_S)
+            )
+            continue
         tensors = await asyncio.to_thread(
-            slab.read, held["slot"], version=held["version"], checksum=held["checksum"], attempt=held["attempt"]
+            functools.partial(slab.read, held["slot"], **place, checksum=held["checksum"], ahead=ahead)
         )
         version = held["version"]
         with ctx.span("load weights", beside="weights", version=version):

@@ -129,16 +129,26 @@ class Publishing(Transitions):
                 )
 
     @endpoint
-    async def weights(self, member: str, incarnation: int, reader: str, newer_than: int) -> dict[str, Any]:
+    async def weights(
+        self, member: str, incarnation: int, reader: str, newer_than: int, told: int | None = None
+    ) -> dict[str, Any]:
         """The newest published version above `newer_than`, held for this reader ("role.rank") until it proves it; waits.
-        Stopping for one that has none yet, when the run is being stopped."""
+        Stopping for one that has none yet, when the run is being stopped.
+
+        With `told`, the newest version that it was told of so: before that the slot of one that is being written, not held."""
 
         def newest() -> dict[str, Any] | None:
             slot = self.index.versions.newest
             if slot is None or self.index.versions.slots[slot].version <= newer_than:
                 if newer_than < 0:
                     self._check_goes_on("weights")
-                return {"end": True} if self._closed() else None
+                if self._closed():
+                    return {"end": True}
+                coming = self.index.versions.coming
+                version = self.index.versions.slots[coming].version if coming is not None else newer_than
+                if told is None or version <= max(told, newer_than):
+                    return None
+                return {"coming": coming, "version": version, "attempt": self.index.attempt}
             ready = self.index.versions.slots[slot]
             self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{reader}"})
             return {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": self.index.attempt}

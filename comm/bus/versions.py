@@ -46,6 +46,11 @@ class Versions:
         """Engines that generate for the run under weights that they have proved."""
         return sum(_ENGINE.fullmatch(reader) is not None for reader in self.proved)
 
+    @property
+    def coming(self) -> int | None:
+        """The slot that is being written, if any."""
+        return next((i for i, slot in enumerate(self.slots) if slot.state == "writing"), None)
+
     def writable(self) -> int | None:
         """A slot that may be written now, or None while every other one is held or pinned."""
         kept = {self.newest, *self.pins.values()}

@@ -54,9 +54,9 @@ def helped(event: Event) -> tuple[str, ...]:
             return lease(event["reader"].partition("/")[0]), SLOTS
         case "let_go":
             return (SLOTS,)
-        case "published":
+        case "publishing" | "published":
             return (WEIGHTS,)
-        case "admit" | "prepared" | "grant" | "hold" | "publishing":
+        case "admit" | "prepared" | "grant" | "hold":
             return ()
     return (_EVERYBODY,)
 

@@ -1,8 +1,8 @@
-"""Carriers: what carries the bytes of one epoch of a process group. One small interface over four libraries.
+"""Carriers: what carries the bytes of one epoch of a process group. One call over four libraries.
 
     backend   library                              carries                 needs
-    gloo      torch, `ProcessGroupGloo`            any tensor on the CPU   nothing more; sums and the like too
-    nccl      torch, `ProcessGroupNCCL`            any tensor on a GPU     torch for CUDA; the default there
+    gloo      torch, `ProcessGroupGloo`            bytes on the CPU        nothing more
+    nccl      torch, `ProcessGroupNCCL`            bytes on a GPU          torch for CUDA; the default there
     nccl4py   NVIDIA's bindings, outside torch     bytes on a GPU          `pip install 'rondo-rl[nccl4py]'`
     pynccl    ctypes over NCCL 2.7's calls, old    bytes on a GPU          `pip install 'rondo-rl[pynccl]'`
 
@@ -24,14 +24,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed has the others only
 
 from rondo.comm.groups.nccl_extras import LIBRARIES, Bytes, Operation
 from rondo.runtime.errors import ConfigError
 
 
 class Carrier(Protocol):
-    """What `communicators.py` needs of a library. Tensors are contiguous, on its device, and raw bytes but for all_reduce."""
+    """What `communicators.py` needs of a library. Tensors are contiguous, on its device, and raw bytes."""
 
     interrupted_by_abort: bool
     """Whether `abort` from another thread ends a call that blocks."""
@@ -39,9 +38,6 @@ class Carrier(Protocol):
     def move(self, operation: Operation, data: Any, rank: int, timeout_s: float) -> None:
         """Broadcasts from, sends to or receives from `rank`."""
 
-    def all_gather(self, out: Any, data: Any, timeout_s: float) -> None: ...
-    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None: ...
-    def barrier(self, timeout_s: float) -> None: ...
     def abort(self) -> None: ...
     def close(self) -> None: ...
 
@@ -84,11 +80,6 @@ class OfTorch:
             work = getattr(self._group, operation)([data], rank, 0)
         work.wait(span(timeout_s))
 
-    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = getattr(dist.ReduceOp, operator.upper()), span(timeout_s)
-        self._group.allreduce([data], options).wait(span(timeout_s))
-
 
 class Gloo(OfTorch):
     """`ProcessGroupGloo`, with a full mesh of connections made at once."""
@@ -103,16 +94,6 @@ class Gloo(OfTorch):
         where = {"interface": interface.partition(",")[0]} if interface else {"hostname": _my_address(store)}
         options._devices = [dist.ProcessGroupGloo.create_device(**where, lazy_init=False)]
         self._group = dist.ProcessGroupGloo(store, rank, size, options)
-
-    def all_gather(self, out: Any, data: Any, timeout_s: float) -> None:
-        options = AllgatherOptions()
-        options.timeout = span(timeout_s)
-        self._group.allgather([list(out.unbind())], [data], options).wait(span(timeout_s))
-
-    def barrier(self, timeout_s: float) -> None:
-        options = dist.BarrierOptions()
-        options.timeout = span(timeout_s)
-        self._group.barrier(options).wait(span(timeout_s))
 
     def close(self) -> None:
         """Takes the group down; its sockets close, so peers that wait for this member fail at once."""
@@ -134,14 +115,6 @@ class Nccl(OfTorch):
         with _survives_errors():
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         self._group.eager_connect_single_device(self._device)
-
-    def all_gather(self, out: Any, data: Any, timeout_s: float) -> None:
-        options = AllgatherOptions()
-        options.timeout = span(timeout_s)
-        self._group._allgather_base(out, data, options).wait(span(timeout_s))
-
-    def barrier(self, timeout_s: float) -> None:
-        self.all_reduce(torch.zeros(1, device=self._device), "sum", timeout_s)
 
     def abort(self) -> None:
         self._group.abort()

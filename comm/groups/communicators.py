@@ -61,7 +61,7 @@ class CommunicatorStats:
 class Communicator:
     """One epoch of a group in this process. Usable from any one thread at a time; members make the same calls in the same order.
 
-    Tensors must be contiguous and on the group's device; all but `all_reduce` move their raw bytes, so every dtype goes. A call
+    Tensors must be contiguous and on the group's device; calls move their raw bytes, so every dtype goes. A call
     returns when this member's part is done, which says nothing of the others' (a broadcast's root may have sent to nobody): a
     `barrier` does. `deadline_s` defaults to the spec's `timeout_s`. Calls raise GroupBroken when the epoch is over or the
     deadline passed, ConfigError for a tensor that does not fit (nothing is broken then), and Closed. `close` it at the end.
@@ -119,26 +119,9 @@ class Communicator:
             raise ConfigError(f"peer of {operation} must be another rank below {self.size}, got {peer}.")
         self._call(operation, lambda c, left_s: c.move(operation, data, peer, left_s), deadline_s, peer)
 
-    def all_gather(self, out: Any, tensor: Any, deadline_s: float | None = None) -> None:
-        """`tensor` of rank r arrives in `out[r]` of all; `out` is [size, *tensor.shape], of the same dtype."""
-        if out.shape != (self.size, *tensor.shape) or out.dtype != tensor.dtype:
-            wanted = f"{tensor.dtype} {[self.size, *tensor.shape]}"
-            raise ConfigError(f"out of all_gather must be {wanted}, got {out.dtype} {list(out.shape)}.")
-        data, rows = self._bytes(tensor), self._bytes(out).view(self.size, -1)
-        self._call("all_gather", lambda c, left_s: c.all_gather(rows, data, left_s), deadline_s)
-
-    def all_reduce(self, tensor: Any, operator: str = "sum", deadline_s: float | None = None) -> None:
-        """In place: "sum", "max" or "min" over all ranks, in the tensor's dtype. Backends gloo and nccl only."""
-        if operator not in ("sum", "max", "min"):
-            raise ConfigError(f"operator of all_reduce must be sum, max or min, got {operator!r}.")
-        if self.spec.backend not in ("gloo", "nccl"):
-            raise ConfigError(f"all_reduce must go over the backend gloo or nccl, got {self.spec.backend}.")
-        self._check(tensor)
-        self._call("all_reduce", lambda c, left_s: c.all_reduce(tensor, operator, left_s), deadline_s)
-
     def barrier(self, deadline_s: float | None = None) -> None:
-        """Returns when every member has come here."""
-        self._call("barrier", lambda c, left_s: c.barrier(left_s), deadline_s)
+        """Returns when every member has come here: it then has a byte from each."""
+        self._call("barrier", self._meet, deadline_s)
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
@@ -224,16 +207,13 @@ class Communicator:
         if carrier is not None and interrupt:
             threading.Thread(target=carrier.abort, name="group abort", daemon=True).start()  # it may block as well
 
-    def _check(self, tensor: Any) -> None:
+    def _bytes(self, tensor: Any) -> Any:
         if tensor.device.type != self._device.type or not tensor.is_contiguous():
             layout = "contiguous" if tensor.is_contiguous() else "strided"
             raise ConfigError(
                 f"a tensor of group {self.spec.name!r} must be contiguous and on {self._device}, got {layout} on "
                 f"{tensor.device}. Copy it there first"
             )
-
-    def _bytes(self, tensor: Any) -> Any:
-        self._check(tensor)
         return tensor.detach().view(-1).view(torch.uint8)
 
     # ---- the communicator's thread ----------------------------------------------------------------------------------
@@ -294,7 +274,12 @@ class Communicator:
         carrier = open_carrier(self.spec.backend, keys, self.rank, self.size, str(self._device), self._left())
         with self._changed:
             self._carrier = carrier
-        carrier.barrier(self._left())  # gloo has connections to members that died since, and calls that formed
+        self._meet(carrier, self._left())  # gloo has connections to members that died since, and calls that formed
+
+    def _meet(self, carrier: Carrier, left_s: float) -> None:
+        byte, due = torch.zeros(1, dtype=torch.uint8, device=self._device), time.monotonic() + left_s
+        for rank in range(self.size):
+            carrier.move("broadcast", byte, rank, max(0.001, due - time.monotonic()))
 
     def _all_here(self, here: Any) -> None:
         """Looks until every member wrote its key: a wait inside the store could not be ended before its time-out."""

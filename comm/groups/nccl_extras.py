@@ -130,7 +130,7 @@ class Bytes:
     interrupted_by_abort = True
 
     def __init__(self, library: Library, store: Any, rank: int, size: int, device: str, timeout_s: float) -> None:
-        self._library, self._rank, self._size = library, rank, size
+        self._library = library
         self._device = torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -138,36 +138,16 @@ class Bytes:
         library.init(size, rank, unique_id, self._device.index or 0)
 
     def move(self, operation: Operation, data: Any, rank: int, timeout_s: float) -> None:
-        self._post(operation, data, rank)
+        stream = int(torch.cuda.current_stream(self._device).cuda_stream) if self._device.type == "cuda" else 0
+        for piece in data.split(_MAX_POST_BYTES):
+            self._library.post(operation, piece, rank, stream)
         self._finish(operation, timeout_s)
-
-    def all_gather(self, out: Any, data: Any, timeout_s: float) -> None:
-        """As one broadcast of every rank."""
-        out[self._rank].copy_(data)
-        for rank in range(self._size):
-            self._post("broadcast", out[rank], rank)
-        self._finish("all_gather", timeout_s)
-
-    def all_reduce(self, data: Any, operator: str, timeout_s: float) -> None:
-        raise ConfigError("all_reduce must go over the backend gloo or nccl, got one that carries bytes only.")
-
-    def barrier(self, timeout_s: float) -> None:
-        self.all_gather(
-            torch.zeros(self._size, 1, dtype=torch.uint8, device=self._device),
-            torch.zeros(1, dtype=torch.uint8, device=self._device),
-            timeout_s,
-        )
 
     def abort(self) -> None:
         self._library.abort()
 
     def close(self) -> None:
         self._library.destroy()
-
-    def _post(self, operation: Operation, data: Any, rank: int) -> None:
-        stream = int(torch.cuda.current_stream(self._device).cuda_stream) if self._device.type == "cuda" else 0
-        for piece in data.split(_MAX_POST_BYTES):
-            self._library.post(operation, piece, rank, stream)
 
     def _finish(self, name: str, timeout_s: float) -> None:
         if self._device.type != "cuda":

@@ -1,9 +1,9 @@
 """How policy versions reach those who serve them, beside the slab (`comm/weights/slab.py`).
 
-one version    held (a receiver's copy, and when it counts), sums (a bucket's checksum)
-ways           delta (what changed since the version before), broadcast (other nodes and jobs; with parcel and topology),
-               disk (Hugging Face folders), ipc (the same device)
-when           publisher (copies and sums between two steps; what follows runs beside the next one), copying
+one version    manifest (what it is made of), held (a receiver's copy, and when it counts), sums (a bucket's checksum)
+ways           delta (what changed since the version before), broadcast (other nodes and jobs; with topology),
+               ipc (the same device)
+when           publisher (copies and sums between two steps; further sendings run beside the next one), copying
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ _FACE = {
     "Publisher": "rondo.comm.weights.publisher",
     "send_version": "rondo.comm.weights.broadcast",
     "receive_version": "rondo.comm.weights.broadcast",
-    "write_version": "rondo.comm.weights.disk",
-    "read_version": "rondo.comm.weights.disk",
 }
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)

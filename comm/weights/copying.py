@@ -6,7 +6,8 @@ Owns which thread copies what. Does not own the slot (`slab.py`) nor when the ve
     buckets    |   0    |    1    |    2    |  ...            a bucket is one piece of work: copy two megabytes, sum them,
     threads        x         y         x                      copy the next; the calling thread works too
 
-What lies in one tensor is summed there: the copy has just read it, and it is in the cache; what it wrote is not.
+What lies in one tensor is summed there: the copy has just read it, and it is in the cache; what it wrote is not. Readers are told
+of the buckets that are done, and sum them meanwhile.
 
 Invariant: when `copy_and_sum` returns, every byte is copied and every bucket is summed; when it raises, no thread works any more.
 """
@@ -34,15 +35,15 @@ def copy_and_sum(
 
     Raises what `tensors` and `SlotWriter.add` raise.
     """
-    block = np.frombuffer(writer.block, np.uint8)
+    block = writer.block
     sums: dict[int, Future[int] | int] = {}
     parts: deque[_Part] = deque()
-    end = start = 0
+    end = start = told = 0
     with ThreadPoolExecutor(max(1, num_threads - 1), "weights") as pool:
         helping: list[Future[int]] = []
 
         def bucket_done(until: int) -> None:
-            nonlocal start
+            nonlocal start, told
             work = _take(parts, until)
             helping[:] = [future for future in helping if not future.done()]
             if len(helping) < 2 * (num_threads - 1):  # one waits for each, so that none stands idle
@@ -51,6 +52,9 @@ def copy_and_sum(
             else:
                 sums[start] = _copy_bucket(block[start:until], start, work)
             start = until
+            while told < start and _is_done(sums[told]):
+                told += min(bucket_bytes, start - told)
+            writer.whole(told)
 
         for name, tensor in tensors:
             begins, ends = writer.place(name, tensor)
@@ -63,7 +67,12 @@ def copy_and_sum(
         if end > start:
             bucket_done(end)
         wait([future for future in sums.values() if isinstance(future, Future)])
+    writer.whole(end)
     return [found.result() if isinstance(found, Future) else found for _, found in sorted(sums.items())]
+
+
+def _is_done(found: Future[int] | int) -> bool:
+    return found.done() if isinstance(found, Future) else True
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

@@ -27,15 +27,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import orjson
 
-from rondo.comm.weights.held import Held, Manifest, Published, VersionId
-from rondo.comm.weights.sums import bucket_sum
+from rondo.comm.weights.held import Held, Published, VersionId
+from rondo.comm.weights.manifest import Manifest
+from rondo.comm.weights.sums import bucket_sum, in_threads
 from rondo.runtime.errors import CorruptData, Refused
 
 _FRAME = struct.Struct("<8sQQ")  # magic, sum of what follows, its bytes
@@ -71,10 +70,8 @@ def encode(base: Published, new: Published, *, num_threads: int = 1) -> bytes | 
     """The message that makes `new` of `base`, or None where their layouts differ or it would be larger than `new`."""
     if not base.manifest.same_layout(new.manifest):
         return None
-    with ThreadPoolExecutor(num_threads, "delta") as pool:
-        buckets = list(
-            pool.map(lambda i: _encode_bucket(base.bucket(i), new.bucket(i)), range(new.manifest.num_buckets))
-        )
+    indices = range(new.manifest.num_buckets)
+    buckets = in_threads(_encode_bucket, ((base.bucket(i), new.bucket(i)) for i in indices), num_threads)
     header = orjson.dumps(
         {
             "base": base.id.to_json(),
@@ -202,13 +199,11 @@ def apply(held: Held, message: bytes | memoryview | np.ndarray, *, num_threads: 
         raise Refused(f"a delta to version {delta.id} must keep the layout of its base. Send the whole version")
     held.begin(delta.id, delta.manifest.raw)
     starts = np.cumsum([0] + [code.num_bytes for code in delta.codes])
-    with ThreadPoolExecutor(num_threads, "delta") as pool:
-        done = [
-            pool.submit(_apply_bucket, held.bucket(index), code, delta.body[starts[index] : starts[index + 1]])
-            for index, code in enumerate(delta.codes)
-        ]
-        for future in done:
-            future.result()
+    work = (
+        (held.bucket(index), code, delta.body[starts[index] : starts[index + 1]])
+        for index, code in enumerate(delta.codes)
+    )
+    in_threads(_apply_bucket, work, num_threads)
     held.prove(num_threads=num_threads)
     return delta.id
 
@@ -248,30 +243,3 @@ def _inflated(values: np.ndarray, num_values: int) -> np.ndarray:
         return np.frombuffer(zlib.decompressobj(-15).decompress(values.data, num_values + 1), np.uint8)
     except zlib.error as error:
         raise CorruptData(f"a delta's codes must inflate, got {error}. Send the whole version") from error
-
-
-# ---- the chain ------------------------------------------------------------------------------------------------------
-
-
-class Chain:
-    """The newest `max_links` messages of a sender, so that a receiver that missed some versions can still follow."""
-
-    def __init__(self, max_links: int) -> None:
-        self._links: deque[tuple[VersionId, VersionId, bytes]] = deque(maxlen=max_links)
-
-    def add(self, base: VersionId, new: VersionId, message: bytes | None) -> None:
-        """A version was published; without a message, nobody can follow from before it. One that forks starts anew."""
-        if message is None or (self._links and self._links[-1][1] != base):
-            self._links.clear()
-        if message is not None:
-            self._links.append((base, new, message))
-
-    def since(self, held: VersionId | None) -> list[bytes] | None:
-        """The messages from what a receiver holds to the newest version, oldest first; None: it needs the whole one."""
-        links = list(self._links)
-        if links and links[-1][1] == held:
-            return []
-        for index, (base, _, _) in enumerate(links):
-            if base == held:
-                return [message for _, _, message in links[index:]]
-        return None

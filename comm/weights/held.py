@@ -1,7 +1,7 @@
 """One policy version as bytes: what a sender has of it, and a receiver's own copy with the moment from which it counts.
 
-Owns how a version is named and described (its manifest, as the slab writes it), and when a copy may be served. Does not own
-how bytes come here (`delta.py`, `broadcast.py`, `disk.py`).
+Owns how a version is named, and when a copy may be served. Does not own what describes it (`manifest.py`), nor how bytes come
+here (`delta.py`, `broadcast.py`).
 
     nothing --begin--> changing --prove--> proved (id, tensors) --begin or change--> changing ...
                            |                                                            ^
@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.comm.ring.tensors import manifest_of, unpack
-from rondo.comm.weights.slab import WeightSlab, manifest_checksum
+from rondo.comm.weights.manifest import Manifest
+from rondo.comm.weights.slab import WeightSlab
 from rondo.comm.weights.sums import bucket_sum, in_threads
 from rondo.runtime.errors import Closed, CorruptData, OutOfSpace
 
@@ -54,46 +54,6 @@ class VersionId:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a version is made of. `tensors`: name -> [dtype, shape, offset in bytes]; a sum a bucket. `raw` is its JSON."""
-
-    raw: bytes
-    tensors: dict[str, Any]
-    num_bytes: int
-    bucket_bytes: int
-    sums: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, raw: bytes, checksum: int) -> Manifest:
-        """Raises CorruptData for a manifest without that checksum, or that contradicts itself."""
-        found = manifest_checksum(raw)
-        if found != checksum:
-            raise CorruptData(f"a manifest must have checksum {checksum:016x}, got {found:016x}.")
-        fields = manifest_of(memoryview(raw), 0, len(raw))
-        num_bytes, bucket_bytes, sums = fields["num_bytes"], fields.get("bucket_bytes", 0), fields["checksums"]
-        sizes = type(num_bytes) is int and type(bucket_bytes) is int and num_bytes >= 0 and bucket_bytes > 0
-        if not sizes or not isinstance(sums, list) or len(sums) != -(-num_bytes // bucket_bytes):
-            raise CorruptData(
-                f"a manifest must name one sum for each bucket of its bytes, got {num_bytes!r} bytes in buckets of "
-                f"{bucket_bytes!r}."
-            )
-        return cls(raw, fields["tensors"], num_bytes, bucket_bytes, tuple(sums))
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.sums)
-
-    def bounds(self, index: int) -> tuple[int, int]:
-        """Where bucket `index` begins and ends, in bytes."""
-        return index * self.bucket_bytes, min((index + 1) * self.bucket_bytes, self.num_bytes)
-
-    def same_layout(self, other: Manifest) -> bool:
-        """Whether both have the same tensors at the same places, cut into the same buckets."""
-        sizes = (self.num_bytes, self.bucket_bytes) == (other.num_bytes, other.bucket_bytes)
-        return sizes and list(self.tensors.items()) == list(other.tensors.items())
-
-
-@dataclass(frozen=True, slots=True)
 class Published:
     """A complete version as its sender has it. `data` [num_bytes] uint8 must stay as it is while this is used."""
 
@@ -104,8 +64,7 @@ class Published:
     @classmethod
     def in_slab(cls, slab: WeightSlab, slot: int, id: VersionId) -> Published:
         """What lies in `slot`, which the caller holds; its buckets are not verified. Raises CorruptData as `slab.read`."""
-        block, raw = slab.contents(slot, attempt=id.attempt, version=id.version, checksum=id.checksum)
-        manifest = Manifest.parse(bytes(raw), id.checksum)
+        block, manifest = slab.contents(slot, attempt=id.attempt, version=id.version, checksum=id.checksum)
         return cls(id, manifest, np.frombuffer(block, np.uint8, manifest.num_bytes))
 
     def bucket(self, index: int) -> np.ndarray:
@@ -113,7 +72,7 @@ class Published:
         return self.data[start:end]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return unpack(self.data.data, {"tensors": self.manifest.tensors})
+        return self.manifest.views(self.data)
 
 
 class Held:
@@ -150,7 +109,7 @@ class Held:
             raise OutOfSpace(
                 f"version {id} must fit into {self.capacity_bytes} bytes, got {manifest.num_bytes}. Hold it in more memory"
             )
-        unpack(self._data[: manifest.num_bytes].data, {"tensors": manifest.tensors})
+        manifest.views(self._data[: manifest.num_bytes])
         self._proved, self._coming, self._manifest, self._right = None, id, manifest, set()
 
     def bucket(self, index: int) -> np.ndarray:
@@ -160,12 +119,6 @@ class Held:
         self._right.discard(index)
         start, end = self.manifest.bounds(index)
         return self._data[start:end]
-
-    def coming_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the version that is coming, to be written; gaps between them are zeroed. Raises Closed as `bucket`."""
-        for index in range(self.manifest.num_buckets):
-            self.bucket(index)[:] = 0
-        return unpack(self._data[: self.manifest.num_bytes].data, {"tensors": self.manifest.tensors})
 
     def is_coming(self, id: VersionId) -> bool:
         """Whether `id` has begun and is not proved: what is right of it already need not come again."""

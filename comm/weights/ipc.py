@@ -16,21 +16,19 @@ This code has not yet run on a GPU.
 
 from __future__ import annotations
 
-import base64
-import binascii
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import orjson
 import torch
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from rondo.comm.ring.tensors import dtype_name, torch_dtype
 from rondo.runtime.errors import ConfigError, CorruptData
 
-_BYTES = ("handle", "counter_handle", "event_handle")
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
 class SharedTensor:
     """How another process opens a tensor: names of dtype and device, shape and strides in elements, and torch's handle.
 
@@ -38,45 +36,36 @@ class SharedTensor:
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    shape: tuple[NonNegativeInt, ...]
+    strides: tuple[NonNegativeInt, ...]
+    offset: NonNegativeInt
     device_uuid: str
     handle: bytes
-    storage_bytes: int
-    storage_offset_bytes: int
+    storage_bytes: NonNegativeInt
+    storage_offset_bytes: NonNegativeInt
     counter_handle: bytes
-    counter_offset: int
+    counter_offset: NonNegativeInt
     event_handle: bytes
     event_sync_required: bool
 
     def to_json(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return fields | {name: base64.b64encode(fields[name]).decode() for name in _BYTES}
+        """Bytes as base64."""
+        fields: dict[str, Any] = TypeAdapter(SharedTensor).dump_python(self, mode="json")
+        return fields
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> SharedTensor:
         """Raises CorruptData for missing fields, wrong types, or a tensor that does not lie inside its storage."""
         try:
-            raw = {name: base64.b64decode(fields[name], validate=True) for name in _BYTES}
-            numbers = {
-                name: int(fields[name])
-                for name in ("offset", "storage_bytes", "storage_offset_bytes", "counter_offset")
-            }
-            shape, strides = (tuple(int(n) for n in fields[name]) for name in ("shape", "strides"))
-            shared = cls(
-                dtype=str(fields["dtype"]), shape=shape, strides=strides, device_uuid=str(fields["device_uuid"]),
-                event_sync_required=bool(fields["event_sync_required"]), offset=numbers["offset"],
-                storage_bytes=numbers["storage_bytes"], storage_offset_bytes=numbers["storage_offset_bytes"],
-                counter_offset=numbers["counter_offset"], handle=raw["handle"], counter_handle=raw["counter_handle"],
-                event_handle=raw["event_handle"],
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            raise CorruptData(f"the handle of a shared tensor must have all its fields, got {error!r}.") from error
-        if len(shape) != len(strides) or min((*shape, *strides, *numbers.values()), default=0) < 0:
-            raise CorruptData(f"a shared tensor must have a stride a dimension, got {shape} and {strides}.")
-        last = shared.offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if prod(shape) and (last + 1) * torch_dtype(shared.dtype).itemsize > shared.storage_bytes:
+            shared = TypeAdapter(cls).validate_json(orjson.dumps(fields))
+        except ValidationError as error:
+            raise CorruptData(f"the handle of a shared tensor must have all its fields, got {error}.") from error
+        if len(shared.shape) != len(shared.strides):
+            raise CorruptData(
+                f"a shared tensor must have a stride a dimension, got {shared.shape} and {shared.strides}."
+            )
+        last = shared.offset + sum((n - 1) * stride for n, stride in zip(shared.shape, shared.strides, strict=True))
+        if prod(shared.shape) and (last + 1) * torch_dtype(shared.dtype).itemsize > shared.storage_bytes:
             raise CorruptData(f"a shared tensor must lie inside its {shared.storage_bytes} bytes, got element {last}.")
         return shared
 

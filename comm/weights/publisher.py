@@ -1,4 +1,4 @@
-"""Publishing: weights are copied and summed between two training steps, all that follows runs beside the next one.
+"""Publishing: weights are copied and summed between two training steps, further sendings run beside the next one.
 
 Owns the split of one publication over two threads, and that no failure of either is lost. Does not own the slab's slots (the
 coordinator lends one), gathering (an iterator of named tensors, collective where sharded), copying (`copying.py`), nor telling
@@ -6,16 +6,15 @@ anybody.
 
     trainer's thread    gather, copy, sum | next step's rounds .................. | optimizer changes weights
     a thread beside it          copy, sum |
-    publisher's thread                    complete | send: delta, broadcast, disk |
-                                                   ^ copied.checksum              ^ copied.sent
+    publisher's thread                    | send: delta, broadcast |
+                                                                   ^ copied.sent
 
-Invariant: when `copy` returns, every byte of the version lies in the slot, so the optimizer may change the weights; the slot
-counts only when every bucket is summed. At most one publication is under way: `copy` waits for the one before, and fails
-with its error if nobody has seen that yet.
+Invariant: when `copy` returns, the slot is complete, so the optimizer may change the weights. At most one publication is under
+way: `copy` waits for the one before, and fails with its error if nobody has seen that yet.
 
     publisher = Publisher(slab, [to_other_nodes])
     copied = publisher.copy(slot, attempt=0, version=5, tensors=trainer.weights())      # on the trainer's thread
-    checksum = await asyncio.wrap_future(copied.checksum)                               # then end_publish
+    ...                                                                                 # end_publish, with copied.id.checksum
     await asyncio.wrap_future(copied.sent)
 """
 
@@ -27,9 +26,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rondo.comm.ring.tensors import BUCKET_BYTES
 from rondo.comm.weights.copying import copy_and_sum
 from rondo.comm.weights.held import Published, VersionId
+from rondo.comm.weights.manifest import BUCKET_BYTES
 from rondo.comm.weights.slab import WeightSlab
 from rondo.runtime.errors import Closed
 from rondo.runtime.waits import blocking
@@ -40,11 +39,10 @@ Send = Callable[[Published, Published | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A version on its way. `checksum`: the slot is complete (64 bits); `sent`: every `Send` has returned."""
+    """A version that its slot holds. `sent`: every `Send` has returned."""
 
     slot: int
-    version: int
-    checksum: Future[int]
+    id: VersionId
     sent: Future[None]
 
 
@@ -80,7 +78,7 @@ class Publisher:
         tensors: Iterable[tuple[str, torch.Tensor]],
         deadline_s: float = 600.0,
     ) -> Copied:
-        """Copy `tensors` into `slot`, which the coordinator lent, and return; its manifest and its sends follow.
+        """Copy `tensors` into `slot`, which the coordinator lent, and return; its sends follow.
 
         Waits up to `deadline_s` for the publication before, and raises its error. Raises what `tensors` and the slab raise;
         the slot stays half-written then, and is served to nobody.
@@ -92,9 +90,8 @@ class Publisher:
             self._before = None  # its bytes are about to change
         writer = self._slab.write(slot, attempt=attempt, version=version, bucket_bytes=self._bucket_bytes)
         sums = copy_and_sum(writer, tensors, self._bucket_bytes, self._num_threads)
-        checksum = self._thread.submit(writer.finish, sums)
-        sent = self._thread.submit(self._send, slot, attempt, version, checksum)
-        self._last = Copied(slot, version, checksum, sent)
+        id = VersionId(attempt, version, writer.finish(sums))
+        self._last = Copied(slot, id, self._thread.submit(self._send, slot, id))
         return self._last
 
     def wait(self, deadline_s: float = 600.0) -> None:
@@ -110,8 +107,7 @@ class Publisher:
         self._thread.shutdown(wait=True)
         self._before = None
 
-    def _send(self, slot: int, attempt: int, version: int, checksum: Future[int]) -> None:
-        id = VersionId(attempt, version, checksum.result(0))  # done: this thread has computed it
+    def _send(self, slot: int, id: VersionId) -> None:
         if not self._sends:
             return
         published = Published.in_slab(self._slab, slot, id)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from rondo.comm.ring.ring import Memory
-from rondo.comm.ring.tensors import manifest_of, unpack
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 
 _NUM_SLOTS = 2
@@ -70,9 +69,8 @@ class HotSnapshot:
         if version not in held:
             raise KeyError(f"version {version} must be in the hot snapshot, which holds {self.versions() or 'none'}.")
         slot, checksum = held[version]
-        block, encoded = self._slab.contents(slot, attempt=0, version=version, checksum=checksum)
-        manifest = manifest_of(encoded, 0, encoded.nbytes)
-        return {name: tensor.clone() for name, tensor in unpack(block, manifest).items()}, manifest["state"]
+        block, manifest = self._slab.contents(slot, attempt=0, version=version, checksum=checksum, summed=False)
+        return {name: tensor.clone() for name, tensor in manifest.views(block).items()}, manifest.more["state"]
 
     def versions(self) -> tuple[int, ...]:
         """The versions that can be read, oldest first."""

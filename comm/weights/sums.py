@@ -22,8 +22,11 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import starmap
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 _ROW_WORDS = 1017
 _ROW_BYTES = 8 * _ROW_WORDS
@@ -65,7 +68,7 @@ def bucket_sum(bucket: memoryview | np.ndarray, fill: Fill | None = None) -> int
     return zlib.crc32(data[num_rows * _ROW_BYTES :].data, crc)
 
 
-def in_threads(work: Callable[..., int], arguments: Iterable[tuple[object, ...]], num_threads: int) -> list[int]:
+def in_threads(work: Callable[..., T], arguments: Iterable[tuple[object, ...]], num_threads: int) -> list[T]:
     """`work` on every tuple of arguments, in order; on `num_threads` threads where that is more than one."""
     if num_threads < 2:
         return list(starmap(work, arguments))

@@ -281,6 +281,21 @@ async def test_weights_are_held_until_proved_and_a_dead_holder_lets_go():
         assert (await waiting)["slot"] == held["slot"]
 
 
+async def test_a_reader_that_asks_for_it_is_told_once_of_a_version_that_is_being_written():
+    async with served(max_staleness=0) as run:
+        rollout, *_, actor = await everyone(run)
+        waiting = asyncio.create_task(rollout.call("weights", "rollout.0", -1, -1))
+        slot = (await actor.call("begin_publish", 0))["slot"]
+        assert await waiting == {"coming": slot, "version": 0, "attempt": 0}
+        waits = [
+            asyncio.create_task(rollout.call("weights", *asked)) for asked in (("rollout.0", -1, 0), ("rollout.1", -1))
+        ]
+        await actor.call("committed")
+        assert not any(task.done() for task in waits)
+        await actor.call("end_publish", slot, 0, 40)
+        assert [(held["slot"], held["checksum"]) for held in await asyncio.gather(*waits)] == [(slot, 40)] * 2
+
+
 async def test_an_overflow_ring_left_empty_by_a_death_is_taken_away_at_the_next_start():
     async with served(max_staleness=0) as run:
         rollout, *_ = await everyone(run)

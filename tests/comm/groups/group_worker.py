@@ -75,17 +75,12 @@ class Member(Actor):
         made = self._made
         assert made is not None
         tensor = torch.tensor(value).to(getattr(torch, dtype))
-        if operation == "all_gather":
-            out = torch.zeros((made.size, *tensor.shape), dtype=tensor.dtype)
-            arguments: tuple[Any, ...] = (out, tensor, limit_s)
-        else:
-            out = tensor
-            arguments = (limit_s,) if operation == "barrier" else (tensor, extra, limit_s)
+        arguments = (limit_s,) if operation == "barrier" else (tensor, extra, limit_s)
         try:
             await self._on_compute(lambda: getattr(made, operation)(*arguments))
         except GroupBroken as error:
             return told(error)
-        return out.float().tolist()
+        return tensor.float().tolist()
 
     @endpoint
     async def own_world(self, value: float) -> float:

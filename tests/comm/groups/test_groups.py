@@ -169,9 +169,6 @@ async def test_processes_started_apart_form_a_group_and_every_operation_gives_wh
     world.start(*members)
     assert await world.join(world.spec(*members), *members) == [{"epoch": 1, "rank": rank} for rank in range(3)]
     assert await world.run(members, "broadcast", [[0.0, 0], [5, 6], [0, 0]], 1) == [[5, 6]] * 3
-    assert await world.run(members, "all_reduce", [[1.0], [2], [4]], "sum") == [[7]] * 3
-    assert await world.run(members, "all_reduce", [[1.0], [2], [4]], "max") == [[4]] * 3
-    assert await world.run(members, "all_gather", [[1.0, 2], [3, 4], [5, 6]]) == [[[1, 2], [3, 4], [5, 6]]] * 3
     assert await world.run(members, "barrier", [[0.0]] * 3) == [[0]] * 3
     sent, got = await asyncio.gather(
         world.ask(A, "run", "send", [[1.0, 2], [3, 4]], 2, GENEROUS_S),
@@ -215,7 +212,7 @@ async def test_survivors_of_a_death_get_the_error_and_form_the_next_epoch_with_t
     world.start(C, incarnation=2)
     assert await world.ask(C, "join", spec, GENEROUS_S) == {"epoch": 2, "rank": 2}
     assert await asyncio.gather(*again) == [{"epoch": 2, "rank": 0}, {"epoch": 2, "rank": 1}]
-    assert await world.run((A, B, C), "all_reduce", [[1.0], [2], [4]], "sum") == [[7]] * 3
+    assert await world.run((A, B, C), "broadcast", [[1.0], [2], [4]], 2) == [[4]] * 3
     await world.leave()
 
 
@@ -231,14 +228,13 @@ async def test_a_survivor_that_waits_for_nobody_dead_hears_of_the_death_from_the
     assert error["text"].startswith(f"group {world.name!r} must be whole in epoch 1 for recv, got rollout-0")
 
 
-@pytest.mark.parametrize("operation", ["broadcast", "all_reduce", "barrier", "all_gather", "recv"])
+@pytest.mark.parametrize("operation", ["broadcast", "barrier", "recv"])
 async def test_a_stopped_member_that_nobody_kills_costs_the_deadline_and_no_more(world: World, operation: str) -> None:
     spec = world.spec(A, B, C)
     world.start(A, B, C)
     await world.join(spec, A, B, C)
     world.signal(C, signal.SIGSTOP)
-    extra = "sum" if operation == "all_reduce" else 2
-    for error in await world.run((A, B), operation, [[1.0] * 9] * 2, extra, limit_s=0.5):
+    for error in await world.run((A, B), operation, [[1.0] * 9] * 2, 2, limit_s=0.5):
         assert error["operation"] == operation and error["epoch"] == 1
         assert error["missing"] == ([C] if operation == "recv" else [])
     # It is continued, never having been declared dead: it finds the epoch over, and forms the next one like the others.
@@ -273,7 +269,7 @@ async def test_a_death_in_the_middle_of_forming_breaks_that_epoch_and_the_next_o
         assert (error["epoch"], error["operation"]) == (1, "form")
     world.start(C, incarnation=2)
     assert [answer["epoch"] for answer in await world.join(spec, A, B, C)] == [2, 2, 2]
-    assert await world.run((A, B, C), "all_reduce", [[1.0], [2], [4]], "sum") == [[7]] * 3
+    assert await world.run((A, B, C), "broadcast", [[1.0], [2], [4]], 2) == [[4]] * 3
     await world.leave(GENEROUS_S if moment == "first" else 0)  # gloo holds a thread of those that it was connecting
 
 
@@ -395,11 +391,6 @@ async def test_a_join_that_is_cancelled_leaves_the_meeting_and_no_thread(world: 
         (lambda c: c.broadcast(torch.zeros(4, 4).t(), 0), "must be contiguous and on cpu, got strided on cpu"),
         (lambda c: c.send(torch.zeros(1), 0), "peer of send must be another rank below 2, got 0"),
         (lambda c: c.broadcast(torch.zeros(1), 2), "root of broadcast must be a rank below 2, got 2"),
-        (lambda c: c.all_reduce(torch.zeros(1), "mean"), "operator of all_reduce must be sum, max or min, got 'mean'"),
-        (
-            lambda c: c.all_gather(torch.zeros(3, 1), torch.zeros(1)),
-            r"out of all_gather must be torch.float32 \[2, 1\]",
-        ),
     ],
 )
 def test_a_tensor_or_rank_that_does_not_fit_is_refused_and_breaks_nothing(
@@ -448,7 +439,7 @@ async def test_two_torchruns_form_a_group_and_keep_their_own_worlds(world: World
         launch("actor-0", 2, 1)
         launch("rollout-0", 1, 1)
         assert await world.join(spec, *members) == [{"epoch": 1, "rank": rank} for rank in range(3)]
-        assert await world.run(members, "all_reduce", [[1.0], [2], [4]], "sum") == [[7]] * 3
+        assert await world.run(members, "broadcast", [[1.0], [2], [4]], 2) == [[4]] * 3
         assert await asyncio.gather(world.ask(A, "own_world", 1.0), world.ask(B, "own_world", 2.0)) == [3.0, 3.0]
         call = asyncio.create_task(world.ask(A, "run", "recv", [0.0], 2, GENEROUS_S))
         os.killpg(jobs[1].pid, signal.SIGKILL)
@@ -458,7 +449,7 @@ async def test_two_torchruns_form_a_group_and_keep_their_own_worlds(world: World
         assert await asyncio.gather(world.ask(A, "own_world", 1.0), world.ask(B, "own_world", 2.0)) == [3.0, 3.0]
         launch("rollout-0", 1, 2)
         assert [answer["epoch"] for answer in await world.join(spec, *members)] == [2, 2, 2]
-        assert await world.run(members, "all_reduce", [[1.0], [2], [4]], "sum") == [[7]] * 3
+        assert await world.run(members, "broadcast", [[1.0], [2], [4]], 2) == [[4]] * 3
         await asyncio.gather(*(world.ask(member, "leave", GENEROUS_S) for member in members))
         assert [await asyncio.to_thread(jobs[index].wait, GENEROUS_S) for index in (0, 2)] == [0, 0]
     finally:

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.comm.weights.delta import Chain, apply, changed_words, encode
+from rondo.comm.weights.delta import apply, changed_words, encode
 from rondo.comm.weights.held import Held, Published, VersionId
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.runtime.errors import Closed, CorruptData, Refused
@@ -165,37 +163,3 @@ def test_versions_that_share_nothing_have_no_delta() -> None:
     rng = np.random.default_rng(0)
     base, new = of_words(*(rng.integers(0, 2**16, 30_000).astype(np.uint16) for _ in range(2)))
     assert encode(base, new) is None
-
-
-def test_a_receiver_some_versions_behind_follows_the_chain() -> None:
-    slab, chain = new_slab(3), Chain(3)
-    held = holding(first := publish(slab, 0, 1))
-    base = first
-    for version in (2, 3):
-        new = publish(slab, version - 1, version)
-        chain.add(base.id, new.id, encode(base, new))
-        base = new
-    messages = chain.since(held.id)
-    assert messages is not None and len(messages) == 2
-    for message in messages:
-        apply(held, message)
-    assert_serves(held, 3)
-    assert chain.since(held.id) == []
-
-
-def test_a_missing_link_is_refused_and_a_chain_that_forgot_it_says_so() -> None:
-    slab, chain = new_slab(3), Chain(1)
-    held = holding(publish(slab, 0, 1))
-    versions = [publish(slab, 0, 1), publish(slab, 1, 2), publish(slab, 2, 3)]
-    messages = [encode(old, new) for old, new in pairwise(versions)]
-    for (old, new), message in zip(pairwise(versions), messages, strict=True):
-        chain.add(old.id, new.id, message)
-    assert messages[1] is not None
-    with pytest.raises(Refused, match="must find its base"):
-        apply(held, messages[1])
-    assert chain.since(held.id) is None and chain.since(None) is None
-    assert chain.since(versions[1].id) == [messages[1]]
-    chain.add(versions[0].id, versions[2].id, messages[0])  # a fork: another attempt went on from an older version
-    assert chain.since(versions[1].id) is None
-    chain.add(versions[2].id, versions[0].id, None)
-    assert chain.since(versions[2].id) is None

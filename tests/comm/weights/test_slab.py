@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import signal
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.comm.weights.manifest import Manifest
+from rondo.comm.weights.slab import SlotWriter, WeightSlab, slab_bytes
 from rondo.runtime.errors import Closed, CorruptData, OutOfSpace
 from tests.comm.memory import MemorySegment, start_child
 
@@ -221,3 +223,107 @@ def test_a_slab_is_sized_for_buckets_as_small_as_the_settings_allow() -> None:
     writer = WeightSlab(segment, 1).write(0, attempt=0, version=0, bucket_bytes=4096)
     writer.add("weights", weights)
     assert writer.finish()
+
+
+def slab_of(num_bytes: int) -> WeightSlab:
+    return WeightSlab(MemorySegment(4096 + num_bytes), 1)
+
+
+def test_written_tensors_come_back_as_views_in_order_whatever_they_are() -> None:
+    tensors = {
+        "a": torch.randn(3, 5, dtype=torch.bfloat16),
+        "scalar": torch.tensor(7),
+        "none": torch.empty(0, 4, dtype=torch.float16),
+        "transposed": torch.arange(12).reshape(3, 4).T,
+        "eight": torch.randn(9).to(torch.float8_e4m3fn),
+        "flag": torch.tensor([True, False]),
+        "trained": torch.ones(4, requires_grad=True),
+    }
+    slab = slab_of(8192)
+    writer = slab.write(0, attempt=0, version=1)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    back = slab.read(0, attempt=0, version=1, checksum=writer.finish())
+    assert list(back) == list(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape and not back[name].requires_grad
+        assert back[name].contiguous().view(-1).tolist() == tensor.contiguous().view(-1).tolist()
+
+
+def test_a_slot_that_is_too_small_is_named_with_its_size_and_a_name_twice_is_refused() -> None:
+    writer = slab_of(4096).write(0, attempt=0, version=1)
+    writer.add("a", torch.zeros(1000))
+    with pytest.raises(OutOfSpace, match="tensor b must end within 4096 bytes, got 4100"):
+        writer.add("b", torch.zeros(17))
+    with pytest.raises(ValueError, match="tensors of one block must have different names, got a twice"):
+        writer.add("a", torch.zeros(1))
+    writer.add("c", torch.zeros(1))
+    with pytest.raises(OutOfSpace, match="the manifest of 2 tensors must end within 4096 bytes"):
+        writer.finish()
+
+
+@pytest.mark.parametrize(
+    "fields", [["float32", [4], 8190], ["float32", [4], 4], ["float32", [-4], 0], ["nn", [4], 0], ["float99", [4], 0]]
+)
+def test_a_manifest_that_points_out_of_its_block_is_refused(fields: list[object]) -> None:
+    slab = slab_of(8192)
+    checksum = publish(slab, 0, version=1)
+    _, manifest = slab.contents(0, attempt=0, version=1, checksum=checksum)
+    with pytest.raises(CorruptData):
+        dataclasses.replace(manifest, tensors={"w": fields}).views(memoryview(bytes(8192)))
+
+
+# ---- ahead ----------------------------------------------------------------------------------------------------------
+
+
+def half_written(slab: WeightSlab, num_whole: int) -> SlotWriter:
+    """A writer of version 7 in slot 1, all of whose tensors are there and so many of whose buckets are told of."""
+    writer = slab.write(1, attempt=0, version=7, bucket_bytes=256)
+    for name, tensor in weights(7).items():
+        writer.add(name, tensor)
+    writer.whole(256 * num_whole)
+    return writer
+
+
+def manifest_of_7(slab: WeightSlab) -> Manifest:
+    return slab.contents(0, attempt=0, version=7, checksum=publish(slab, 0, version=7))[1]
+
+
+def test_what_is_whole_of_a_version_is_summed_while_the_rest_is_written_and_not_again() -> None:
+    segment, slab = make()
+    wanted = manifest_of_7(slab)
+    publish(slab, 1, version=5)
+    writer, reader = half_written(slab, 3), WeightSlab(segment, 2, readonly=True)
+    assert reader.read_ahead(1, attempt=0, version=7, patience_s=0.01).sums == list(wanted.sums[:3])
+    writer.whole(wanted.num_bytes)
+    checksum = writer.finish()
+    ahead = reader.read_ahead(1, attempt=0, version=7, patience_s=60.0)  # it is complete: nothing is waited for
+    assert ahead.sums == list(wanted.sums)
+    assert reader.read_ahead(1, attempt=0, version=7, patience_s=60.0, num_threads=3) == ahead
+    assert_holds(reader.read(1, attempt=0, version=7, checksum=checksum, ahead=ahead), 7)
+    writer.block[300] ^= 1  # nobody does while it is held: so what was read early needs no second look
+    assert reader.read(1, attempt=0, version=7, checksum=checksum, ahead=ahead)
+    with pytest.raises(CorruptData, match="bytes 256 to 512"):
+        reader.read(1, attempt=0, version=7, checksum=checksum)
+
+
+def test_what_was_read_before_the_slot_was_begun_again_or_was_read_wrong_or_elsewhere_is_read_again() -> None:
+    _, slab = make()
+    half_written(slab, 3)
+    stale = slab.read_ahead(1, attempt=0, version=7, patience_s=0.01)
+    writer = half_written(slab, 3)  # a publisher that was started anew
+    fresh = slab.read_ahead(1, attempt=0, version=7, patience_s=0.01)
+    assert stale.sums == fresh.sums and stale.begun != fresh.begun
+    checksum = writer.finish()
+    writer.block[300] ^= 1
+    for useless in (stale, fresh._replace(slot=0), fresh._replace(sums=[fresh.sums[0], 5])):
+        with pytest.raises(CorruptData, match="bytes 256 to 512"):
+            slab.read(1, attempt=0, version=7, checksum=checksum, ahead=useless)
+
+
+def test_reading_ahead_ends_when_nothing_comes_or_another_version_takes_the_slot() -> None:
+    _, slab = make()
+    assert slab.read_ahead(0, attempt=0, version=1, patience_s=0.01).sums == []
+    half_written(slab, 1)
+    slab.write(1, attempt=0, version=8)
+    assert slab.read_ahead(1, attempt=0, version=7, patience_s=0.01).sums == []
