@@ -1,10 +1,10 @@
 """Links: one ring of this node, mirrored on another node, record by record.
 
-frames         what crosses: frame headers, checksums
+frames         what crosses: heads of frames, checksums
 origin         the sender's side of memory: what of the ring comes next (reads only)
 mirror         the receiver's side of memory: what arrived, what is visible, how much room there is (writes only)
-record_stream  one socket that carries chunks of records, either way, without copies
-sender         LinkSender: several such sockets to one receiver, made again when they are lost
+streams        the connections of one time, either way, without copies
+sender         LinkSender: several of them to one receiver, made again when they are lost
 receiver       LinkReceiver: one listener a node, for all its mirrors
 collective     the same two ends with payloads over a process group, by gloo or nccl
 device_ring    a mirror whose payloads lie in a torch tensor

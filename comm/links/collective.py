@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,14 +36,14 @@ import torch
 from rondo.comm.groups.communicators import Communicator
 from rondo.comm.links.config import LinkConfig
 from rondo.comm.links.device_ring import DeviceMirror
-from rondo.comm.links.frames import PAYLOAD, Frame, pack_frame, tcp_target
+from rondo.comm.links.frames import OPEN, PAYLOAD, Frame
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.links.origin import Origin, Piece
 from rondo.comm.links.receiver import LinkReceiver, ReceiverSession
-from rondo.comm.links.record_stream import RecordStream
-from rondo.comm.links.sender import SenderSession, Sending
+from rondo.comm.links.sender import LinkSender, SenderSession
+from rondo.comm.links.streams import Stream, check_tcp
 from rondo.comm.ring.ring import Memory
-from rondo.runtime.errors import DeadlineExceeded, GroupBroken, PeerGone, ProtocolError, Refused
+from rondo.runtime.errors import DeadlineExceeded, GroupBroken, PeerGone, ProtocolError, Refused, RondoError
 from rondo.runtime.waits import waiting
 
 
@@ -79,7 +78,7 @@ async def _one_epoch(communicator: Communicator) -> AsyncIterator[None]:
 # ---- the sending end ------------------------------------------------------------------------------------------------
 
 
-class CollectiveSender(Sending):
+class CollectiveSender(LinkSender):
     """One ring to one mirror. The coordinator holds the ring's tail at `released`, or at `mirrored` where the mirror lies in host
     memory."""
 
@@ -88,46 +87,50 @@ class CollectiveSender(Sending):
         config: LinkConfig | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            segment, ring, token=token, node="the other end", attempt=attempt, incarnation=incarnation,
+            segment, ring, "", token=token, node="the other end", attempt=attempt, incarnation=incarnation,
             config=replace(config or LinkConfig(), num_streams=1), apart=True,
         )  # fmt: skip
 
-    async def run(self, address: str, communicator: Communicator, peer: int, *, device: str = "cpu") -> None:
+    async def run(  # type: ignore[override]  # one epoch, at the address of its mirror
+        self, address: str, communicator: Communicator, peer: int, *, device: str = "cpu"
+    ) -> None:
         """Mirror to rank `peer` until the epoch is over: GroupBroken. `device` is the group's. Refused, CorruptData: no use."""
-        way = _Way(communicator, peer, device)
+        way, self._address = _Way(communicator, peer, device), check_tcp(address)
         async with _one_epoch(communicator):
-            sockets = await self._connect(tcp_target(address), epoch=way.epoch)
-            await self._serve(_PayloadSender(self, self._origin, sockets, way))
+            streams = await self._connect(epoch=way.epoch)
+            await self._serve(_PayloadSender(self, self._origin, streams, way))
 
 
 class _PayloadSender(SenderSession):
     """Sends one payload at a time, through a tensor of its own."""
 
-    def __init__(self, link: Sending, origin: Origin, sockets: list[socket.socket], way: _Way) -> None:
+    def __init__(self, link: LinkSender, origin: Origin, streams: list[Stream], way: _Way) -> None:
         self._way = way
         self._host = torch.empty(link.config.chunk_bytes, dtype=torch.uint8)
         self._there = self._host if way.device == "cpu" else torch.empty_like(self._host, device=way.device)
         self._crossing: asyncio.Task[None] | None = None
-        super().__init__(link, origin, sockets)
+        super().__init__(link, origin, streams)
 
     def close(self) -> None:
         super().close()
         if self._crossing is not None:
             self._crossing.cancel()
 
-    def next_chunk(self, stream: RecordStream) -> list[bytes | memoryview] | None:
-        return super().next_chunk(stream) if self._crossing is None else None
+    def pump(self) -> None:
+        if self._crossing is None:
+            super().pump()
 
-    def frames_of(self, piece: Piece, data: memoryview) -> list[bytes | memoryview]:
+    def send_piece(self, stream: Stream, piece: Piece, data: memoryview) -> bool:
         if not piece.is_payload:
-            return super().frames_of(piece, data)
+            return super().send_piece(stream, piece, data)
         host = self._host.numpy()[: piece.num_bytes]
         host[:] = np.frombuffer(data, np.uint8)
-        self._crossing = self._loop.create_task(self._cross(piece.num_bytes))
-        return [pack_frame(PAYLOAD, piece.pos, piece.num_bytes, self._checksum(host.data))]
+        self._crossing = self._loop.create_task(self._cross(stream, piece.num_bytes))
+        stream.tell(Frame(PAYLOAD, piece.pos, piece.num_bytes, self._checksum(host.data)))
+        return False
 
-    async def _cross(self, num_bytes: int) -> None:
-        stream, moved = self._streams[0], self._there[:num_bytes]
+    async def _cross(self, stream: Stream, num_bytes: int) -> None:
+        moved = self._there[:num_bytes]
         if moved.device.type != "cpu":
             moved.copy_(self._host[:num_bytes])
         try:
@@ -136,7 +139,7 @@ class _PayloadSender(SenderSession):
             self.lost(stream, error)
         else:
             self._crossing = None
-            stream.pump()
+            self.pump()
 
 
 # ---- the receiving end ----------------------------------------------------------------------------------------------
@@ -155,13 +158,11 @@ class CollectiveReceiver(LinkReceiver):
         self.mirror = mirror
         self._way: _Way | None = None
         self._opened: asyncio.Future[_PayloadReceiver]
-
-    async def start(self, address: str = "tcp:127.0.0.1:0") -> None:
-        await super().start(address)
-        self._accepting(False)  # a sender of the next epoch waits until this end has come to it
+        self._early: list[tuple[Stream, Frame]] = []  # senders of the next epoch wait until this end has come to it
 
     async def close(self) -> None:
         self._mirrors.clear()
+        self._callers |= {stream for stream, _ in self._early}
         await super().close()
 
     async def run(self, communicator: Communicator, peer: int, *, device: str = "cpu") -> None:
@@ -170,27 +171,42 @@ class CollectiveReceiver(LinkReceiver):
         session: _PayloadReceiver | None = None
         try:
             async with _one_epoch(communicator):
-                self._accepting(True)
+                early, self._early = self._early, []
+                for stream, frame in early:
+                    self._admit(stream, frame)
                 async with waiting("link accept", peer=self.mirror.name, deadline_s=communicator.spec.timeout_s):
                     session = await self._opened
-                self._accepting(False)
                 await session.ended
         finally:
             self._way = None
-            self._accepting(False)
             if session is not None:
                 session.close()
 
-    def _open(self, sock: socket.socket, request: dict[str, Any]) -> bool:
+    def _admit(self, stream: Stream, frame: Frame) -> None:
+        """A caller that waited, if it is still there."""
+        if stream.open:
+            try:
+                self.frame(stream, frame, None)
+            except RondoError as error:
+                self.lost(stream, error)
+
+    def frame(self, stream: Stream, frame: Frame, memory: memoryview | None) -> None:
+        if frame.kind == OPEN and (self._way is None or self._opened.done()):
+            self._callers.discard(stream)
+            self._early.append((stream, frame))
+        else:
+            super().frame(stream, frame, memory)
+
+    def _open(self, stream: Stream, request: dict[str, Any]) -> None:
         wanted = {"ring": self.mirror.name, "epoch": self._way.epoch if self._way is not None else None, "stream": 0}
         told = {key: request.get(key) for key in wanted}
-        if told != wanted or self._opened.done():
-            raise Refused(f"a link to {self.mirror.name} must open {wanted} once, got {told}.")
-        return super()._open(sock, request)
+        if told != wanted:
+            raise Refused(f"a link to {self.mirror.name} must open {wanted}, got {told}.")
+        super()._open(stream, request)
 
-    def _session(self, mirror: Mirror, terms: LinkConfig, sock: socket.socket) -> ReceiverSession:
+    def _session(self, mirror: Mirror, terms: LinkConfig, stream: Stream) -> ReceiverSession:
         assert self._way is not None
-        made = _PayloadReceiver(self, mirror, terms, sock, self._way)
+        made = _PayloadReceiver(self, mirror, terms, stream, self._way)
         self._opened.set_result(made)
         return made
 
@@ -198,10 +214,8 @@ class CollectiveReceiver(LinkReceiver):
 class _PayloadReceiver(ReceiverSession):
     """Takes payloads in the order in which they are announced. `ended` has the error that ended the epoch."""
 
-    def __init__(
-        self, receiver: LinkReceiver, mirror: Mirror, terms: LinkConfig, sock: socket.socket, way: _Way
-    ) -> None:
-        super().__init__(receiver, mirror, terms, sock)
+    def __init__(self, receiver: LinkReceiver, mirror: Mirror, terms: LinkConfig, stream: Stream, way: _Way) -> None:
+        super().__init__(receiver, mirror, terms, stream)
         self._way, self._staging = way, torch.empty(terms.chunk_bytes, dtype=torch.uint8, device=way.device)
         self._announced: asyncio.Queue[Frame] = asyncio.Queue()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -211,9 +225,9 @@ class _PayloadReceiver(ReceiverSession):
         super().close()
         self._crossing.cancel()
 
-    def frame(self, stream: RecordStream, frame: Frame) -> None:
+    def frame(self, stream: Stream, frame: Frame, memory: memoryview | None) -> None:
         if frame.kind != PAYLOAD:
-            super().frame(stream, frame)
+            super().frame(stream, frame, memory)
         elif frame.extra > self.terms.chunk_bytes:
             raise ProtocolError(
                 f"a payload must have at most {self.terms.chunk_bytes} bytes at once, got {frame.extra}."
@@ -225,7 +239,7 @@ class _PayloadReceiver(ReceiverSession):
     def refuse(self, pos: int, num_bytes: int) -> None:
         raise ProtocolError(f"the descriptor at {pos} must match its checksum, got another. Join the next epoch.")
 
-    def lost(self, stream: RecordStream, error: Exception) -> None:
+    def lost(self, stream: Stream, error: Exception) -> None:
         super().lost(stream, error)
         if not self.ended.done():
             self.ended.set_exception(error)
@@ -245,4 +259,4 @@ class _PayloadReceiver(ReceiverSession):
                     self.mirror.target(frame.pos, frame.extra)[:] = data.cpu().numpy().data
                 self.arrived(frame.pos, frame.extra)
         except Exception as error:  # noqa: BLE001  # whatever it is, it ends the epoch, and is raised by `run`
-            self.lost(self._streams[0], error)
+            self.lost(self.streams[0], error)

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from rondo.comm.links.mirror import Mirror
-from rondo.comm.ring.records import STORAGE, Descriptor
-from rondo.comm.ring.ring import HEAD_WORD, SEQ_WORD, Memory, Record, RecordRef, RingView
+from rondo.comm.ring.records import STORAGE
+from rondo.comm.ring.ring import HEAD_WORD, SEQ_WORD, Memory, Record, RingView
+from rondo.comm.ring.tensors import torch_dtype
 
 
 class DeviceMirror(Mirror):
@@ -48,47 +49,21 @@ class DeviceMirror(Mirror):
         super().close()
 
 
-class DeviceRecord:
-    """One record: tensors are views of the mirror's, good until it is released. Check `valid()` after the last use.
+class DeviceRecord(Record):
+    """One record: its arrays are tensors that view the mirror's, good until it is released. Check `valid()` after the last use.
 
     On a GPU the last use has ended when the device is done with it, not when it was queued.
     """
 
-    __slots__ = ("_payload", "_record")
-
-    def __init__(self, record: Record, payload: Any) -> None:
-        self._record = record
-        self._payload = payload
-
-    @property
-    def ref(self) -> RecordRef:
-        return self._record.ref
-
-    @property
-    def descriptor(self) -> Descriptor:
-        return self._record.descriptor
-
-    def tensors(self, name: str) -> list[Any]:
+    def arrays(self, name: str) -> list[Any]:
         """The column `name`, one tensor a row, of the column's dtype and the row's shape. Raises KeyError."""
-        for layout in self.descriptor.columns:
-            if layout.name == name:
-                break
-        else:
-            raise KeyError(f"column {name} must be in the record, which has no such column.")
-        tensors, start = [], layout.offset
+        layout, tensors = self._layout(name), []
+        start = layout.offset
         for shape in layout.shapes or [[length] for length in layout.lengths or ()]:
             end = start + prod(shape) * STORAGE[layout.dtype].itemsize
-            tensors.append(self._payload[start:end].view(getattr(torch, layout.dtype)).view(shape))
+            tensors.append(self._payload[start:end].view(torch_dtype(layout.dtype)).view(shape))
             start = end
         return tensors
-
-    def column(self, name: str, row: int) -> Any:
-        """Row `row` of column `name`."""
-        return self.tensors(name)[row]
-
-    def valid(self) -> bool:
-        """Whether the bytes are still this record's."""
-        return self._record.valid()
 
 
 class DeviceView:
@@ -102,7 +77,8 @@ class DeviceView:
         """The record at log offset `pos` with generation `seq`. Raises CorruptData when the mirror holds it no more."""
         record = self._host.read(pos, seq)
         at = pos % self._host.capacity
-        return DeviceRecord(record, self._payload[at + record.descriptor.payload : at + record.ref.num_bytes])
+        payload: Any = self._payload[at + record.descriptor.payload : at + record.ref.num_bytes]
+        return DeviceRecord(self._host, record.ref, record.descriptor, payload)
 
     def close(self) -> None:
         del self._payload

@@ -96,7 +96,11 @@ class Manifest:
         for index, got in zip(open_, sums, strict=True):
             if got != self.sums[index]:
                 start, end = self.bounds(index)
-                names = ", ".join(name for name, fields in self.tensors.items() if _meets(*fields, start, end))
+                names = ", ".join(
+                    name
+                    for name, (dtype, shape, at) in self.tensors.items()
+                    if at < end and at + prod(shape) * torch_dtype(dtype).itemsize > start
+                )
                 raise CorruptData(
                     f"bytes {start} to {end} ({names}) must have checksum {self.sums[index]:08x}, got {got:08x}."
                 )
@@ -117,7 +121,3 @@ def _view(data: np.ndarray, name: str, dtype_name: str, shape: list[int], start:
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(data[start : start + num_bytes]).view(dtype).view(shape)
-
-
-def _meets(dtype_name: str, shape: list[int], at: int, start: int, end: int) -> bool:
-    return at < end and at + prod(shape) * torch_dtype(dtype_name).itemsize > start

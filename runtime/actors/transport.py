@@ -149,6 +149,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._whole: list[memoryview] = []
         self._then: Callable[[], None] | None = None  # what to do when nothing is missing; None between frames
         self._frame = (0, 0, 0, 0)
+        self._sizes: Sequence[int] = ()
         self._hello_timer: asyncio.TimerHandle | None = None
 
     # What subclasses define.
@@ -156,6 +157,10 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def frame_received(self, kind: int, call_id: int, header: memoryview, buffers: Sequence[memoryview]) -> None:
         """One frame. `header` is valid during the call only; `buffers` belong to the receiver."""
         raise NotImplementedError
+
+    def memory(self, kind: int, header: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+        """Where the buffers of a frame go, one of each size; `header` is whole. ProtocolError for a frame that is none."""
+        return [np.empty(size, np.uint8).data if size else memoryview(b"") for size in sizes]
 
     def lost(self, error: Exception | None) -> None:
         """The connection ended."""
@@ -309,8 +314,14 @@ class FrameProtocol(asyncio.BufferedProtocol):
             raise ProtocolError(
                 f"the buffers of a frame must have at most {self.max_frame_bytes} bytes, got {sum(sizes)}"
             )
-        buffers = [np.empty(size, np.uint8).data if size else memoryview(b"") for size in sizes]
-        self._expect([memoryview(bytearray(header_bytes)), *buffers], self._body_received)
+        self._sizes = sizes
+        self._expect([memoryview(bytearray(header_bytes))], self._header_received)
+
+    def _header_received(self) -> None:
+        [header] = self._whole
+        buffers = self.memory(self._frame[0], header, self._sizes)
+        self._expect(buffers, self._body_received)
+        self._whole = [header, *buffers]
 
     def _body_received(self) -> None:
         header, *buffers = self._whole
