@@ -31,6 +31,7 @@ from rondo.comm.bus.bus import Bus, Round
 from rondo.comm.ring.records import Column
 from rondo.comm.ring.spans import Span
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.mesh import Mesh
 from rondo.roles.actor import ActorRole, Read, Taken
 from rondo.roles.advantages import AdvantagesRole
 from rondo.roles.config import DataConfig
@@ -258,7 +259,7 @@ class ReplayScorer:
         self._replay, self._stage = replay, stage
         self._device = Device()
         self._weights: dict[str, torch.Tensor] = {}
-        self.version = 0
+        self.version, self.mesh = 0, Mesh()
 
     def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         def copy() -> None:
@@ -286,12 +287,12 @@ def _read_media(media: Sequence[MediaInputs | None]) -> None:
 
 
 class ReplayReference(ReferenceRole):
-    def _open_scorer(self, path: str, job: Job) -> ReplayScorer:  # type: ignore[override]
+    def _open_scorer(self, path: str, job: Job, *, sharded: bool = False) -> ReplayScorer:  # type: ignore[override]
         return ReplayScorer(Replay.read(self._ctx.run_dir), "reference")
 
 
 class ReplayActorForward(ActorForwardRole):
-    def _open_scorer(self, path: str, job: Job) -> ReplayScorer:  # type: ignore[override]
+    def _open_scorer(self, path: str, job: Job, *, sharded: bool = False) -> ReplayScorer:  # type: ignore[override]
         return ReplayScorer(Replay.read(self._ctx.run_dir), "actor_fwd")
 
 
@@ -368,8 +369,8 @@ class ReplayActor(ActorRole):
     def _open_trainer(self) -> ReplayTrainer:  # type: ignore[override]
         replay = Replay.read(self._ctx.run_dir)
         job = self._job
-        ranks = {"rank": self._ctx.rank, "world_size": self._ctx.world_size}
-        trainer = ReplayTrainer(replay, open_policy(job.config, job.model_path, device=job.device, **ranks))
+        opened = open_policy(job.config, job.model_path, world_size=self._ctx.world_size, device=job.device)
+        trainer = ReplayTrainer(replay, opened)
         self._job = dataclasses.replace(job, bus=cast(Bus, TimedBus(job.bus, trainer.waited)))
         return trainer
 

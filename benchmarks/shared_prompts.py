@@ -73,7 +73,7 @@ def main() -> None:
         model = load_model(str(Path(folder) / "model"))
     shares = Packing.of(model)
     assert shares.share_prompts
-    model = parallel.shard(model, param_dtype=options.dtype)
+    parallel.compute_in(model, options.dtype)
     sides = {"ours": shares, "rows": replace(shares, share_prompts=False)}
     cases: dict[str, Any] = {}
     for num_prompt, load in CASES:

@@ -246,6 +246,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     add("second", metavar="RUN_B", type=Path)
     text = "compare which samples were trained, and their order, alone"
     add("--ids", dest="ids_only", action="store_true", help=text)
+    text = "Write the weights of a checkpoint as a Hugging Face folder."
+    add = verb("export", _in("rondo.launch.export", "main"), text)
+    add("source", metavar="RUN|CHECKPOINT", type=Path, help="of a run its newest checkpoint")
+    add("out", metavar="OUT", type=Path, help="a folder that is not there yet")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     _add_serving(verb("serve", serve, "Serve a model over HTTP, in SGLang's dialect and OpenAI's."))
     add = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
     add("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")

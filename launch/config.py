@@ -99,6 +99,13 @@ class RunConfig(JobConfig):
                     "Use one of rondo.launch.modes: colocate(), hybrid(), fully_async()"
                 )
 
+        trains = self.group_of("actor")
+        if trains is not None:
+            try:
+                self.train.mesh.shape(trains.processes)
+            except ConfigError as error:
+                yield str(error)
+
     def _roles_are_not_used(self) -> Iterator[str]:
         algorithm, reference, actor_fwd = self.algorithm, self.group_of("reference"), self.group_of("actor_fwd")
         needed = algorithm.needs_reference

@@ -19,7 +19,6 @@ called may try again.
 
 from __future__ import annotations
 
-import copy
 import functools
 import shutil
 import warnings
@@ -33,13 +32,11 @@ import orjson
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
-from transformers.utils import cached_file
 
-from rondo.models.families import family_of
-from rondo.models.load import load_tokenizer
+from rondo.models.hf_folder import write_folder
+from rondo.models.load import empty_model, generation_config
+from rondo.models.names import disk_groups, kept_in_float32, local_part, memory_tensors, to_disk
 from rondo.models.parallel import full_tensors
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
 from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
@@ -48,10 +45,8 @@ from rondo.runtime.errors import CorruptData, PeerGone, RondoError
 SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
 Beside = Callable[[Path], None]
 """Writes files of the caller's own into the folder of a checkpoint, before it is marked."""
-MAX_FILE_BYTES = 4 << 30
-_PROCESSOR_FILES = (
-    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
-)  # fmt: skip
+_READ_BYTES = 1 << 30
+"""Of a checkpoint's weights that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +237,7 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str
     It may come from another number of processes; only the random states, which belong to a rank, are then left as they are.
     Raises CorruptData for a checkpoint without its marker, or of another model, and ConfigError for one of a newer release.
     """
-    if not (folder / MARKER).is_file():
-        raise CorruptData(f"a checkpoint must carry its {MARKER} marker, got {folder} without. Choose a whole one")
-    check_format(folder)
+    _check_whole(folder)
     trainer = orjson.loads((folder / TRAINER).read_bytes())
     tensors, randoms = named_tensors(model, optimizer), {}
     if trainer["num_ranks"] == _num_ranks():
@@ -265,9 +258,10 @@ def export_hf(
     *,
     dtype: str = "float32",
     group: dist.ProcessGroup | None = None,
+    tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
 ) -> None:
     """Write a folder that transformers loads by its auto classes, replacing what was there. Collective when sharded, on the CPU
-    over `group`. Raises NoRoom.
+    over `group`. `tensors`: None for those of `model`. Raises NoRoom.
 
     It holds the tokenizer of `tokenizer_path`, and for a multimodal model the processor's files. The thinker of a whole
     Qwen3-Omni becomes a folder of the thinker alone, whose weights keep their names (`thinker.*`).
@@ -289,8 +283,41 @@ def export_hf(
 
     with _removed_after_a_failure(aside):
         ranks.first(begin)
-        ranks.all(functools.partial(_write_hf, aside, model, tokenizer_path, dtype))
+        ranks.all(functools.partial(_write_hf, aside, model, tokenizer_path, dtype, tensors))
         ranks.first(finish)
+
+
+def export(folder: Path, out: Path, model_path: str, *, dtype: str = "float32") -> None:
+    """Write the weights of the checkpoint `folder`, of any number of processes, as the Hugging Face folder `out`, with the config
+    and the tokenizer of `model_path`: in one process, which holds a file of it at a time and never a model.
+
+    Raises CorruptData like `load`, and NoRoom.
+    """
+    _check_whole(folder)
+    model = empty_model(model_path)
+    model.generation_config = generation_config(model_path) or model.generation_config
+    _check(folder, {f"model.{name}": tensor for name, tensor in memory_tensors(model).items()}, "model.")
+    export_hf(out, model, model_path, dtype=dtype, tensors=_stored(folder / SHARDS, model, getattr(torch, dtype)))
+
+
+def _stored(shards: Path, model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name on disk, whole tensor) of the `model` without memory, out of a checkpoint."""
+    memory, kept, found = memory_tensors(model), kept_in_float32(model), dict[str, torch.Tensor]()
+    groups, pending = disk_groups(model), []
+    for number, group in enumerate(groups, 1):
+        pending.append(group)
+        found |= {f"model.{name}": torch.empty_like(memory[name], device="cpu") for name in group.sources}
+        if number < len(groups) and sum(tensor.nbytes for tensor in found.values()) < _READ_BYTES:
+            continue
+        with _single_process_allowed():
+            dcp.load(found, checkpoint_id=shards)
+        for group in pending:
+            tensors = {name: found.pop(f"model.{name}") for name in group.sources}
+            cast = {
+                name: t if name in kept or not t.is_floating_point() else t.to(dtype) for name, t in tensors.items()
+            }
+            yield from to_disk(model, group, cast).items()
+        pending = []
 
 
 def _hf_bytes(model: Any, dtype: str) -> int:
@@ -300,79 +327,36 @@ def _hf_bytes(model: Any, dtype: str) -> int:
 
 def _local_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     """Of this rank's parts."""
-    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(local_part(tensor).nbytes for tensor in tensors.values())
 
 
-def _write_hf(folder: Path, model: Any, tokenizer_path: str, dtype: str) -> None:
-    """Weights in files of at most MAX_FILE_BYTES, one of which is in memory at a time, and what belongs to them."""
-    tensors = full_tensors(model, dtype)
+def _write_hf(
+    folder: Path,
+    model: Any,
+    tokenizer_path: str,
+    dtype: str,
+    tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
+) -> None:
+    tensors = full_tensors(model, dtype) if tensors is None else tensors
     try:
         if _rank() == 0:
-            _write_hf_files(folder, model, tokenizer_path, dtype, tensors)
+            write_folder(folder, model, tokenizer_path, dtype, tensors)
     finally:
         for _ in tensors:
             pass  # this rank's part of the gathering, also where the first one could not write
 
 
-def _write_hf_files(
-    folder: Path, model: Any, tokenizer_path: str, dtype: str, tensors: Iterator[tuple[str, torch.Tensor]]
-) -> None:
-    folder.mkdir(parents=True)
-    files: list[tuple[Path, dict[str, int]]] = []
-    for file in _files(tensors):
-        path = folder / f"part-{len(files)}.safetensors"
-        save_file(file, path, metadata={"format": "pt"})
-        files.append((path, {name: tensor.nbytes for name, tensor in file.items()}))
-    places: dict[str, str] = {}
-    total = 0
-    for number, (path, sizes) in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        path.rename(folder / name)
-        places |= dict.fromkeys(sizes, name)
-        total += sum(sizes.values())
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
-    config = copy.deepcopy(model.config)
-    config.dtype = getattr(torch, dtype)
-    # FSDP2 puts its own class, named so, in front of the model's.
-    config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    load_tokenizer(tokenizer_path).save_pretrained(folder)
-    if family_of(model) is not None:
-        _copy_processor(folder, tokenizer_path)
+def _check_whole(folder: Path) -> None:
+    if not (folder / MARKER).is_file():
+        raise CorruptData(f"a checkpoint must carry its {MARKER} marker, got {folder} without. Choose a whole one")
+    check_format(folder)
 
 
-def _copy_processor(folder: Path, path: str) -> None:
-    """The files as they are: training changes none of them, and without torchvision transformers could not write them again."""
-    for name in _PROCESSOR_FILES:
-        # Of a model on the hub, those that exist are in the cache since its processor was made: no network is needed.
-        found = cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        if found is not None:
-            shutil.copyfile(found, folder / name)
-
-
-def _files(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Copies on the CPU, as many as fit into a file."""
-    file: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if file and size + tensor.nbytes > MAX_FILE_BYTES:
-            yield file
-            file, size = {}, 0
-        file[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        size += tensor.nbytes
-    yield file
-
-
-def _check(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check(folder: Path, tensors: Mapping[str, torch.Tensor], of: str = "") -> None:
+    """`of`: how the names begin that count."""
     entries = dcp.FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
-    stored = {name: tuple(entry.size) for name, entry in entries.items() if not name.startswith("random.")}
+    named = {name: entry for name, entry in entries.items() if name.startswith(of)}
+    stored = {name: tuple(entry.size) for name, entry in named.items() if not name.startswith("random.")}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.startswith("random.")}
     wrong = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
     if wrong:

@@ -1,7 +1,7 @@
-"""Settings of the model: where its Hugging Face folder comes from, and in which precision it is served.
+"""Settings of the model: where its Hugging Face folder comes from, in which precision it is served, on which ranks it trains.
 
-Owns the choice between an existing folder and one that is built. Does not own the model's shape (its config.json does) nor
-how it is trained (`roles/config/`). Imports no torch.
+Owns the choice between an existing folder and one that is built, and the shape of a mesh. Does not own the model's shape (its
+config.json does) nor how it is trained (`roles/config/`). Imports no torch.
 
     ModelConfig(path="Qwen/Qwen3-0.6B")
     ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"num_layers": 2})
@@ -14,11 +14,32 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import FunctionRef, Section
 
 Dtype = Literal["float32", "bfloat16"]
 GGUF = "rondo.models.gguf:build"
 """What writes the folder of a `model.path` that ends so."""
+
+
+class MeshConfig(Section):
+    """How the ranks that train lie beside each other (`models/mesh.py`)."""
+
+    dp_replicate: int = Field(1, ge=1)
+    """Copies of the model. Copies on nodes of their own sum gradients once an update, where shards of one copy over all nodes are
+    gathered with every micro-batch; each takes a whole copy's memory."""
+    dp_shard: int | None = Field(None, ge=1)
+    """Ranks that one copy is cut over; None: all that there are."""
+
+    def shape(self, num_ranks: int) -> tuple[int, int]:
+        """(dp_replicate, dp_shard) of so many ranks. ConfigError where they are others."""
+        shard = self.dp_shard or max(1, num_ranks // self.dp_replicate)
+        if self.dp_replicate * shard != num_ranks:
+            raise ConfigError(
+                f"train.mesh must be of the {num_ranks} processes that train, got dp_replicate {self.dp_replicate} x dp_shard "
+                f"{shard}. Change one of them, or the processes of the actor's group"
+            )
+        return self.dp_replicate, shard
 
 
 class ModelConfig(Section):

@@ -1,7 +1,7 @@
 """Config, tokenizer and model out of a Hugging Face folder, with errors that name the setting to change.
 
-Owns reading such folders, and building one where the settings say so. Does not own sharding (`parallel.py`), saving
-(`checkpoint.py`), nor any model's shape: config.json has it.
+Owns what is read and refused of such folders, and building one where the settings say so. Does not own how weights are read
+(`filling.py`), sharding (`parallel.py`), saving (`checkpoint.py`), nor any model's shape: config.json has it.
 
 Invariant: a model that loads is what the folder holds: no weight is left at random, left out, read without its scale, or tied to
 another that differs.
@@ -22,11 +22,13 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rondo.models.config import ModelConfig
 from rondo.models.families import FAMILIES, family_of
-from rondo.models.names import disk_shapes
+from rondo.models.filling import Cut, from_folder
+from rondo.models.names import disk_shapes, named_as
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 
@@ -109,19 +111,26 @@ def load_tokenizer(path: str, *, needs_chat_template: bool = False) -> Any:
 def end_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end a text, in order: all that the model's generation config, its config and the tokenizer name."""
     config = load_config(path)
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:  # a folder without one
-        generation = GenerationConfig()
     found: set[int] = set()
-    for each in (generation, config, config.get_text_config(), tokenizer):
+    for each in (generation_config(path), config, config.get_text_config(), tokenizer):
         ids = getattr(each, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
     return tuple(sorted(found))
 
 
-def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: str = "sdpa") -> Any:
-    """The model at `path`, of text or of a multimodal family, in evaluation mode, all its weights in `dtype`.
+def generation_config(path: str) -> GenerationConfig | None:
+    """How the folder wants its model to generate; None where it does not say."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+def load_model(
+    path: str, *, dtype: str = "float32", device: str = "cpu", attn: str = "sdpa", cut: Cut = lambda _: None
+) -> Any:
+    """The model at `path`, of text or of a multimodal family, in evaluation mode, all its weights in `dtype`. `cut` is called
+    with it before it has any weights (`filling.py`); collective where it shards.
 
     Raises ConfigError for weights that are not exactly the model's.
     """
@@ -130,10 +139,12 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: 
     config = load_config(path)
     transformers.logging.disable_progress_bar()
     try:
-        model, report = _auto_class(config).from_pretrained(
-            path, config=config, dtype=DTYPES[dtype], attn_implementation=attention(attn), output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        model_class, config = _model_class(config)
+        how = {"config": config, "dtype": DTYPES[dtype], "attn_implementation": attention(attn)}
+        model, report = from_folder(model_class, path, cut, device, **how)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"model.path must hold the weights of a causal LM, got {path!r} ({_first_line(error)}). Check the folder"
         ) from error
@@ -152,7 +163,7 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", attn: 
             "that read config.json use one of them for both. Set tie_word_embeddings to false there, or remove the one that is "
             "not meant"
         )
-    return model.to(device).eval()
+    return model
 
 
 def refuse_unknown(path: str, model: Any, names: Iterable[str]) -> None:
@@ -199,25 +210,38 @@ def attention(attn: str) -> str | None:
 
 
 def empty_model(path: str) -> Any:
-    """The model's modules without memory: every tensor on the meta device, in float32.
+    """The model's modules without memory: every tensor on the meta device, in float32; named on disk as in this folder.
 
     Raises ConfigError for a model that is neither a causal LM nor of a multimodal family.
     """
     config = load_config(path)
     try:
         with torch.device("meta"):
-            return _auto_class(config).from_config(config, dtype=torch.float32)
+            model = _auto_class(config).from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise ConfigError(
             f"model.path must name a causal LM or a model of a multimodal family ({_known_types()}), got {path!r} of model type "
             f"{config.model_type!r} ({_first_line(error)}). Choose another model"
         ) from error
+    if names := tensors_of(path):
+        named_as(model, names)
+    return model
 
 
 def _auto_class(config: Any) -> Any:
     """transformers' class that loads models of this config."""
     family = family_of(config)
     return AutoModelForCausalLM if family is None else getattr(transformers, family.load)
+
+
+def _model_class(config: Any) -> tuple[Any, Any]:
+    """The class of models of this config, and the config that it takes, as transformers' auto classes choose them. Raises
+    ValueError where they know none."""
+    auto = _auto_class(config)
+    if type(config) not in auto._model_mapping:
+        raise ValueError(f"{auto.__name__} knows no {type(config).__name__}")
+    found, text = _get_model_class(config, auto._model_mapping), config.sub_configs.get("text_config")
+    return found, config.get_text_config() if text is not None and found.config_class == text else config
 
 
 def _known_types() -> str:

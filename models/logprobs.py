@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from rondo.models.media.batch import collate, embedding, encoded_once
 from rondo.models.packing import PackedBatch, can_share_rows
-from rondo.models.parallel import drop_copies
 from rondo.models.routing import replaying
 from rondo.models.shared_prompts import share_prompts
+from rondo.models.units import drop_copies
 from rondo.runtime.errors import ConfigError
 
 

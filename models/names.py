@@ -14,14 +14,17 @@ written by one direction is read back by the other, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -34,6 +37,8 @@ from transformers.core_model_loading import (
 )
 
 from rondo.runtime.errors import ConfigError
+
+Conversion = TypeVar("Conversion", WeightRenaming, WeightConverter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,47 +91,102 @@ def to_disk(model: Any, group: Group, tensors: Mapping[str, torch.Tensor]) -> di
 
 
 def load_disk_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy `tensors` (disk names, any dtype and device) into an unsharded `model`, in place.
+    """Copy `tensors` (disk names, any dtype and device) into `model`, in place; of a sharded one this rank's part, no collective.
 
     A tied weight may also come under its other names, which are ignored. Raises ConfigError, having written nothing, unless
     names and shapes are exactly the model's.
     """
     _check(model, tensors)
-    memory = memory_tensors(model)
-    renamings, converters = _conversions(model)
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    memory, unknown = memory_tensors(model), set[str]()
     with torch.no_grad():
-        for group in disk_groups(model):
-            if group.renamed:
-                memory[group.sources[0]].copy_(tensors[next(iter(group.shapes))])
-                continue
-            pending: dict[str, WeightConverter] = {}
-            for name in sorted(group.shapes, key=dot_natural_key):
-                target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, memory)
-                if pattern is None:
-                    memory[target].copy_(tensors[name])
-                    continue
-                converter = pending.setdefault(target, deepcopy(of_pattern[pattern]))
-                converter.add_tensor(target, name, pattern, tensors[name])
-            for target, converter in pending.items():
-                for name, value in _flat(converter.convert(target, model=model, config=model.config)).items():
-                    memory[name].copy_(value)
+        for name, part in parts(model, tensors, _conversions(model), memory, unknown):
+            local_part(memory[name]).copy_(part)
+
+
+def parts(
+    model: Any,
+    sources: Mapping[str, Any],
+    conversions: Iterable[Any],
+    places: Mapping[str, torch.Tensor],
+    unknown: set[str],
+    dtype_of: Callable[[str], torch.dtype | None] = lambda _: None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in memory, this rank's part) of all that `sources` (name on disk -> tensor or slice of a file) hold for the `places`
+    of a model; what has none goes into `unknown`. `dtype_of` a name in memory: None for the source's own.
+
+    What only carries another name is read as far as it is this rank's. What is converted is read whole, one conversion at a time.
+    What has another shape than its place is left whole, so that it does not fit there.
+    """
+    reads: dict[str, WeightRenaming | WeightConverter] = {}
+    converters = {pattern: each for each in _of(WeightConverter, conversions) for pattern in each.source_patterns}
+    for name, target, pattern in _targets(model, sources, conversions, places):
+        if target not in places:
+            unknown.add(target)
+            continue
+        if pattern is None:
+            reads.setdefault(target, WeightRenaming(name, target))
+            own = own_slices(places[target], sources[name])
+            read = functools.partial(_read, sources[name], own, dtype_of(target))
+        else:
+            reads.setdefault(target, deepcopy(converters[pattern]))
+            read = functools.partial(_read, sources[name], (), dtype_of(target))
+        reads[target].add_tensor(target, name, pattern or name, read)
+    for target, reading in reads.items():
+        for name, value in _flat(reading.convert(target, model=model, config=model.config)).items():
+            own = own_slices(places[name], value) if isinstance(reading, WeightConverter) else ()
+            yield name, value[own].clone() if own else value
+
+
+def _read(source: Any, slices: tuple[slice, ...], dtype: torch.dtype | None) -> torch.Tensor:
+    """This part of a tensor, or of a tensor in a file, in memory of its own; () is all of it, which may be the source's."""
+    found = source[slices] if slices else source[...]
+    return found.to(dtype or found.dtype, copy=bool(slices))
+
+
+def own_slices(place: torch.Tensor, whole: Any) -> tuple[slice, ...]:
+    """Which part of a whole tensor is this rank's, where it lies; () for all of it, and where it has another shape."""
+    shape = whole.shape if isinstance(whole, torch.Tensor) else whole.get_shape()
+    if not isinstance(place, DTensor) or tuple(shape) != tuple(place.shape):
+        return ()
+    sizes, starts = compute_local_shape_and_global_offset(place.shape, place.device_mesh, place.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded, as it lies in memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def named_as(model: Any, names: Iterable[str]) -> None:
+    """The tensors of `model`, which has not been loaded, are named on disk as these files of a folder name them."""
+    conversions = get_model_conversion_mapping(model)
+    for _ in _targets(model, names, conversions, model.state_dict()):
+        pass  # which are used is remembered by them
+    model._weight_conversions = [each for each in conversions if each.was_used()]
 
 
 def unknown_tensors(model: Any, names: Iterable[str]) -> set[str]:
     """Of tensors in a folder's files, those that `model` has no place for when it loads, by their names in memory. Without what
     transformers says may be left out."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    places, unknown = model.state_dict(), set[str]()
-    for name in sorted(names, key=dot_natural_key):
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, places)
-        if renamed not in places and name not in places:
-            unknown.add(renamed)
-    found = SimpleNamespace(missing_keys=set[str](), unexpected_keys=unknown)
+    places, conversions = model.state_dict(), get_model_conversion_mapping(model)
+    targets = _targets(model, names, conversions, places)
+    found = SimpleNamespace(
+        missing_keys=set[str](), unexpected_keys={name for _, name, _ in targets if name not in places}
+    )
     model._adjust_missing_and_unexpected_keys(found)
     return set(found.unexpected_keys)
+
+
+def _targets(
+    model: Any, names: Iterable[str], conversions: Iterable[Any], places: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str | None]]:
+    """(name on disk, in memory, pattern of the converter that it goes through) as transformers decides it, in its order."""
+    renamings, converters = _of(WeightRenaming, conversions), _of(WeightConverter, conversions)
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, places)
+        if target not in places and name in places:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, places)
+        yield name, target, pattern
 
 
 def _plan(model: Any) -> list[Group]:
@@ -153,17 +213,16 @@ def _reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torc
     return _flat(revert_weight_conversion(model, dict(tensors)))
 
 
-def _conversions(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+def _conversions(model: Any) -> list[Any]:
     """Disk to memory: those that the model was loaded with, else its family's, as transformers itself decides it."""
     found = getattr(model, "_weight_conversions", None)
     if found is None:
-        found = [
-            entry
-            for entry in get_model_conversion_mapping(model, add_legacy=False)
-            if not isinstance(entry, PrefixChange)
-        ]
-    renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
-    return renamings, [entry for entry in found if isinstance(entry, WeightConverter)]
+        found = [e for e in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(e, PrefixChange)]
+    return list(found)
+
+
+def _of(kind: type[Conversion], conversions: Iterable[Any]) -> list[Conversion]:
+    return [entry for entry in conversions if isinstance(entry, kind)]
 
 
 def _flat(converted: Mapping[str, Any]) -> dict[str, torch.Tensor]:

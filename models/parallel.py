@@ -1,19 +1,21 @@
 """One model over several processes: FSDP2, mixed precision, activation checkpointing, and what is done to its gradients.
 
 Owns how a model is cut (every decoder layer is a unit, the rest is the root's; encoders are whole on every rank, or units of
-their own), which dtype its computation has, and how gradients are summed, scaled and clipped. Does not own forward passes
-(`logprobs.py`) or the optimizer (`optimizer.py`).
+their own), which dtype its computation has, and how gradients are summed, scaled and clipped. Does not own which ranks these are
+(`mesh.py`), how a cut model gets its weights (`filling.py`), forward passes (`logprobs.py`) or the optimizer
+(`optimizer.py`).
 
-Precision: parameters, gradients and moments are float32; with `param_dtype="bfloat16"` a unit computes with bfloat16 copies of
-its parameters and gradients flow back through the cast. FSDP2's mixed precision does that over several processes; one process
-without it does the same by lending each unit the copies while its forward runs. torch.autocast is not used: it would keep
+Precision: parameters, gradients and moments are float32; with `compute_in(model, "bfloat16")` a unit computes with bfloat16
+copies of its parameters and gradients flow back through the cast. FSDP2's mixed precision does that over several processes; one
+process without it does the same by lending each unit the copies while its forward runs. torch.autocast is not used: it would keep
 norms and the residual stream in float32, and so give other log-probs than several processes, or a scoring model in bfloat16.
 
-Invariant: after `scale_gradients` a gradient is the sum over ranks times the factor, however the step is cut into ranks and
-micro-batches.
+Invariants: after `scale_gradients` a gradient is the sum over ranks times the factor, however the step is cut into ranks and
+micro-batches. Between two micro-batches a rank holds of a copy's parameters and gradients its shards alone.
 
-    model = shard(load_model(path), world_size=2, param_dtype="bfloat16")
-    for each micro-batch: set_sync(model, last); loss.backward()
+    model = load_model(path, cut=lambda model: shard(model, mesh))
+    packing = accept(model); compute_in(model, "bfloat16")
+    for each micro-batch: set_last(model, last); loss.backward()
     scale_gradients(model, 1 / count); norm = clip_grad_norm(model, 1.0)
 """
 
@@ -21,8 +23,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,84 +34,98 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from rondo.models.names import disk_groups, kept_in_float32, memory_tensors, to_disk
+from rondo.models.mesh import Mesh
+from rondo.models.names import disk_groups, kept_in_float32, local_part, memory_tensors, to_disk
 from rondo.models.packing import can_share_rows
 from rondo.models.routing import the_same_way
 from rondo.models.shared_prompts import share_prompts
-from rondo.models.units import Owned, decoder_layers, on_copies, owned, towers_of
+from rondo.models.units import decoder_layers, drop_copies, on_copies, owned, sharded_units, towers_of
 from rondo.runtime.errors import ConfigError
 
 _BUCKET_TENSORS = 64
-_replicated: WeakKeyDictionary[Any, set[nn.Parameter]] = WeakKeyDictionary()
-"""Model -> the parameters that every rank holds whole."""
+_in_float32: WeakSet[Any] = WeakSet()
+"""Units of what stays in float32."""
 
 
-def shard(
-    model: Any,
-    *,
-    world_size: int = 1,
-    param_dtype: str = "float32",
-    reduce_dtype: str = "float32",
-    activation_checkpointing: bool = False,
-    encoders: str = "replicate",
-) -> Any:
-    """`model` (float32, whole on every rank), ready to train; in place. Collective when `world_size` > 1.
+def shard(model: Any, mesh: Mesh, *, param_dtype: str = "float32", encoders: str = "replicate") -> None:
+    """Cut `model` (whole on every rank, or on the meta device and filled later) over `mesh`; in place. Collective. Until
+    `compute_in` says otherwise it computes in float32; `param_dtype` is what that will say.
 
     `encoders` "replicate" leaves those of a multimodal model whole on every rank: no gathering in their forward, and one sum of
-    their gradients a step. "shard" cuts them like the decoder, in units apart from its.
+    their gradients an update. "shard" cuts them like the decoder, in units apart from its.
 
-    With one process in float32 and without checkpointing the model stays untouched. Checkpointing applies where a backward will.
+    One process keeps the model untouched.
     """
+    if mesh.ranks is None:
+        return
     layers, towers = decoder_layers(model), towers_of(model)
-    # Both are found out once, on the whole model: before FSDP2 renames the classes by which transformers knows families.
-    disk_groups(model)
+    whole = {module for tower in towers for module in tower.modules()} if encoders == "replicate" else set[nn.Module]()
+    ignored = {parameter for module in whole for parameter in module.parameters(recurse=False)}
+
+    def cut(unit: nn.Module, **options: Any) -> None:
+        # Units get what the one before computed, in its dtype. Positions stay float32, for bfloat16 cannot tell 256 from 257.
+        policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+        fully_shard(unit, mesh=mesh.sharded_over, mp_policy=policy, **options)
+
+    for unit in _apart(model, _kept(model)) if param_dtype != "float32" else ():
+        cut(unit)
+        _in_float32.add(unit)
+    for unit in (*layers, *(towers if encoders == "shard" else ())):
+        if unit not in whole:
+            cut(unit)
+    cut(model, ignored_params=ignored or None)
+
+
+def compute_in(model: Any, dtype: str = "float32", *, activation_checkpointing: bool = False) -> Any:
+    """`model`, whose forwards compute in `dtype` from now on; with checkpointing, a backward runs its layers again. Once, after
+    what is tried out of it in float32.
+
+    What FSDP2 has cut is cast as it is gathered; of the rest, each unit is lent copies. In one process, in float32 and without
+    checkpointing, the model stays untouched.
+    """
+    # What is found out by trying stays so (collective where it is not known yet).
     can_share_rows(model)
     share_prompts(model)
+    layers, towers = decoder_layers(model), towers_of(model)
     if activation_checkpointing and not layers:
         raise ConfigError(
             f"train.activation_checkpointing must have decoder layers to recompute, got none in {type(model).__name__}. "
             "Set it to False"
         )
-    compute, reduce = getattr(torch, param_dtype), getattr(torch, reduce_dtype)
-    encoding = {module for tower in towers for module in tower.modules()}
-    kept = {model.get_parameter(name) for name in kept_in_float32(model) & dict(model.named_parameters()).keys()}
+    compute, kept = getattr(torch, dtype), _kept(model)
+    _gather_in(model, compute)
 
-    def cast_in(units: list[Any], but: list[nn.Module] | None = None) -> Owned:
-        return [place for place in owned(units, but or ()) if place[2] not in kept]
+    def lend(unit: Any, but: list[nn.Module] | None = None) -> None:
+        places = [place for place in owned([unit], but or ()) if place[2] not in kept and place[2].dtype != compute]
+        if places:
+            unit.forward = on_copies(unit, places, compute)
 
-    # What FSDP2 does not gather: everything in one process, or encoders that each rank holds whole.
-    whole = [layer for layer in layers if world_size == 1 or (encoders == "replicate" and layer in encoding)]
-    lent = whole if compute != torch.float32 else []
     for layer in layers:
         # Lent inside of what runs again: copies are there for the second run too.
-        if layer in lent:
-            layer.forward = on_copies(layer, cast_in([layer]), compute)
+        lend(layer)
         if activation_checkpointing:
             layer.forward = _recomputed(layer, layer.forward)
-    if world_size == 1:
-        if compute != torch.float32:
-            model.forward = on_copies(model, cast_in([model], layers), compute)
-        return model
-    mesh = dist.init_device_mesh(next(model.parameters()).device.type, (world_size,), mesh_dim_names=("fsdp",))
-    # Units get what the one before computed, in its dtype. Positions stay float32, for bfloat16 cannot tell 256 from 257.
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    ignored = set[nn.Parameter]()
-    if encoders == "replicate" and towers:
-        ignored = {parameter for tower in towers for parameter in tower.parameters()}
-        _replicated[model] = ignored
-        if compute != torch.float32:
-            for tower in towers:
-                tower.forward = on_copies(tower, cast_in([tower], layers), compute)
-    for unit in _apart(model, kept) if compute != torch.float32 else ():
-        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False))
-    for layer in layers:
-        if layer not in whole:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    if encoders == "shard":
-        for tower in towers:
-            fully_shard(tower, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored or None)
+    outside = towers if sharded_units(model) else [model]
+    for unit in outside:
+        lend(unit, layers)
     return model
+
+
+def _gather_in(model: Any, dtype: torch.dtype) -> None:
+    """What FSDP2 gathers is in `dtype`, but for the units of what stays in float32."""
+    drop_copies(model)
+    for unit in sharded_units(model):
+        for group in () if unit in _in_float32 else unit._get_fsdp_state()._fsdp_param_groups:
+            group.mp_policy = replace(group.mp_policy, param_dtype=dtype)
+            for held in group.fsdp_params:  # made for the dtype before
+                held.all_gather_outputs = []
+                if hasattr(held, "_unsharded_param"):
+                    del held._unsharded_param
+            group._init_mp_dtypes()
+
+
+def _kept(model: Any) -> set[nn.Parameter]:
+    return {model.get_parameter(name) for name in kept_in_float32(model) & dict(model.named_parameters()).keys()}
 
 
 def _apart(model: Any, kept: set[nn.Parameter]) -> list[nn.Module]:
@@ -130,10 +147,11 @@ def _apart(model: Any, kept: set[nn.Parameter]) -> list[nn.Module]:
 # ---- gradients ----------------------------------------------------------------------------------------------------------
 
 
-def set_sync(model: Any, last: bool) -> None:
-    """Whether the next backward sums gradients over ranks: only the last of a step needs to."""
+def set_last(model: Any, last: bool) -> None:
+    """Whether the next backward is the last of an update: each sums the gradients of a copy's ranks into their shards, the last
+    one sums those of all copies."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        model.set_requires_all_reduce(last)
 
 
 def scale_gradients(model: Any, factor: float) -> None:
@@ -146,7 +164,9 @@ def scale_gradients(model: Any, factor: float) -> None:
 
 def _average_replicated(model: Any) -> None:
     """The gradients of what every rank holds whole become their mean over ranks, as FSDP2 makes those of the rest."""
-    trained = [p for p in model.parameters() if p in _replicated.get(model, ()) and p.requires_grad]
+    if not isinstance(model, FSDPModule):
+        return
+    trained = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
     for start in range(0, len(trained), _BUCKET_TENSORS):
         bucket = trained[start : start + _BUCKET_TENSORS]
         flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket])
@@ -157,7 +177,7 @@ def _average_replicated(model: Any) -> None:
 
 
 def _scale(model: Any, factor: float) -> None:
-    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
 
@@ -170,36 +190,33 @@ def clip_grad_norm(model: Any, max_norm: float) -> float:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if not gradients:
         return 0.0
-    shards = [_local(g) for g in gradients if isinstance(g, DTensor)]
-    square = _square_norm([g for g in gradients if not isinstance(g, DTensor)], gradients[0].device)
-    mesh = next((g.device_mesh for g in gradients if isinstance(g, DTensor)), None)
-    if mesh is not None:
-        shared = _square_norm(shards, gradients[0].device)
-        dist.all_reduce(shared, group=mesh.get_group())
-        square += shared
+    # Gradients that are cut alike are summed together, over the dimensions of their mesh that they are cut over.
+    layouts: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        layouts.setdefault(layout, []).append(local_part(gradient))
+    square = torch.zeros((), device=gradients[0].device)
+    for layout, alike in layouts.items():
+        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(alike))).square()
+        if layout is not None:
+            mesh, placements = layout
+            for dimension in (d for d, placement in enumerate(placements) if placement.is_shard()):
+                dist.all_reduce(part, group=mesh.get_group(dimension))
+        square += part
     norm = float(square.sqrt())
     if max_norm < norm < float("inf"):
         _scale(model, max_norm / norm)
     return norm
 
 
-def _square_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not gradients:
-        return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square()
-
-
 def discard_gradients(model: Any) -> None:
-    """Forget all gradients, also what FSDP2 holds back between `set_sync(model, False)` and the last backward."""
+    """Forget all gradients, also what FSDP2 holds back between `set_last(model, False)` and the last backward."""
     drop_copies(model)
     for parameter in model.parameters():
         parameter.grad = None
-    for unit in _units(model):
-        group = unit._get_fsdp_state()._fsdp_param_group
-        for held in group.fsdp_params if group is not None else ():
-            held.unsharded_accumulated_grad = None
-            if hasattr(held, "_unsharded_param"):
-                held._unsharded_param.grad = None
+    for unit in sharded_units(model):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            group._partial_reduce_output = None
 
 
 # ---- whole tensors ------------------------------------------------------------------------------------------------------
@@ -213,8 +230,8 @@ def full_tensors(
 
     Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own. Which
     tensors these are is looked up in the call, so that a forward of an unsharded model may run while they are iterated; of a
-    sharded one too with `beside`, a gloo group of all ranks that nothing else uses meanwhile: shards then go through host
-    memory, and only its first rank gets tensors. Without, they are gathered by the group that forwards use.
+    sharded one too with `beside`, a gloo group of the ranks of a copy that nothing else uses meanwhile: shards then go through
+    host memory, and only its first rank gets tensors. Without, they are gathered by the group that forwards use.
     """
     drop_copies(model)
     memory, kept = memory_tensors(model), kept_in_float32(model)
@@ -243,8 +260,9 @@ def _to_first(tensor: torch.Tensor, dtype: torch.dtype | None, group: dist.Proce
     cast = _cast(tensor, dtype)
     if not isinstance(cast, DTensor):
         return cast
-    if [placement.is_shard(0) for placement in cast.placements] != [True]:
-        raise AssertionError(f"a parameter must be cut along its first dimension, got {cast.placements}")
+    *copies, cut = cast.placements
+    if not cut.is_shard(0) or not all(placement.is_replicate() for placement in copies):
+        raise AssertionError(f"a parameter must be cut along its first dimension alone, got {cast.placements}")
     num_ranks, (num_rows, *rest) = dist.get_world_size(group), cast.shape
     rows = -(-num_rows // num_ranks)  # of each rank, as FSDP2 cuts them; the last ones have fewer
     mine = torch.empty(rows, *rest, dtype=cast.dtype)
@@ -260,15 +278,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def drop_copies(model: Any) -> None:
-    """Free what FSDP2 gathered, so that the model's parameters are the shards again, and the next forward gathers anew.
-
-    FSDP2 keeps the root's copies from a forward to its backward, in place of the shards: also when no backward comes.
-    """
-    for unit in _units(model):
-        unit.reshard()
-
-
 def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     tensor = _cast(tensor, dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -277,14 +286,6 @@ def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _units(model: Any) -> Iterator[FSDPModule]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 # ---- forward of a unit --------------------------------------------------------------------------------------------------

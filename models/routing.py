@@ -112,7 +112,7 @@ def listen(model: Any, hear: Callable[[int, torch.Tensor], None]) -> None:
 
 
 def enable_replay(model: Any) -> None:
-    """Hang the hook on every router of `model`, before it is sharded. Does nothing until a forward is given `Routes`.
+    """Hang the hook on every router of `model`, sharded or not. Does nothing until a forward is given `Routes`.
 
     ConfigError for a model without experts, or whose weights are no softmax over all of them.
     """
@@ -134,7 +134,8 @@ def no_experts(model: Any) -> ConfigError:
 def renormalizes(router: nn.Module) -> bool:
     """Whether the weights of the chosen experts are brought to the sum 1. Tried out on a copy with weights of its own, since some
     families have a setting for it and some do not. ConfigError where they are made otherwise: that cannot be replayed."""
-    trial = copy.deepcopy(router).to_empty(device="cpu").float()
+    own = {id(p): nn.Parameter(torch.empty(p.shape)) for p in router.parameters()}  # whole, wherever the router's are
+    trial = copy.deepcopy(router, own | {id(b): torch.zeros(b.shape) for b in router.buffers()})
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in trial.parameters():

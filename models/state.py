@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from rondo.models.names import memory_tensors
-from rondo.models.parallel import drop_copies
+from rondo.models.names import local_part, memory_tensors
+from rondo.models.units import drop_copies
 from rondo.runtime.errors import CorruptData
 
 FORMAT = 1
@@ -39,7 +38,7 @@ def named_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, tor
 
 def training_state(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors of this rank, JSON values). The tensors are the live ones: copy them before training goes on."""
-    tensors = {name: _local(tensor) for name, tensor in named_tensors(model, optimizer).items()}
+    tensors = {name: local_part(tensor) for name, tensor in named_tensors(model, optimizer).items()}
     return tensors | random_states(model), options(optimizer)
 
 
@@ -51,7 +50,7 @@ def load_training_state(
     Raises CorruptData, having changed nothing, unless names, shapes and format are those of `model` and `optimizer`.
     """
     targets, randoms = named_tensors(model, optimizer), random_states(model)
-    expected = {name: _local(tensor) for name, tensor in targets.items()} | randoms
+    expected = {name: local_part(tensor) for name, tensor in targets.items()} | randoms
     wrong = sorted(expected.keys() ^ tensors.keys()) + [
         name for name in expected if name in tensors and expected[name].shape != tensors[name].shape
     ]
@@ -62,7 +61,7 @@ def load_training_state(
         )
     with torch.no_grad():
         for name, target in targets.items():
-            _local(target).copy_(tensors[name])
+            local_part(target).copy_(tensors[name])
     set_options(optimizer, state)
     set_random_states({name: tensors[name] for name in randoms})
 
@@ -93,10 +92,6 @@ def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
     _set_python_state(states["random.python"].numpy())
     if "random.cuda" in states:
         torch.cuda.set_rng_state(states["random.cuda"].cpu().contiguous())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _numpy_state() -> torch.Tensor:

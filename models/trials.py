@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rondo.models.units import computing_in
+from rondo.models.units import computing_in, drop_copies
 from rondo.runtime.errors import ConfigError
 
 TOLERANCE = 1e-3
@@ -31,13 +31,15 @@ class Failed(ConfigError):
 
 @contextmanager
 def trial(model: Any) -> Iterator[None]:
-    """While the body runs, `model` (whole, not sharded) computes in float32 and evaluation mode, without gradients."""
+    """While the body runs, `model` computes in float32 and evaluation mode, without gradients (collective where it is sharded,
+    and before it is told to compute otherwise)."""
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), computing_in(model, torch.float32):
             yield
     finally:
+        drop_copies(model)
         model.train(was_training)
 
 

@@ -1,7 +1,8 @@
-"""The repeated blocks of a model, and computing with copies of their parameters in another dtype.
+"""The repeated blocks of a model, and computing with copies of their parameters: in another dtype, or gathered by FSDP2.
 
-Owns which modules are a unit, where a unit's parameters are attached, and lending it copies while its forward runs, so that one
-unit's copies exist at a time. Does not own what is lent when: to the training forward (`parallel.py`), to trials (`trials.py`).
+Owns which modules are a unit, where a unit's parameters are attached, lending it copies while its forward runs, so that one
+unit's copies exist at a time, and letting go of what FSDP2 gathered. Does not own what is lent when: to the training forward
+(`parallel.py`), to trials (`trials.py`).
 
     layer.forward = on_copies(layer, owned([layer]), torch.bfloat16)
     with computing_in(model, torch.float32): logits = model(...).logits
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rondo.models.families import family_of
@@ -69,7 +72,7 @@ def _lending(places: Owned, dtype: torch.dtype) -> Iterator[None]:
 
 
 def owned(units: Iterable[nn.Module], but: Iterable[nn.Module] = ()) -> Owned:
-    """Where the float parameters of `units` are attached, without those inside of `but`."""
+    """Where the whole float parameters of `units` are attached, without those inside of `but` and those that FSDP2 has cut."""
     skipped = {module for unit in but for module in unit.modules()}
     return [
         (module, name, parameter)
@@ -77,13 +80,27 @@ def owned(units: Iterable[nn.Module], but: Iterable[nn.Module] = ()) -> Owned:
         for module in unit.modules()
         if module not in skipped
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.is_floating_point()
+        if parameter.is_floating_point() and not isinstance(parameter, DTensor)
     ]
+
+
+def sharded_units(model: Any) -> list[FSDPModule]:
+    """The units that FSDP2 gathers, one by one; none of a model in one process."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def drop_copies(model: Any) -> None:
+    """Free what FSDP2 gathered, so that the model's parameters are the shards again, and the next forward gathers anew.
+
+    FSDP2 keeps the root's copies from a forward to its backward, in place of the shards: also when no backward comes.
+    """
+    for unit in sharded_units(model):
+        unit.reshard()
 
 
 @contextmanager
 def computing_in(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """While the body runs, forwards of the whole, unsharded `model` compute in `dtype`, buffers included."""
+    """While the body runs, forwards of `model` compute in `dtype`, buffers included; what FSDP2 has cut, as it was told."""
     layers = decoder_layers(model)
     units = [(model, owned([model], but=layers)), *((layer, owned([layer])) for layer in layers)]
     others = [(unit, places) for unit, places in units if any(p.dtype != dtype for *_, p in places)]

@@ -121,10 +121,8 @@ class ActorRole:
     def _open_trainer(self) -> Backend[PolicyObjective]:
         """On the compute thread."""
         job, ctx = self._job, self._ctx
-        return open_policy(
-            job.config, job.model_path, rank=ctx.rank, world_size=ctx.world_size, device=job.device,
-            lends=job.lent is not None,
-        )  # fmt: skip
+        lends = job.lent is not None
+        return open_policy(job.config, job.model_path, world_size=ctx.world_size, device=job.device, lends=lends)
 
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job
@@ -409,9 +407,7 @@ class ActorRole:
         ctx, job, trainer = self._ctx, self._job, self._trainer
         if job.config.sft is not None:
             with ctx.span("warm up"):
-                beside = functools.partial(
-                    backend_of, trainer.model, job.config.sft, rank=ctx.rank, world_size=ctx.world_size, beside=trainer
-                )
+                beside = functools.partial(backend_of, trainer.model, job.config.sft, beside=trainer)
                 if not await run_warm_up(ctx, job.config, job.model_path, beside, every=_WARM_UP_RECORD):
                     return None
         if job.config.algorithm.needs_reference and job.config.sft is not None:

@@ -1,14 +1,16 @@
 """reference and actor_fwd: one forward pass over finished samples, one column of log-probs back. One class, two weights.
 
-Owns when a group is scored (as soon as it is put; beside a trainer in its waits, `turns.py`) and under which weights: `actor_fwd`
-with the newest version it has proved, `reference` with weights that never change. Decides nothing about rows: rounds come from
-the coordinator.
+Owns when a group is scored (as soon as it is put; beside a trainer in its waits, `compute_turns.py`) and under which weights:
+`actor_fwd` with the newest version it has proved, `reference` with weights that never change. Several processes of a group that
+holds the reference alone have a shard of it each, and score every round together; elsewhere each has it whole, since its
+collectives could cross those of others. Decides nothing about rows: rounds come from the coordinator.
 
     round -> pack -> log-probs of the response tokens -> put column -> acknowledge
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,16 +20,17 @@ import numpy as np
 import torch
 
 from rondo.comm.bus.bus import POLL_S, Row
-from rondo.models.acceptance import accept
-from rondo.models.load import load_model
+from rondo.models.config import MeshConfig
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.mesh import Mesh
 from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Sequence as Packable
+from rondo.models.parallel import compute_in
 from rondo.models.routing import enable_replay
 from rondo.roles.job import Job, follow, groups_of, open_job, timed
 from rondo.roles.streams import ROUTED
-from rondo.roles.training.determinism import settle
+from rondo.roles.training.backend import open_model
 from rondo.runtime.waits import totals
 from rondo.runtime.worker.context import WorkerContext
 
@@ -37,17 +40,17 @@ REFERENCE = "reference"
 
 
 class Scorer:
-    """A model that only scores. Runs on the compute thread."""
+    """A model that only scores, cut over `mesh` (collective). Runs on the compute thread."""
 
-    def __init__(self, path: str, job: Job, *, replays: bool = False) -> None:
+    def __init__(self, path: str, job: Job, *, mesh: Mesh = Mesh(), replays: bool = False) -> None:  # noqa: B008  # frozen
         """replays: the experts that rows come with."""
         config = job.config
-        settle(config)
-        self._model = load_model(path, dtype=config.train.dtype, device=job.device, attn=config.model.attn)
-        self._packing = accept(self._model)
+        self._model, self._packing = open_model(config, path, mesh, device=job.device, dtype=config.train.dtype)
         if replays:
             enable_replay(self._model)
+        compute_in(self._model, config.train.dtype)
         self.version = 0
+        self.mesh = mesh
         self._device = job.device
         self._temperature = config.rollout.temperature
         self._chunk = config.train.log_prob_chunk_tokens
@@ -57,12 +60,15 @@ class Scorer:
         self.version = version
 
     def score(self, rows: Sequence[Packable]) -> tuple[int, list[np.ndarray]]:
-        """(policy version, log-probs after the temperature, float32 [R] for each row)."""
-        packed = self._packing.pack(rows).to(self._device)
-        with torch.inference_mode():
+        """(policy version, log-probs after the temperature, float32 [R] for each row). No rows: of several ranks, a dummy through
+        the same modules."""
+        if not rows and self.mesh.size == 1:
+            return self.version, []
+        packed = self._packing.pack(rows or [Packable(np.zeros(2, np.int32), 1)]).to(self._device)
+        with torch.no_grad():
             flat, _ = response_log_probs(self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk)
-        ends = np.cumsum([row.response for row in rows])[:-1]
-        return self.version, np.split(flat.float().cpu().numpy(), ends)
+        ends = np.cumsum([row.response for row in rows])
+        return self.version, np.split(flat.float().cpu().numpy(), ends)[: len(rows)]
 
 
 def media_of(row: Row) -> MediaInputs | None:
@@ -85,9 +91,13 @@ class _Forward:
         """What is put for the rows of a round."""
         raise NotImplementedError
 
-    def _open_scorer(self, path: str, job: Job) -> Scorer:
-        """On the compute thread."""
-        return Scorer(path, job, replays=self.replays and job.config.train.router_replay)
+    def _open_scorer(self, path: str, job: Job, *, sharded: bool = False) -> Scorer:
+        """On the compute thread. sharded: over the processes of the group (collective)."""
+        mesh = Mesh()
+        if sharded:
+            self._ctx.init_process_group(job.device)
+            mesh = Mesh.open(MeshConfig(), self._ctx.world_size, job.device)
+        return Scorer(path, job, mesh=mesh, replays=self.replays and job.config.train.router_replay)
 
     async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
         await self._ctx.ready()
@@ -101,14 +111,18 @@ class _Forward:
                 )
                 for row in made.rows
             ]
-            if rows:
+            if rows or scorer.mesh.size > 1:
                 async with job.turns.scoring():
                     with self._ctx.span("forward", step=made.step, groups=groups_of(made)):
                         version, log_probs = await self._ctx.working("forward", scorer.score, rows)
+            if rows:
                 job.bus.put_columns(made, self.columns(version, log_probs))
             await job.bus.ack(made)
             self._ctx.progress()
-            if self._ctx.stopping.is_set():
+            stops = self._ctx.stopping.is_set()
+            if scorer.mesh.size > 1:  # a rank that left alone would hang the others in their next round
+                stops = await self._ctx.compute(scorer.mesh.any, stops)
+            if stops:
                 return
             await self._report()
 
@@ -132,7 +146,8 @@ class ReferenceRole(_Forward):
             await job.bus.call("await_version", 0, deadline_s=POLL_S)
             path = self._ctx.run_dir / REFERENCE
         with self._ctx.section("load", self._ctx.load_s):
-            scorer = await self._ctx.compute(self._open_scorer, str(path), job)
+            sharded = self._ctx.world_size > 1 and job.is_alone
+            scorer = await self._ctx.compute(functools.partial(self._open_scorer, str(path), job, sharded=sharded))
         await self._score_rounds(job, scorer)
 
 

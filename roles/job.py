@@ -53,6 +53,8 @@ class Job:
     """Whether anybody reads published weights."""
     has_actor_fwd: bool = False
     """Whether a role of the run scores samples for pi_old."""
+    is_alone: bool = False
+    """Whether this process has one role."""
     takes_turns: bool = False
     """Whether this process generates and trains in turn: all samples of a step are of the version that it trains."""
 
@@ -82,6 +84,7 @@ async def _open(ctx: WorkerContext) -> Job:
     return Job(
         config, bus, model_path, device, Turns(), lent,
         publishes=others_read or not lends, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
+        is_alone=len(roles.get(ctx.role_group, ())) == 1,
     )  # fmt: skip
 
 

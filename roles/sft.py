@@ -27,9 +27,7 @@ class SftRole:
         assert config.sft is not None
         with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, device)
-            backend = await ctx.compute(
-                open_sft, config, model_path, rank=ctx.rank, world_size=ctx.world_size, device=device
-            )
+            backend = await ctx.compute(open_sft, config, model_path, world_size=ctx.world_size, device=device)
         await ctx.ready()
 
         with ctx.span("train"):

@@ -73,6 +73,8 @@ ELSEWHERE = {
     "rondo resume runs/quickstart --set groups.1.processes=2": STOPPED,
     "rondo timeline --steps 20:25 --out trace.json": "tests/launch/report/test_timeline.py::"
     "test_the_command_writes_a_trace_and_says_what_is_missing",
+    "rondo export runs/quickstart quickstart-hf": "tests/launch/test_export.py::"
+    "test_the_newest_checkpoint_of_a_run_or_the_one_that_is_named_becomes_a_folder",
     "rondo bus /tmp/bus": "tests/comm/partitions/test_host.py::test_a_signal_ends_the_command_and_leaves_no_process",
     "rondo bench table": "tests/benchmarks/test_table.py::test_the_command_writes_the_figures_of_the_last_runs_into_the_page",
     "rondo bench": "tests/launch/test_bench.py::test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
@@ -90,6 +92,7 @@ BY_HAND = {
     "rondo bench bus --peers-python PEERS_VENV/bin/python",
     "rondo bench calls",
     "rondo bench faults",
+    "rondo bench fit",
     "rondo bench generation",
     "rondo bench growth",
     "rondo bench link",

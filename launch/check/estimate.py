@@ -82,48 +82,47 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory of one process, in bytes. `loading`: what it holds of the model while it loads, before anything else is there."""
+    """Memory of one process, in bytes. While it loads it holds less: its part of the weights, and one tensor more."""
 
     parts: Mapping[str, int]
-    loading: int
 
     @property
     def needed(self) -> int:
-        return max(sum(self.parts.values()), self.loading)
+        return sum(self.parts.values())
 
 
 def group_estimate(config: JobConfig, shape: Shape, group: RoleGroup) -> Estimate:
     """Of one process of `group`: all of its roles beside each other. SGLang's servers are processes of their own."""
     found = []
     if "actor" in group.roles:
-        found.append(Estimate(training_bytes(config, shape, group.processes), _FLOAT * shape.parameters))
+        found.append(training_bytes(config, shape, group.processes))
     if "rollout" in group.roles and (config.rollout.sglang is None or config.num_pinned):
         lent = "actor" in group.roles and group.processes == 1 and config.can_lend_weights
-        loading = 0 if lent else WIDTHS[config.model.dtype] * shape.parameters
-        found.append(Estimate(generating_bytes(config, shape, lent=lent), loading))
+        found.append(generating_bytes(config, shape, lent=lent))
     for role in ("actor_fwd", "reference"):
         if role in group.roles:
-            found.append(Estimate(scoring_bytes(config, shape), WIDTHS[config.train.dtype] * shape.parameters))
+            found.append(scoring_bytes(config, shape, group.processes if group.roles == ("reference",) else 1))
     parts: dict[str, int] = {}
-    for estimate in found:
-        for name, size in estimate.parts.items():
+    for each in found:
+        for name, size in each.items():
             parts[name] = parts.get(name, 0) + size
-    return Estimate(parts, sum(estimate.loading for estimate in found))
+    return Estimate(parts)
 
 
 def training_bytes(config: JobConfig, shape: Shape, num_ranks: int) -> dict[str, int]:
     """Of one of `num_ranks` processes that train."""
     train, width = config.train, WIDTHS[config.train.dtype]
     alone, whole_encoders = num_ranks == 1, config.train.encoders == "replicate"
-    parts = 1 if whole_encoders else num_ranks
-    held = -(-shape.decoder_parameters // num_ranks) + -(-shape.encoder_parameters // parts)
-    trained = -(-shape.trained_decoder // num_ranks) + -(-shape.trained_encoders // parts)
-    # Between the micro-batches of a step FSDP2 keeps the gradients of its units whole, and adds the shards at the last.
-    between = 0 if alone else shape.trained_decoder + (0 if whole_encoders else shape.trained_encoders)
-    found = {"weights": _FLOAT * held, "gradients": _FLOAT * (trained + between), "moments": 2 * _FLOAT * trained}
+    _, num_shards = train.mesh.shape(num_ranks)
+    parts = 1 if whole_encoders else num_shards
+    held = -(-shape.decoder_parameters // num_shards) + -(-shape.encoder_parameters // parts)
+    trained = -(-shape.trained_decoder // num_shards) + -(-shape.trained_encoders // parts)
+    found = {"weights": _FLOAT * held, "gradients": _FLOAT * trained, "moments": 2 * _FLOAT * trained}
     if not alone:
-        # Two units at a time, the next one coming while one computes, and the root's from forward to backward.
-        found["gathered units"] = width * (shape.root_parameters + 2 * shape.layer_parameters)
+        # Two units at a time, the next one coming while one computes, and the root's from forward to backward; in the backward
+        # the gradients of one unit, and of the root.
+        units = shape.root_parameters + 2 * shape.layer_parameters
+        found["gathered units"] = width * units + _FLOAT * (shape.root_parameters + shape.layer_parameters)
         if whole_encoders and width != _FLOAT:
             found["gathered units"] += width * shape.encoder_parameters
     elif width != _FLOAT:
@@ -136,11 +135,12 @@ def training_bytes(config: JobConfig, shape: Shape, num_ranks: int) -> dict[str,
     return found
 
 
-def scoring_bytes(config: JobConfig, shape: Shape) -> dict[str, int]:
-    """Of a process that computes log-probs of finished samples."""
+def scoring_bytes(config: JobConfig, shape: Shape, num_shards: int) -> dict[str, int]:
+    """Of a process that computes log-probs of finished samples, with one of `num_shards` of the weights."""
     width = WIDTHS[config.train.dtype]
+    gathered = shape.root_parameters + 2 * shape.layer_parameters if num_shards > 1 else 0
     return {
-        "weights": width * shape.parameters,
+        "weights": width * (-(-shape.parameters // num_shards) + gathered),
         "activations": config.train.micro_batch_tokens * _passing(shape, width),
         "log-prob chunk": _chunk(config, shape),
     }

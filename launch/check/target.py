@@ -127,7 +127,7 @@ def judge_devices(
             continue  # a server takes what it is told to, and refuses to start where its model has no room
         estimate = group_estimate(config, shape, group)
         needed = estimate.needed + _ON_DEVICE
-        shown = f"{_show({**estimate.parts, 'context': _ON_DEVICE})}; while loading {show_bytes(estimate.loading)}"
+        shown = _show({**estimate.parts, "context": _ON_DEVICE})
         if needed <= device_bytes:
             text = (
                 f"{group.name} takes about {show_bytes(needed)} of {show_bytes(device_bytes)} on each device ({shown})"
@@ -184,35 +184,33 @@ def group_bytes(config: RunConfig, routed: int) -> int:
 
 def _snapshot(config: RunConfig, num_parameters: int, shape: Shape | None, num_ranks: int) -> int:
     """Of one rank: float32 weights, and Adam's two moments of what is trained. Encoders that are not cut lie in each."""
+    _, num_shards = config.train.mesh.shape(num_ranks)
     if shape is None:
-        return -(-12 * num_parameters // num_ranks)
+        return -(-12 * num_parameters // num_shards)
     decoder = 4 * shape.decoder_parameters + 8 * shape.trained_decoder
     encoders = 4 * shape.encoder_parameters + 8 * shape.trained_encoders
     whole = config.train.encoders == "replicate"
-    return -(-decoder // num_ranks) + (encoders if whole else -(-encoders // num_ranks))
+    return -(-decoder // num_shards) + (encoders if whole else -(-encoders // num_shards))
 
 
 def _judge_node(
     config: RunConfig, target: Target, facts: Facts, shape: Shape, placed: Sequence[Placed], node: int
 ) -> Finding:
-    """Host memory of one node: shared segments, what processes take, and models on their way to a device."""
+    """Host memory of one node: shared segments, and what processes take."""
     counts = processes_on(placed, node)
     assert facts.num_parameters is not None and facts.num_tensors is not None  # seen before the shape
     parts = segment_bytes(config, facts.num_parameters, facts.num_tensors, shape, counts)
     workers = config.reward.num_workers * _LIGHT
     if config.media is not None:
         workers += config.media.num_workers * (_HEAVY + 2 * config.media.max_group_bytes)
-    computing = loading = programs = 0
+    computing = programs = 0
     for group in config.groups:
         number = counts[group.name]
         heavy = bool(_RUNS_A_MODEL & set(group.roles))
         programs += number * ((_HEAVY if heavy else _LIGHT) + (workers if "rollout" in group.roles else 0))
-        estimate = group_estimate(config, shape, group)
-        if group.devices:
-            loading += number * estimate.loading
-        else:
-            computing += number * estimate.needed
-    parts |= {"processes": programs, "computing on the CPU": computing, "models while they load": loading}
+        if not group.devices:
+            computing += number * group_estimate(config, shape, group).needed
+    parts |= {"processes": programs, "computing on the CPU": computing}
     needed = sum(parts.values())
     if needed > target.memory_bytes:
         return error(
@@ -226,8 +224,6 @@ def _judge_node(
 
 
 def _way_out(estimate: Estimate, group: RoleGroup) -> str:
-    if estimate.loading > sum(estimate.parts.values()):
-        return "Every process holds the whole model while it loads: use devices with more memory, or a smaller model"
     largest = max(estimate.parts, key=lambda name: estimate.parts[name])
     ways = {
         "activations": "Set train.activation_checkpointing=True, or lower train.micro_batch_tokens",

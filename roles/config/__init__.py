@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from rondo.comm.bus.config import BusConfig
-from rondo.models.config import ModelConfig
+from rondo.models.config import MeshConfig, ModelConfig
 from rondo.models.media.config import MediaConfig
 from rondo.roles.algorithms.algorithm import AlgorithmConfig, OldLogProbs, old_log_probs_source
 from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
@@ -34,6 +34,7 @@ __all__ = [
     "EvalConfig",
     "EvalSet",
     "JobConfig",
+    "MeshConfig",
     "OptimizerConfig",
     "RewardConfig",
     "RolloutConfig",

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from rondo.models.config import MeshConfig
 from rondo.roles.config.data import DataConfig
 from rondo.runtime.section import FunctionRef, Section
 
@@ -51,6 +52,8 @@ class OptimizerConfig(Section):
 class TrainConfig(OptimizerConfig):
     """The optimizer of the policy, and how a step is cut into updates and micro-batches."""
 
+    mesh: MeshConfig = MeshConfig()
+    """How the processes that train share copies of the model."""
     activation_checkpointing: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of forward and backward; weights and optimizer keep float32."""

@@ -15,6 +15,7 @@ micro-batches and ranks, it is the same gradient to rounding. A row is used once
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,13 +25,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from rondo.comm.ring.spans import Span, rows_of
 from rondo.comm.weights.sums import bucket_sum
 from rondo.models import checkpoint, parallel
 from rondo.models.acceptance import accept
 from rondo.models.load import load_model
+from rondo.models.mesh import Mesh
+from rondo.models.names import local_part
 from rondo.models.optimizer import learning_rate, make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.parts import freeze
@@ -38,7 +40,7 @@ from rondo.models.state import load_training_state, training_state
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import JobConfig, OptimizerConfig, TrainConfig
 from rondo.roles.engines.embedded.shared_weights import Lent
-from rondo.roles.training.determinism import seed, settle
+from rondo.roles.training.determinism import settle
 
 Key = tuple[int, ...]
 """(group, sample, part) of a row."""
@@ -88,24 +90,33 @@ class Update:
     grad_norm: float
 
 
-def open_model(config: JobConfig, path: str, *, rank: int, device: str) -> tuple[Any, Packing]:
-    """The model with the weights at `path` in float32, whole, in a process that is about to train it; how it wants sequences."""
+def open_model(config: JobConfig, path: str, mesh: Mesh, *, device: str, dtype: str = "float32") -> tuple[Any, Packing]:
+    """The model with the weights at `path` in `dtype`, cut over `mesh` and filled (collective); how it wants sequences. It
+    computes in float32 until it is told otherwise, and all of it is trained."""
     settle(config)
-    seed(config.seed, rank)
-    model = load_model(path, dtype="float32", device=device, attn=config.model.attn)
+    cut = functools.partial(parallel.shard, mesh=mesh, param_dtype=config.train.dtype, encoders=config.train.encoders)
+    model = load_model(path, dtype=dtype, device=device, attn=config.model.attn, cut=cut)
     return model, accept(model)
 
 
-def sharded(model: Any, train: TrainConfig, world_size: int) -> Any:
-    """`model` (float32, whole on every rank) as it trains: parts of it frozen, cut over the ranks (collective)."""
+def make_ready(model: Any, train: TrainConfig) -> Any:
+    """`model` as it trains: parts of it frozen, in the precision of the settings."""
     freeze(model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters)
-    return parallel.shard(
-        model,
-        world_size=world_size,
-        param_dtype=train.dtype,
-        activation_checkpointing=train.activation_checkpointing,
-        encoders=train.encoders,
-    )
+    return parallel.compute_in(model, train.dtype, activation_checkpointing=train.activation_checkpointing)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What goes on beside the training has groups of its own: collectives of one group must not cross. Each has one at a time."""
+
+    saving: dist.ProcessGroup | None
+    settling: dist.ProcessGroup | None
+    publishing: dist.ProcessGroup | None  # of the ranks of a copy
+
+    @classmethod
+    def beside(cls, mesh: Mesh) -> Groups:
+        """Collective."""
+        return cls(mesh.all_beside(), mesh.all_beside(), mesh.copy_beside())
 
 
 class Backend(Generic[AnyObjective]):
@@ -116,19 +127,18 @@ class Backend(Generic[AnyObjective]):
         optimizer: OptimizerConfig,
         *,
         num_steps: int,
-        rank: int = 0,
-        world_size: int = 1,
+        mesh: Mesh | None = None,
         mini_batches: int = 1,
         passes: int = 1,
         publishes: str = "float32",
         lent: Lent | None = None,
         beside: Backend[Any] | None = None,
     ) -> None:
-        """model: sharded. num_steps: of the learning rate's schedule. mini_batches, passes: of a step. publishes: the dtype of
-        published weights. lent: the model to the engine of this process. beside: a backend of the same model, which rests while
-        this one is used, and whose process groups it takes (collective without)."""
+        """model: cut over `mesh`, or whole. num_steps: of the learning rate's schedule. mini_batches, passes: of a step.
+        publishes: the dtype of published weights. lent: the model to the engine of this process. beside: a backend of the same
+        model, which rests while this one is used, and whose mesh and groups it takes (collective without)."""
         self.model, self.objective = model, objective
-        self.rank, self.world_size = rank, world_size
+        self.mesh: Mesh = beside.mesh if beside is not None else mesh or Mesh()
         self.device = next(model.parameters()).device
         self.lent = lent
         self._settings, self._num_steps, self._publishes = optimizer, num_steps, publishes
@@ -136,13 +146,7 @@ class Backend(Generic[AnyObjective]):
         self.optimizer = make_optimizer(
             model, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, eps=optimizer.eps
         )
-        # What goes on beside the training has groups of its own: collectives of one group must not cross. Each has one at a time.
-        self._saving_group: dist.ProcessGroup | None = None
-        self._settling_group: dist.ProcessGroup | None = None
-        if beside is not None:
-            self._saving_group, self._settling_group = beside._saving_group, beside._settling_group
-        elif world_size > 1:
-            self._saving_group, self._settling_group = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        self._groups: Groups = beside._groups if beside is not None else Groups.beside(self.mesh)
         self._parameters = list(model.parameters())  # as they are between two forwards
         self._sums: LossSums | None = None
         self._trained: list[Span] = []
@@ -161,7 +165,7 @@ class Backend(Generic[AnyObjective]):
                     f"row {key} must be used once in every pass, got pass {use.passes} after {self._uses.get(key)}"
                 )
             self._uses[key] = use.passes + 1
-        parallel.set_sync(self.model, last)
+        parallel.set_last(self.model, last)
         sums = self.objective.sums(self.model, rows, use)
         sums.loss.backward()
         self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()
@@ -186,7 +190,7 @@ class Backend(Generic[AnyObjective]):
         """
         if self._sums is None:
             raise AssertionError("update needs at least one accumulated round")
-        total = self._sums.reduced(dist.group.WORLD if self.world_size > 1 else None)
+        total = self._sums.reduced(dist.group.WORLD if self.mesh.size > 1 else None)
         denominator = self.objective.denominator(total)
         parallel.scale_gradients(self.model, 1 / denominator)
         grad_norm = parallel.clip_grad_norm(self.model, self._settings.clip_grad_norm)
@@ -235,21 +239,21 @@ class Backend(Generic[AnyObjective]):
 
     def gathered(self, tuples: Sequence[Any], width: int, dtype: torch.dtype = torch.float64) -> list[Any]:
         """Tuples of `width` numbers of all ranks, one rank's behind the other's (collective)."""
-        if self.world_size == 1:
+        if self.mesh.size == 1:
             return list(tuples)
         mine = torch.tensor(tuples, dtype=dtype, device=self.device).reshape(-1, width)
-        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.mesh.size)]
         dist.all_gather(counts, torch.tensor([len(mine)], device=self.device))
         longest = int(max(counts))
         padded = torch.full((longest, width), -1, dtype=dtype, device=self.device)
         padded[: len(mine)] = mine
-        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        parts = [torch.empty_like(padded) for _ in range(self.mesh.size)]
         dist.all_gather(parts, padded)
         return [found for part, count in zip(parts, counts, strict=True) for found in part[: int(count)].tolist()]
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Each value summed over all ranks (collective)."""
-        if self.world_size == 1:
+        if self.mesh.size == 1:
             return list(values)
         shared = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(shared)
@@ -269,25 +273,27 @@ class Backend(Generic[AnyObjective]):
         thread."""
         crc = 0
         for parameter in self._parameters:
-            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            part = bucket_sum(shard.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            shard = local_part(parameter.detach())
+            part = bucket_sum(shard.cpu().contiguous().view(-1).view(torch.uint8).numpy())
             crc = zlib.crc32(part.to_bytes(4, "little"), crc)
         return crc
 
     def join_checksums(self, part: int) -> int:
         """One checksum of all ranks' parts, in their order. Nobody has it before every rank came here (collective, on any thread,
         in turn with `weights`)."""
-        if self.world_size == 1:
+        if self.mesh.size == 1:
             return part
-        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(parts, torch.tensor([part]), group=self._settling_group)
+        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.mesh.size)]
+        dist.all_gather(parts, torch.tensor([part]), group=self._groups.settling)
         return zlib.crc32(b"".join(int(each).to_bytes(4, "little") for each in parts))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(disk name, whole tensor) one by one, on rank 0; the other ranks give their shards (collective: every rank iterates to
-        the end). Asked for between two forwards; the next may run while they are iterated on another thread, but not the
-        optimizer."""
-        return parallel.full_tensors(self.model, self._publishes, beside=self._settling_group)
+        """(disk name, whole tensor) one by one, on rank 0; the other ranks of its copy give their shards (collective: every rank
+        iterates to the end). Asked for between two forwards; the next may run while they are iterated on another thread, but not
+        the optimizer."""
+        if self.mesh.replica > 0:
+            return iter(())
+        return parallel.full_tensors(self.model, self._publishes, beside=self._groups.publishing)
 
     def save(
         self,
@@ -298,7 +304,7 @@ class Backend(Generic[AnyObjective]):
         tokenizer_path: str | None = None,
     ) -> None:
         """Write a whole checkpoint, with a Hugging Face folder inside where a tokenizer is given (collective)."""
-        group = self._saving_group
+        group = self._groups.saving
         checkpoint.save(folder, self.model, self.optimizer, extra, beside, tokenizer_path=tokenizer_path, group=group)
 
     def stage(self) -> checkpoint.Staged:
@@ -316,11 +322,11 @@ class Backend(Generic[AnyObjective]):
     ) -> bool:
         """Write a checkpoint of what was staged, on another thread than the compute thread (collective there). False where a rank
         gives way to a newer one."""
-        return checkpoint.write(folder, staged, extra, beside, group=self._saving_group, gives_way=gives_way)
+        return checkpoint.write(folder, staged, extra, beside, group=self._groups.saving, gives_way=gives_way)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         return checkpoint.load(folder, self.model, self.optimizer)
 
     def export(self, folder: Path, tokenizer_path: str) -> None:
         """Write a Hugging Face folder (collective)."""
-        checkpoint.export_hf(folder, self.model, tokenizer_path, group=self._saving_group)
+        checkpoint.export_hf(folder, self.model, tokenizer_path, group=self._groups.saving)

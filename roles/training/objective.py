@@ -5,7 +5,7 @@ the step begins with: of the forward that its loss comes from in the first updat
 mini-batches. Does not own the formulas (`roles/algorithms/`) or the steps (`backend.py`). The model computes in evaluation mode,
 as it does wherever it is scored: dropout and other noise of its family would come into the ratio, and train on that.
 
-    backend = open_policy(config, path, rank=0, world_size=1, device="cpu")
+    backend = open_policy(config, path, world_size=1, device="cpu")
     [backend.objective.score(backend.model, rows, spans) ...] -> [backend.accumulate(step, rows, spans, last=...) ...]
 """
 
@@ -22,6 +22,7 @@ from rondo.comm.bus.group import NO_VERSION
 from rondo.comm.ring.spans import Span
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.mesh import Mesh
 from rondo.models.packing import PackedBatch, Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.models.routing import enable_replay
@@ -30,7 +31,8 @@ from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.algorithms.whitening import Contribution, Whitening
 from rondo.roles.config import JobConfig
 from rondo.roles.engines.embedded.shared_weights import Lent
-from rondo.roles.training.backend import Backend, Key, Use, open_model, sharded
+from rondo.roles.training.backend import Backend, Key, Use, make_ready, open_model
+from rondo.roles.training.determinism import seed
 from rondo.roles.training.mismatch import Gap
 
 
@@ -53,18 +55,20 @@ class TrainRow:
 
 
 def open_policy(
-    config: JobConfig, path: str, *, rank: int, world_size: int, device: str, lends: bool = False
+    config: JobConfig, path: str, *, world_size: int, device: str, lends: bool = False
 ) -> Backend[PolicyObjective]:
     """The policy of a job, with the weights at `path` (collective). lends: to the engine of this process, as `lent`."""
     train = config.train
-    model, packing = open_model(config, path, rank=rank, device=device)
+    mesh = Mesh.open(train.mesh, world_size, device)
+    seed(config.seed, mesh.rank)
+    model, packing = open_model(config, path, mesh, device=device)
     lent = Lent(model) if lends else None
     if train.router_replay:  # of the trainer's own model alone: an engine routes by itself
         enable_replay(model)
     return Backend(
-        sharded(model, train, world_size), PolicyObjective(config, packing, device, over_ranks=world_size > 1), train,
-        num_steps=config.num_steps, rank=rank, world_size=world_size, mini_batches=train.optimizer_steps_per_batch,
-        passes=train.epochs, publishes=config.model.dtype, lent=lent,
+        make_ready(model, train), PolicyObjective(config, packing, device, over_ranks=world_size > 1), train,
+        num_steps=config.num_steps, mesh=mesh, mini_batches=train.optimizer_steps_per_batch, passes=train.epochs,
+        publishes=config.model.dtype, lent=lent,
     )  # fmt: skip
 
 

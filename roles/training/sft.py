@@ -26,6 +26,7 @@ import torch
 
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.mesh import Mesh
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.algorithms.sums import LossSums
@@ -33,7 +34,8 @@ from rondo.roles.config import DataConfig, JobConfig, SftConfig
 from rondo.roles.data.cursor import Cursor, Order
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.data.prompts import check_demonstration, encode_answer, render_prompt, without_media_section
-from rondo.roles.training.backend import Backend, Use, open_model, sharded
+from rondo.roles.training.backend import Backend, Use, make_ready, open_model
+from rondo.roles.training.determinism import seed
 from rondo.runtime.errors import Fatal
 
 log = logging.getLogger(__name__)
@@ -74,19 +76,21 @@ class AnswerLoss:
         """Nothing is kept of a step."""
 
 
-def open_sft(config: JobConfig, path: str, *, rank: int, world_size: int, device: str) -> Backend[AnswerLoss]:
+def open_sft(config: JobConfig, path: str, *, world_size: int, device: str) -> Backend[AnswerLoss]:
     """The model of a job with the weights at `path`, to be fine-tuned and nothing else (collective)."""
-    model, _ = open_model(config, path, rank=rank, device=device)
+    mesh = Mesh.open(config.train.mesh, world_size, device)
+    seed(config.seed, mesh.rank)
+    model, _ = open_model(config, path, mesh, device=device)
     assert config.sft is not None
-    return backend_of(sharded(model, config.train, world_size), config.sft, rank=rank, world_size=world_size)
+    return backend_of(make_ready(model, config.train), config.sft, mesh=mesh)
 
 
 def backend_of(
-    model: Any, config: SftConfig, *, rank: int = 0, world_size: int = 1, beside: Backend[Any] | None = None
+    model: Any, config: SftConfig, *, mesh: Mesh | None = None, beside: Backend[Any] | None = None
 ) -> Backend[AnswerLoss]:
-    """Over a sharded model, with an optimizer of its own (collective without `beside`, whose model it is)."""
+    """Over a model that is cut over `mesh`, with an optimizer of its own (collective without `beside`, whose model it is)."""
     objective = AnswerLoss(model, config.log_prob_chunk_tokens)
-    return Backend(model, objective, config, num_steps=config.steps, rank=rank, world_size=world_size, beside=beside)
+    return Backend(model, objective, config, num_steps=config.steps, mesh=mesh, beside=beside)
 
 
 def fine_tune(
@@ -120,9 +124,9 @@ def fine_tune(
         batch = encoded.batch(places, config.batch_size)
         if not batch:
             break
-        rounds = cut([sequence.cost for sequence in batch], config.micro_batch_tokens, backend.world_size)
+        rounds = cut([sequence.cost for sequence in batch], config.micro_batch_tokens, backend.mesh.size)
         for number, micro_batches in enumerate(rounds):
-            rows = [batch[i] for i in micro_batches[backend.rank]]
+            rows = [batch[i] for i in micro_batches[backend.mesh.rank]]
             backend.accumulate(step, rows, (), last=number == len(rounds) - 1)
         made = backend.update(step)
         backend.discard()

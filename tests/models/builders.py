@@ -95,22 +95,25 @@ EPS = 1e-4
 
 
 def train_step(
-    model: Any, optimizer: torch.optim.Optimizer, step: int, *, rank: int = 0, world_size: int = 1, replay: bool = False
-) -> list[float]:
+    model: Any, optimizer: torch.optim.Optimizer, step: int, *, rank: int = 0, world_size: int = 1, replay: bool = False,
+    take: bool = True,
+) -> list[float]:  # fmt: skip
     """One step over this rank's part of STEPS[step]: [this rank's loss sum, gradient norm]. `replay`: with recorded
-    experts of all but a few sequences."""
+    experts of all but a few sequences. Not taken, its gradients are left, neither clipped nor used."""
     total = 0.0
     batches = [STEPS[step][start : start + 8][rank::world_size] for start in (0, 8)]
     num_tokens = sum(one.response for one in STEPS[step])
     model.train()
     for number, batch in enumerate(batches):
-        parallel.set_sync(model, number == len(batches) - 1)
+        parallel.set_last(model, number == len(batches) - 1)
         found = [recorded(one) if replay and len(one.tokens) % 4 else one for one in batch]
         log_probs, _ = response_log_probs(model, pack(found), temperature=0.9, chunk_tokens=7)
         loss = -log_probs.sum()
         loss.backward()
         total += loss.item()
     parallel.scale_gradients(model, 1 / num_tokens)
+    if not take:
+        return [total]
     norm = parallel.clip_grad_norm(model, 0.5)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, LR, warmup_steps=2, schedule="cosine", total=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -14,8 +15,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from rondo.models import checkpoint, parallel
+from rondo.models.config import MeshConfig
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
+from rondo.models.mesh import Mesh
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.parts import freeze
@@ -32,13 +35,17 @@ def everywhere(fact: bool) -> bool:
     return bool(held)
 
 
+@functools.cache
+def mesh() -> Mesh:
+    return Mesh.open(MeshConfig(), 2)
+
+
 def sharded(case: Case) -> tuple[Any, Packing, torch.optim.Optimizer]:
-    model = load_model(str(FOLDERS / case.family))
-    freeze(model, case.freeze)
+    cut = functools.partial(parallel.shard, mesh=mesh(), encoders=case.encoders, param_dtype=case.dtype)
+    model = load_model(str(FOLDERS / case.family), cut=cut)
     packing = Packing.of(model)
-    parallel.shard(
-        model, world_size=2, encoders=case.encoders, param_dtype=case.dtype, activation_checkpointing=case.recomputed
-    )
+    freeze(model, case.freeze)
+    parallel.compute_in(model, case.dtype, activation_checkpointing=case.recomputed)
     return model, packing, make_optimizer(model, lr=LR, eps=1e-4)
 
 

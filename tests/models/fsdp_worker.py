@@ -1,13 +1,16 @@
-"""What torchrun starts for test_fsdp.py, with OUT DENSE_FOLDER MOE_FOLDER: trains and saves on two ranks, and writes what
-it saw as JSON."""
+"""What test_fsdp.py starts with OUT DENSE_FOLDER MOE_FOLDER: trains and saves on two ranks, and on four in several meshes, and
+writes what it saw as JSON. Ranks are forked off this process once it has loaded torch and transformers, which takes seconds."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from rondo.models import checkpoint, parallel
+from rondo.models.config import MeshConfig
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
+from rondo.models.mesh import Mesh
+from rondo.models.names import local_part
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import pack
 from rondo.models.routing import enable_replay
@@ -49,16 +56,23 @@ def scored(model: Any) -> torch.Tensor:
         return response_log_probs(model, SCORED)[0]
 
 
-def sharded(path: str, *, replay: bool = False, **options: Any) -> tuple[Any, Any]:
-    model = load_model(path)
+@functools.cache
+def mesh_of(dp_replicate: int = 1) -> Mesh:
+    return Mesh.open(MeshConfig(dp_replicate=dp_replicate), dist.get_world_size())
+
+
+def sharded(path: str, *, replay: bool = False, dp_replicate: int = 1, **options: Any) -> tuple[Any, Any]:
+    dtype = options.get("dtype", "float32")
+    cut = functools.partial(parallel.shard, mesh=mesh_of(dp_replicate), param_dtype=dtype)
+    model = load_model(path, cut=cut)
     if replay:
         enable_replay(model)
-    model = parallel.shard(model, world_size=2, **options)
-    return model, make_optimizer(model, lr=LR, eps=EPS)
+    return parallel.compute_in(model, **options), make_optimizer(model, lr=LR, eps=EPS)
 
 
 def steps(model: Any, optimizer: Any, which: range = range(3), **options: Any) -> list[list[float]]:
-    told = [train_step(model, optimizer, step, rank=dist.get_rank(), world_size=2, **options) for step in which]
+    ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    told = [train_step(model, optimizer, step, **ranks, **options) for step in which]
     return [[summed(loss), norm] for loss, norm in told]
 
 
@@ -86,7 +100,7 @@ def snapshots(model: Any, optimizer: Any) -> dict[str, bool]:
     before = scored(model)
     first = steps(model, optimizer, range(2, 3))
     after, _ = local_copies(model, optimizer)
-    parallel.set_sync(model, False)
+    parallel.set_last(model, False)
     response_log_probs(model, SCORED)[0].sum().backward()  # held back by FSDP2, and its copies are still gathered
     response_log_probs(model, SCORED)
     parallel.discard_gradients(model)
@@ -177,23 +191,62 @@ def whole_size(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def in_meshes() -> None:
+    """Four ranks as 1 x 4, 2 x 2 and 4 x 1."""
+    facts: dict[str, Any] = {}
+    for dp_replicate in (1, 2, 4):
+        name = f"{dp_replicate}x{4 // dp_replicate}"
+        model, optimizer = sharded(DENSE, dp_replicate=dp_replicate)
+        held = sum(local_part(p).numel() for p in model.parameters()) / whole_size(model)
+        gradients = whole_gradients(model)
+        told = steps(model, optimizer, range(2))
+        checkpoint.save(OUT / name / "step_000002", model, optimizer, {})
+        group = mesh_of(dp_replicate).copy_beside()
+        tensors = {key: value.clone() for key, value in parallel.full_tensors(model, beside=group)}
+        if dist.get_rank() == 0:
+            save_file(tensors, OUT / f"{name}.safetensors")
+            save_file(gradients, OUT / f"{name}.gradients.safetensors")
+        others, other = sharded(DENSE, dp_replicate={1: 4, 2: 1, 4: 2}[dp_replicate])
+        checkpoint.load(OUT / name / "step_000002", others, other)
+        facts[name] = {
+            "held": held, "told": told, "next": steps(model, optimizer, range(2, 3)),
+            "next of another": steps(others, other, range(2, 3)),
+        }  # fmt: skip
+    if dist.get_rank() == 0:
+        (OUT / "meshes.json").write_text(json.dumps(facts))
+
+
+def whole_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of the first step, summed over micro-batches whose gradients are shards between them."""
+    num_tokens = sum(one.response for one in STEPS[0])
+    for start in (0, 8):
+        parallel.set_last(model, start > 0)
+        batch = STEPS[0][start : start + 8][dist.get_rank() :: dist.get_world_size()]
+        (-response_log_probs(model, pack(batch), temperature=0.9, chunk_tokens=7)[0].sum()).backward()
+        assert all(
+            isinstance(p, DTensor) and (p.grad is None or isinstance(p.grad, DTensor)) for p in model.parameters()
+        )
+    parallel.scale_gradients(model, 1 / num_tokens)
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    parallel.discard_gradients(model)
+    return found
+
+
+def on_two() -> None:
     facts: dict[str, Any] = {
         "dense": trained("dense", DENSE),
         "recomputed": trained("recomputed", DENSE, activation_checkpointing=True),
         "moe": trained("moe", MOE),
         "replayed": trained("replayed", MOE, replay=True, activation_checkpointing=True),
-        "bfloat16": trained("bfloat16", DENSE, param_dtype="bfloat16"),
+        "bfloat16": trained("bfloat16", DENSE, dtype="bfloat16"),
     }
     facts["published"] = published(sharded(MOE)[0])
-    half, _ = sharded(DENSE, param_dtype="bfloat16")
+    half, _ = sharded(DENSE, dtype="bfloat16")
     facts["bfloat16_scores"] = everywhere(torch.equal(scored(half), scored(load_model(DENSE, dtype="bfloat16"))))
     facts["float32_scores"] = everywhere(torch.equal(scored(sharded(DENSE)[0]), scored(load_model(DENSE))))
 
     for dtype in ("float32", "bfloat16"):
-        model, optimizer = sharded(DENSE, param_dtype=dtype)
+        model, optimizer = sharded(DENSE, dtype=dtype)
         steps(model, optimizer, range(2))
         facts[f"{dtype}_snapshots"] = snapshots(model, optimizer)
 
@@ -217,9 +270,31 @@ def main() -> None:
     if dist.get_rank() == 0:
         save_file({"scores": scores}, OUT / "scores.safetensors")
         (OUT / "facts.json").write_text(json.dumps(facts))
-    # gloo's thread frees the last collective's tensors when it comes to it; in a finalizing interpreter that aborts.
-    os._exit(0)
+
+
+def fork(num_ranks: int, work: Callable[[], None]) -> None:
+    """`work` on every rank of a group."""
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        try:
+            torch.set_num_threads(1)
+            store = dist.FileStore(str(OUT / f"store of {num_ranks}"), num_ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+            work()
+            sys.stdout.flush()
+        except BaseException:  # noqa: BLE001  # told, and this rank is over
+            traceback.print_exc()
+            os._exit(1)
+        # gloo's thread frees the last collective's tensors when it comes to it; in a finalizing interpreter that aborts.
+        os._exit(0)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0] * num_ranks, codes
 
 
 assert len(STEPS) == 3
-main()
+fork(2, on_two)
+fork(4, in_meshes)

@@ -227,7 +227,7 @@ def train_step(
     model.train()
     total = torch.zeros((), dtype=torch.float64)
     for number, batch in enumerate(batches):
-        parallel.set_sync(model, number == len(batches) - 1)
+        parallel.set_last(model, number == len(batches) - 1)
         log_probs, _ = response_log_probs(model, packing.pack(batch, train=True), chunk_tokens=7)
         loss = -log_probs.sum()
         loss.backward()

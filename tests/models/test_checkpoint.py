@@ -19,7 +19,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rondo.models import checkpoint
+from rondo.models import checkpoint, hf_folder
 from rondo.models.load import load_model
 from rondo.models.optimizer import make_optimizer
 from rondo.models.state import training_state
@@ -184,8 +184,32 @@ def test_an_export_loads_with_equal_logits_whatever_it_replaces(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "source"]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_checkpoint_is_exported_without_its_model_part_by_part(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_READ_BYTES", 50_000)
+    source = folder_of(tmp_path / "source", family)
+    model = load_model(source)
+    optimizer = make_optimizer(model, lr=LR)
+    train_step(model, optimizer, 0)
+    checkpoint.save(tmp_path / "step_000001", model, optimizer, {})
+    checkpoint.export_hf(tmp_path / "hf", model, source, dtype="bfloat16")
+    checkpoint.export(tmp_path / "step_000001", tmp_path / "exported", source, dtype="bfloat16")
+    files = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == files
+    assert all((tmp_path / "exported" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes() for name in files)
+    other = folder_of(tmp_path / "other", "qwen3_moe" if family == "qwen3" else "qwen3")
+    with pytest.raises(CorruptData, match=r"must hold exactly the tensors of this model, got \d+ that differ"):
+        checkpoint.export(tmp_path / "step_000001", tmp_path / "again", other)
+    (tmp_path / "step_000001" / "COMPLETE").unlink()
+    with pytest.raises(CorruptData, match="must carry its COMPLETE marker"):
+        checkpoint.export(tmp_path / "step_000001", tmp_path / "again", source)
+    assert not (tmp_path / "again").exists()
+
+
 def test_an_export_larger_than_a_file_is_cut_into_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
+    monkeypatch.setattr(hf_folder, "MAX_FILE_BYTES", 40_000)
     source = folder_of(tmp_path / "source", "qwen3")
     model = load_model(source)
     checkpoint.export_hf(tmp_path / "hf", model, source)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rondo.models.config import ModelConfig
+from rondo.models.config import MeshConfig, ModelConfig
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import explain
 
 
@@ -35,3 +36,13 @@ def test_a_build_function_is_kept_as_text() -> None:
     from rondo.models.tiny.qwen3 import build
 
     assert ModelConfig(build=build).build == "rondo.models.tiny.qwen3:build"
+
+
+def test_a_mesh_is_of_all_ranks_that_train() -> None:
+    assert [MeshConfig(dp_replicate=copies).shape(4) for copies in (1, 2, 4)] == [(1, 4), (2, 2), (4, 1)]
+    assert MeshConfig(dp_shard=4).shape(4) == (1, 4)
+    for given, shown in ((MeshConfig(dp_replicate=3), "3 x dp_shard 1"), (MeshConfig(dp_shard=2), "1 x dp_shard 2")):
+        with pytest.raises(
+            ConfigError, match=rf"must be of the 4 processes that train, got dp_replicate {shown}\. Change"
+        ):
+            given.shape(4)

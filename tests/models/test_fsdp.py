@@ -34,10 +34,7 @@ class Run:
         self.out.mkdir()
         self.dense, self.moe = default_folder(folder / "dense"), folder_of(folder / "moe", "qwen3_moe", tied=False)
         self.whole, self.whole_optimizer = self.saved_by_one()
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder),
-            str(Path(__file__).with_name("fsdp_worker.py")), str(self.out), self.dense, self.moe,
-        ]  # fmt: skip
+        command = [sys.executable, str(Path(__file__).with_name("fsdp_worker.py")), str(self.out), self.dense, self.moe]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -58,7 +55,7 @@ class Run:
         model = load_model(path)
         if replay:
             enable_replay(model)
-        model = parallel.shard(model, **options)
+        model = parallel.compute_in(model, **options)
         optimizer = make_optimizer(model, lr=LR, eps=EPS)
         told = [train_step(model, optimizer, step, replay=replay) for step in range(3)]
         return told, dict(parallel.full_tensors(model))
@@ -86,6 +83,26 @@ def test_two_ranks_train_as_one_process_does(run: Run, name: str, path: str) -> 
     assert difference(weights, two) < 1e-6 < 1e-3 < difference(before, two)
 
 
+@pytest.mark.parametrize("name", ["1x4", "2x2", "4x1"])
+def test_four_ranks_in_any_mesh_train_as_one_process_does(run: Run, name: str) -> None:
+    facts = json.loads((run.out / "meshes.json").read_text())[name]
+    model = load_model(run.dense)
+    optimizer = make_optimizer(model, lr=LR, eps=EPS)
+    train_step(model, optimizer, 0, take=False)
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
+    assert difference(gradients, load_file(run.out / f"{name}.gradients.safetensors")) < 1e-6
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
+    parallel.discard_gradients(model)
+    for step, told in enumerate(facts["told"]):
+        loss, norm = train_step(model, optimizer, step)
+        assert told == [pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4)]
+    assert difference(dict(parallel.full_tensors(model)), load_file(run.out / f"{name}.safetensors")) < 1e-6
+    assert facts["held"] == pytest.approx(1 / int(name[-1]), abs=0.02)
+    # A checkpoint of it goes on in another mesh.
+    assert facts["next of another"][0] == pytest.approx(facts["next"][0], rel=1e-5)
+    assert train_step(model, optimizer, 2) == pytest.approx(facts["next"][0], rel=1e-4)
+
+
 def test_two_ranks_that_recompute_replay_experts_as_one_process_does(run: Run) -> None:
     told, weights = run.alone(run.moe, replay=True)
     assert [loss for loss, _ in run.facts["replayed"]] == pytest.approx([loss for loss, _ in told], rel=1e-5)
@@ -96,7 +113,7 @@ def test_two_ranks_that_recompute_replay_experts_as_one_process_does(run: Run) -
 
 
 def test_two_ranks_in_bfloat16_train_as_one_process_does(run: Run) -> None:
-    told, weights = run.alone(run.dense, param_dtype="bfloat16")
+    told, weights = run.alone(run.dense, dtype="bfloat16")
     for (loss, norm), (other_loss, other_norm) in zip(told, run.facts["bfloat16"], strict=True):
         assert loss == pytest.approx(other_loss, rel=1e-3)
         assert norm == pytest.approx(other_norm, rel=2e-2)

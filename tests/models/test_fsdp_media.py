@@ -45,7 +45,7 @@ class Run:
         model = load_model(str(self.folders[case.family]))
         freeze(model, case.freeze)
         packing = Packing.of(model)
-        parallel.shard(model, param_dtype=case.dtype)
+        parallel.compute_in(model, dtype=case.dtype)
         return model, packing, make_optimizer(model, lr=LR, eps=1e-4)
 
 

@@ -88,7 +88,7 @@ def test_what_transformers_keeps_in_float32_is_published_trained_and_loaded_so(
     load_disk_tensors(engine, tensors)
     shown = {name: tensor for name, tensor in memory_tensors(source).items() if name.endswith(kept)}
     assert shown and all(torch.equal(memory_tensors(engine)[name], tensor) for name, tensor in shown.items())
-    trained = parallel.shard(source, param_dtype="bfloat16")
+    trained = parallel.compute_in(source, dtype="bfloat16")
     ids = torch.arange(1, 40)[None]
     with torch.no_grad():
         assert torch.equal(

@@ -38,7 +38,7 @@ def scores(model: Any) -> torch.Tensor:
 def test_one_process_in_float32_keeps_the_model_untouched() -> None:
     model = tiny("qwen3")
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    assert parallel.shard(model) is model
+    assert parallel.compute_in(model) is model
     assert {name: module.__dict__ for name, module in model.named_modules()} == before
 
 
@@ -47,7 +47,7 @@ def test_bfloat16_computes_as_a_bfloat16_model_and_keeps_float32_weights(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
     path = folder_of(tmp_path, family, tied=tied)
-    model = parallel.shard(load_model(path), param_dtype="bfloat16")
+    model = parallel.compute_in(load_model(path), dtype="bfloat16")
     half = load_model(path, dtype="bfloat16")
     assert torch.equal(scores(model), scores(half))
     ours, theirs = gradients(model), gradients(half)
@@ -59,7 +59,7 @@ def test_bfloat16_computes_as_a_bfloat16_model_and_keeps_float32_weights(
 
 
 def test_weights_are_given_back_when_a_forward_fails() -> None:
-    model = parallel.shard(tiny("qwen3"), param_dtype="bfloat16")
+    model = parallel.compute_in(tiny("qwen3"), dtype="bfloat16")
     with pytest.raises(IndexError):
         model(input_ids=torch.tensor([[100_000]]))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -68,8 +68,8 @@ def test_weights_are_given_back_when_a_forward_fails() -> None:
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_recomputed_layers_give_equal_gradients_and_run_twice(param_dtype: str) -> None:
-    plain = parallel.shard(tiny("qwen3"), param_dtype=param_dtype)
-    recomputed = parallel.shard(tiny("qwen3"), param_dtype=param_dtype, activation_checkpointing=True)
+    plain = parallel.compute_in(tiny("qwen3"), dtype=param_dtype)
+    recomputed = parallel.compute_in(tiny("qwen3"), dtype=param_dtype, activation_checkpointing=True)
     calls = []
     recomputed.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(scores(plain), scores(recomputed))
@@ -83,7 +83,7 @@ def test_recomputation_needs_layers() -> None:
     with pytest.raises(
         ConfigError, match=r"must have decoder layers to recompute, got none in Linear\. Set it to False"
     ):
-        parallel.shard(torch.nn.Linear(2, 2), activation_checkpointing=True)
+        parallel.compute_in(torch.nn.Linear(2, 2), activation_checkpointing=True)
 
 
 def test_layers_are_found_in_every_family() -> None:
@@ -138,7 +138,7 @@ def test_encoders_in_bfloat16_compute_as_those_of_a_bfloat16_model(family: str, 
     path = str(multimodal.folder_of(tmp_path, family))
     half, model = load_model(path, dtype="bfloat16"), load_model(path)
     packed = Packing.of(model).pack([*multimodal.ragged(model), *multimodal.long_prompt(model)], train=True)
-    parallel.shard(model, param_dtype="bfloat16", activation_checkpointing=True)
+    parallel.compute_in(model, dtype="bfloat16", activation_checkpointing=True)
     with torch.no_grad():
         assert torch.equal(response_log_probs(model, packed)[0], response_log_probs(half, packed)[0])
     ours, theirs = media_gradients(model, packed), media_gradients(half, packed)
@@ -155,7 +155,7 @@ def test_encoders_in_bfloat16_compute_as_those_of_a_bfloat16_model(family: str, 
 @pytest.mark.parametrize("family", multimodal.FAMILIES)
 def test_blocks_of_encoders_are_recomputed_one_by_one(family: str) -> None:
     plain, recomputed = multimodal.tiny(family), multimodal.tiny(family)
-    parallel.shard(recomputed, activation_checkpointing=True)
+    parallel.compute_in(recomputed, activation_checkpointing=True)
     packed = Packing.of(plain).pack(multimodal.ragged(plain), train=True)
     calls: Counter[str] = Counter()
     for name in ("visual", "visual.blocks.0"):
@@ -179,7 +179,7 @@ def test_layers_of_encoders_are_units_too() -> None:
 
 
 def test_weights_that_were_asked_for_stay_the_models_own_while_a_forward_runs_on_copies() -> None:
-    model = parallel.shard(tiny("qwen3"), param_dtype="bfloat16")
+    model = parallel.compute_in(tiny("qwen3"), dtype="bfloat16")
     before = {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
     asked = parallel.full_tensors(model)
     seen: dict[str, torch.Tensor] = {}

@@ -149,7 +149,7 @@ def test_layers_that_are_computed_again_in_the_backward_share_prompts_again(dtyp
     for recomputed in (False, True):
         model = tiny("qwen3")
         packing = Packing.of(model)
-        model = parallel.shard(model, world_size=1, param_dtype=dtype, activation_checkpointing=recomputed).train()
+        model = parallel.compute_in(model, dtype=dtype, activation_checkpointing=recomputed).train()
         response_log_probs(model, packing.pack(batch, train=True))[0].sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()

@@ -97,11 +97,11 @@ def test_several_nodes_are_noted_as_what_cannot_be_started(tmp_path: Path) -> No
     ("ranks", "encoders", "weights", "gradients", "moments"),
     [
         (1, "replicate", 4 * 1400, 4 * 700, 8 * 700),
-        (2, "replicate", 4 * (500 + 400), 4 * (300 + 100 + 600), 8 * (300 + 100)),
-        (2, "shard", 4 * (500 + 200), 4 * (300 + 50 + 700), 8 * (300 + 50)),
+        (2, "replicate", 4 * (500 + 400), 4 * (300 + 100), 8 * (300 + 100)),
+        (2, "shard", 4 * (500 + 200), 4 * (300 + 50), 8 * (300 + 50)),
     ],
 )
-def test_training_holds_shards_and_between_micro_batches_whole_gradients(
+def test_training_holds_shards_of_weights_gradients_and_moments(
     tmp_path: Path, ranks: int, encoders: str, weights: int, gradients: int, moments: int
 ) -> None:
     found = training_bytes(config_of(tmp_path, f"train.encoders={encoders}"), SHAPE, ranks)
@@ -127,19 +127,26 @@ def test_roles_in_one_process_lie_beside_each_other_and_an_engine_of_one_dtype_u
     assert sum(parts.values()) + copy == sum(sum(group_estimate(config, SHAPE, g).parts.values()) for g in alone)
 
 
-def test_a_model_that_fits_only_after_loading_does_not_fit(tmp_path: Path) -> None:
+def test_a_copy_of_the_model_is_cut_over_its_own_ranks_alone(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "groups.1.processes=4", "train.mesh.dp_replicate=2")
+    found = training_bytes(config, SHAPE, 4)
+    assert (found["weights"], found["moments"]) == (4 * (500 + 400), 8 * (300 + 100))
+    assert segment_bytes(config, 1400, 10, SHAPE)["hot snapshots"] == 2 * 4 * (4 * 500 + 8 * 300 + 4 * 400 + 8 * 100)
+
+
+def test_a_model_that_does_not_fit_in_shards_is_told_with_what_it_would_take(tmp_path: Path) -> None:
     large = Shape(
         vocab_size=100, decoder=BLOCKS, encoders=(), num_caching=2, decoder_parameters=4 * GIB, encoder_parameters=0,
-        trained_decoder=100, trained_encoders=0, layer_parameters=300, root_parameters=400,
+        trained_decoder=4 * GIB, trained_encoders=0, layer_parameters=300, root_parameters=400,
     )  # fmt: skip
     config = config_of(tmp_path, "groups.1.devices=1", "groups.1.processes=8")
-    (text,) = errors(list(judge_devices(config, large, 15 * GIB, "error")))
+    (text,) = errors(list(judge_devices(config, large, 8 * GIB, "error")))
     assert text.startswith(
-        "a process of actor must fit into the memory of its device, 15.0 GiB, got about 17.0 GiB by estimate"
+        "a process of actor must fit into the memory of its device, 8.0 GiB, got about 9.0 GiB by estimate"
     )
-    assert text.endswith("holds the whole model while it loads: use devices with more memory, or a smaller model")
-    assert errors(list(judge_devices(config, large, 17 * GIB, "error"))) == []
-    assert [finding.level for finding in judge_devices(config, large, 15 * GIB, "note")] == ["note"]
+    assert text.endswith("Raise the processes of actor")
+    assert errors(list(judge_devices(config, large, 10 * GIB, "error"))) == []
+    assert [finding.level for finding in judge_devices(config, large, 8 * GIB, "note")] == ["note"]
 
 
 def test_a_node_whose_memory_does_not_suffice_is_named_with_what_it_would_hold(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ Policy = Backend[PolicyObjective]
 
 def trainer(config: JobConfig, model: str) -> Policy:
     torch.manual_seed(0)
-    return open_policy(config, model, rank=0, world_size=1, device="cpu")
+    return open_policy(config, model, world_size=1, device="cpu")
 
 
 def rows(seed: int, num_rows: int = 6) -> list[TrainRow]:
@@ -230,7 +230,7 @@ def test_samples_of_several_parts_are_refused_since_the_loss_counts_a_sample_by_
 def test_lent_weights_are_no_version_from_the_optimizer_on_and_stay_the_trainers_tensors(model: str) -> None:
     config = job(model)
     torch.manual_seed(0)
-    made = open_policy(config, model, rank=0, world_size=1, device="cpu", lends=True)
+    made = open_policy(config, model, world_size=1, device="cpu", lends=True)
     assert made.lent is not None
     made.lent.holds(0)
     tensors, state = made.state()

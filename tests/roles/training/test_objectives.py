@@ -13,7 +13,7 @@ import transformers as hf
 
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import TrainConfig
-from rondo.roles.training.backend import Backend, Use, sharded
+from rondo.roles.training.backend import Backend, Use, make_ready
 from tests.models.builders import SIZES
 
 
@@ -49,7 +49,7 @@ def critic() -> Backend[Values]:
     torch.manual_seed(0)
     model = hf.Qwen3ForTokenClassification(hf.Qwen3Config(**SIZES, num_labels=1)).eval()
     train = TrainConfig(lr=1e-2)
-    return Backend(sharded(model, train, 1), Values(), train, num_steps=4, mini_batches=2, passes=2)
+    return Backend(make_ready(model, train), Values(), train, num_steps=4, mini_batches=2, passes=2)
 
 
 def step(made: Backend[Values], number: int) -> tuple[dict[str, float], Any]:

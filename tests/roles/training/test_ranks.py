@@ -19,9 +19,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rondo.launch.config import load
+from rondo.models.mesh import Mesh
+from rondo.models.names import local_part
+from rondo.models.packing import Sequence as Packable
 from rondo.roles.actor import ActorRole
 from rondo.roles.algorithms.whitening import contribution
-from rondo.roles.config import JobConfig
+from rondo.roles.config import JobConfig, MeshConfig
+from rondo.roles.forward import Scorer
 from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.objective import TrainRow, open_policy
 from rondo.runtime.records.timeline import span
@@ -64,7 +68,7 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
     """Two steps of a case: weights, what each step told, and which rows it says that it trained."""
     config = config_of_case(name, path)
     torch.manual_seed(0)
-    made = open_policy(config, path, rank=rank, world_size=num_ranks, device="cpu")
+    made = open_policy(config, path, world_size=num_ranks, device="cpu")
     told, whitens = [], config.algorithm.normalize_batch is not None
     for step in range(2):
         # The last rounds of a step are a mini-batch of their own where it has two.
@@ -161,7 +165,7 @@ class Actor(ActorRole):
         super().__init__(context)
         torch.manual_seed(0)
         self._rank, self._store, self._log = rank, store, log
-        self._trainer = open_policy(job(path), path, rank=rank, world_size=2, device="cpu")
+        self._trainer = open_policy(job(path), path, world_size=2, device="cpu")
         self._snapshot, self._publisher, self._publishing = None, None, None
         self._parity: Any = SimpleNamespace(write=self._told, taken=tuple, add=lambda _: None)
         config = QUICKSTART.model_copy(update={"num_steps": 2})
@@ -205,6 +209,17 @@ def settled(path: str, rank: int, store: dist.Store, out: Path) -> dict[str, tor
     return whole(actor._trainer)
 
 
+def scored(path: str, rank: int, mesh: Mesh) -> tuple[bool, list[list[float]]]:
+    """Whether this rank has a part of the model alone; the log-probs of its rows, of which the second rank has none."""
+    made: Any = SimpleNamespace(config=job(path), device="cpu")
+    scorer = Scorer(path, made, mesh=mesh)
+    sequences = [Packable(row.tokens, len(row.mask)) for row in batch(0)] if rank == 0 else []
+    _, found = scorer.score(sequences)
+    held = sum(local_part(parameter).numel() for parameter in scorer._model.parameters())
+    whole = sum(parameter.numel() for parameter in scorer._model.parameters())
+    return held < 0.6 * whole, [log_probs.tolist() for log_probs in found]
+
+
 def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -212,12 +227,11 @@ def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     facts: dict[str, Any] = {name: trained(name, path, rank, 2) for name in CASES}
     facts["settled"] = settled(path, rank, store, out)
+    facts["scored"] = scored(path, rank, Mesh.open(MeshConfig(), 2))
     seen: list[dict[str, float]] = []
     # 3 demonstrations of 3 rounds over 2 ranks: one rank runs dummies. Only rank 1 asks to stop.
     config = config_of(folder, steps=9, batch_size=3, micro_batch_tokens=20)
-    warm, _ = train(
-        folder, config, rank=rank, world_size=2, on_step=seen.append, should_stop=lambda: rank == 1 and len(seen) == 3
-    )
+    warm, _ = train(folder, config, world_size=2, on_step=seen.append, should_stop=lambda: rank == 1 and len(seen) == 3)
     facts["warm_up"] = (seen, weights(warm))
     torch.save(facts, out / f"{rank}.pt")
     # gloo's thread frees the last collective's tensors when it comes to it; in a finalizing interpreter that aborts.
@@ -237,7 +251,7 @@ def two(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> S
 def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, model: str, name: str) -> None:
     alone = trained(name, model, 0, 1)
     first, second = (found[name] for found in two.ranks)
-    before = whole(open_policy(config_of_case(name, model), model, rank=0, world_size=1, device="cpu"))
+    before = whole(open_policy(config_of_case(name, model), model, world_size=1, device="cpu"))
     assert second["weights"] == {} and first["checksum"] == second["checksum"]
     for key, tensor in alone["weights"].items():
         torch.testing.assert_close(first["weights"][key], tensor, atol=2e-6, rtol=0)
@@ -246,6 +260,15 @@ def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, mode
     for (metrics, spans), (wanted, every) in zip(first["told"], alone["told"], strict=True):
         assert spans == every == [[at, 0, 0, 1] for at in range(8)]
         assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_two_ranks_that_hold_a_shard_of_the_reference_each_score_as_one_does_also_without_rows(
+    two: Any, model: str
+) -> None:
+    (first_is_a_part, theirs), (second_is_a_part, none) = (found["scored"] for found in two.ranks)
+    is_a_part, alone = scored(model, 0, Mesh())
+    assert (first_is_a_part, second_is_a_part, is_a_part, none) == (True, True, False, [])
+    assert len(alone) == 8 and theirs == alone
 
 
 def test_a_step_is_committed_beside_the_next_and_its_optimizer_waits_for_it_on_every_rank(two: Any, model: str) -> None:
@@ -268,7 +291,7 @@ def test_every_rank_has_told_what_it_trained_before_any_rank_can_commit(two: Any
 def test_collectives_of_a_commit_and_of_the_rounds_beside_it_do_not_cross(two: Any, model: str) -> None:
     config = job(model)
     torch.manual_seed(0)
-    alone = open_policy(config, model, rank=0, world_size=1, device="cpu")
+    alone = open_policy(config, model, world_size=1, device="cpu")
     for step in range(2):
         alone.accumulate(step, batch(step), [[at, 0, 0, 1] for at in range(8)], last=True)
         alone.finish(step)

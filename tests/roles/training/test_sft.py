@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from rondo.models import parallel
 from rondo.models.load import load_model, load_tokenizer
+from rondo.models.mesh import Mesh
 from rondo.models.tiny import qwen3
-from rondo.roles.config import DataConfig, SftConfig
+from rondo.roles.config import DataConfig, MeshConfig, SftConfig
 from rondo.roles.data.datasets import Row, open_dataset
 from rondo.roles.data.prompts import TooLong, render_prompt
 from rondo.roles.training import sft
@@ -46,9 +47,9 @@ def train(folder: Path, config: SftConfig, **options: Any) -> tuple[Any, list[di
     options = {"on_step": lambda step: steps.append(step), "should_stop": lambda: False} | options
     steps: list[dict[str, float]] = []
     path = str(folder / "model")
-    model = parallel.shard(load_model(path, dtype="float32", device="cpu"), world_size=options.get("world_size", 1))
-    ranks = {name: options.pop(name) for name in ("rank", "world_size") if name in options}
-    backend = sft.backend_of(model, config, **ranks)
+    mesh = Mesh.open(MeshConfig(), options.pop("world_size", 1))
+    model = load_model(path, cut=lambda model: parallel.shard(model, mesh))
+    backend = sft.backend_of(parallel.compute_in(model), config, mesh=mesh)
     source = config.source(PROMPTS)
     sft.fine_tune(backend, load_tokenizer(path), open_dataset(source), config, source, **options)
     return model, steps

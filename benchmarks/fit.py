@@ -1,0 +1,226 @@
+"""What a rank holds at its peak, over what it must: while a model loads, in a step, and while a version is published.
+
+    rondo bench fit [--layers 36] [--mesh 1x4] [--rows 4] [--tokens 64]
+
+A Qwen3-shaped random model of 0.6 billion float32 parameters (vocabulary 32,768) trains on four gloo ranks with the product's own
+backend: loaded from a folder, one step of 8 micro-batches a rank, one version copied into a slab as the actor does without a hot
+snapshot. A rank's memory is its RssAnon + RssShmem above what it had before it loaded; each rank is sampled every few
+milliseconds, and the greatest counts. What it must hold: 16 bytes a parameter over the ranks of a copy (weights, gradients, two
+moments), twice the largest unit (gathered, and its gradient), and the activations of a micro-batch by `rondo check`'s formula.
+The slab lies in the supervisor's memory in a run; here it is the first rank's, and counts.
+
+The last line is JSON: `load_ratio`, `step_ratio` and `publish_ratio`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.launch.check.estimate import training_bytes
+from rondo.launch.check.shape import shape_of
+from rondo.models.config import MeshConfig, ModelConfig
+from rondo.models.hf_folder import write_folder
+from rondo.models.load import empty_model
+from rondo.models.names import disk_groups
+from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.roles.config import DataConfig, JobConfig, RewardConfig, RolloutConfig, TrainConfig
+from rondo.roles.training.objective import TrainRow, open_policy
+from rondo.runtime.memory.segments import Segment
+
+NUM_RANKS, NUM_MICRO_BATCHES = 4, 8
+_EVERY_S = 0.004
+_WRITE = "import sys; from benchmarks.fit import Path, write_model; write_model(Path(sys.argv[1]), int(sys.argv[2]))"
+
+
+def rows() -> list[dict[str, str]]:
+    return [{"prompt": "1+1=", "answer": "2"}]
+
+
+def reward(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
+    return 0.0
+
+
+def job(folder: Path, replicas: int, num_rows: int, num_tokens: int) -> JobConfig:
+    size = num_rows * num_tokens
+    return JobConfig(
+        name="fit", num_steps=1, model=ModelConfig(path=str(folder)), data=DataConfig(rows=rows, label="answer"),
+        reward=RewardConfig(function=reward),
+        rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=8),
+        train=TrainConfig(
+            mesh=MeshConfig(dp_replicate=replicas), micro_batch_tokens=size, log_prob_chunk_tokens=size, hot_snapshot=False
+        ),
+    )  # fmt: skip
+
+
+def write_model(folder: Path, layers: int) -> None:
+    """Random weights, a tensor at a time."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    build_tokenizer().save_pretrained(folder / "tokenizer")
+    config = Qwen3Config(
+        vocab_size=32_768, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    draw = torch.Generator().manual_seed(0)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for group in disk_groups(model):
+            for name, shape in group.shapes.items():
+                yield name, torch.randn(shape, generator=draw) * 0.02 if len(shape) > 1 else torch.ones(shape)
+
+    write_folder(folder / "model", model, str(folder / "tokenizer"), "float32", tensors())
+
+
+# ---- one rank -----------------------------------------------------------------------------------------------------------
+
+
+def held_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
+
+
+class Peaks:
+    """The most that this process held during each part, above the beginning."""
+
+    def __init__(self) -> None:
+        self._before, self._now = held_bytes(), 0
+        self.of: dict[str, int] = {}
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            self._now = max(self._now, held_bytes())
+            time.sleep(_EVERY_S)
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        self._now = held_bytes()
+        yield
+        self.of[part] = max(self._now, held_bytes()) - self._before
+
+
+def micro_batch(number: int, num_rows: int, num_tokens: int) -> list[TrainRow]:
+    draw = np.random.default_rng(NUM_RANKS * number + dist.get_rank())
+    half = num_tokens // 2
+    made = []
+    for _ in range(num_rows):
+        tokens = draw.integers(0, 32_768, num_tokens).astype(np.int32)
+        columns = [draw.normal(-1, 0.1, half).astype(np.float32) for _ in range(2)]
+        made.append(TrainRow(tokens, np.ones(half, np.uint8), *columns, None, None, np.zeros(half, np.int32)))
+    return made
+
+
+def train(config: JobConfig, num_rows: int, num_tokens: int, slab: int, out: Path) -> None:
+    assert config.model.path is not None
+    peaks, took = Peaks(), dict[str, float]()
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        since = time.monotonic()
+        with peaks.during(name):
+            yield
+        took[name] = time.monotonic() - since
+
+    with part("load"):
+        trainer = open_policy(config, config.model.path, world_size=NUM_RANKS, device="cpu")
+    with part("step"):
+        for number in range(NUM_MICRO_BATCHES):
+            spans = [[number * 1000 + at, 0, 0, 1] for at in range(num_rows)]
+            batch = micro_batch(number, num_rows, num_tokens)
+            trainer.accumulate(0, batch, spans, last=number == NUM_MICRO_BATCHES - 1)
+        trainer.finish(0)
+    with part("publish"):
+        publish(trainer.weights(), slab)
+    (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps({"peaks": peaks.of, "seconds": took}))
+
+
+def publish(weights: Iterator[tuple[str, torch.Tensor]], num_bytes: int) -> None:
+    if dist.get_rank() > 0:
+        for _ in weights:
+            pass
+        return
+    descriptor = os.memfd_create("weights")
+    os.posix_fallocate(descriptor, 0, num_bytes)
+    with Segment("weights", num_bytes, descriptor) as segment:
+        slab = WeightSlab(segment, 1)
+        publisher = Publisher(slab)
+        publisher.copy(0, attempt=0, version=1, tensors=weights).checksum.result(600)
+        publisher.close()
+        slab.close()
+
+
+def fork(out: Path, work: Callable[[], None]) -> None:
+    """`work` on every rank; what they load before is shared."""
+    children = []
+    for rank in range(NUM_RANKS):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        try:
+            torch.set_num_threads(1)
+            store = dist.FileStore(str(out / "store"), NUM_RANKS)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+            work()
+        except BaseException:  # noqa: BLE001  # told, and this rank is over
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if codes := [code for child in children if (code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]:
+        sys.exit(f"every rank must end with 0, got {codes}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--mesh", default="1x4", help="dp_replicate x dp_shard, of 4 ranks")
+    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=64, help="of a row")
+    options = parser.parse_args()
+    replicas, shards = map(int, options.mesh.split("x"))
+    with tempfile.TemporaryDirectory(prefix="rondo-fit-") as temporary:
+        out = Path(temporary)
+        subprocess.run([sys.executable, "-c", _WRITE, temporary, str(options.layers)], check=True)
+        config = job(out / "model", replicas, options.rows, options.tokens)
+        shape = shape_of(empty_model(str(out / "model")))
+        num_bytes = slab_bytes(4 * shape.parameters, 1000, 1)
+        fork(out, lambda: train(config, options.rows, options.tokens, num_bytes, out))
+        told = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    computed = training_bytes(config, shape, NUM_RANKS)
+    activations = computed["activations"] + computed["log-prob chunk"]
+    largest = 4 * max(shape.layer_parameters, shape.root_parameters)
+    must = 16 * shape.parameters // shards + 2 * largest + activations
+    peaks = {name: max(each["peaks"][name] for each in told) for name in told[0]["peaks"]}
+    mib = 1 << 20
+    print(f"{shape.parameters:,} parameters on {options.mesh} ranks; a rank must hold {must // mib:,} MiB, of which:")
+    of = {"shards": 16 * shape.parameters // shards, "twice a unit": 2 * largest, "activations": activations}
+    print("  " + ", ".join(f"{name} {size // mib:,}" for name, size in of.items()))
+    for name, peak in peaks.items():
+        seconds = max(each["seconds"][name] for each in told)
+        print(f"{name:8} {peak // mib:6,} MiB at most on a rank, {peak / must:.2f} of it, in {seconds:.0f} s")
+    ratios = {f"{name}_ratio": round(peak / must, 3) for name, peak in peaks.items()}
+    print(json.dumps(ratios | {"must_bytes": must, "peak_bytes": peaks, "parameters": shape.parameters}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A Hugging Face folder: weights in files, config, tokenizer, processor files; what transformers loads by its auto classes.
+
+Owns its layout. Does not own where the weights come from: a model that trains, or the shards of a checkpoint (`checkpoint.py`).
+
+Invariant: one file's tensors are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from safetensors.torch import save_file
+from transformers.utils import cached_file
+
+from rondo.models.families import family_of
+from rondo.models.load import load_tokenizer
+
+MAX_FILE_BYTES = 4 << 30
+_PROCESSOR_FILES = (
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
+)  # fmt: skip
+
+
+def write_folder(
+    folder: Path, model: Any, tokenizer_path: str, dtype: str, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """`tensors` (name on disk, whole) of `model`, which may be without memory, and what belongs to them."""
+    folder.mkdir(parents=True)
+    files: list[tuple[Path, dict[str, int]]] = []
+    for file in _files(tensors):
+        path = folder / f"part-{len(files)}.safetensors"
+        save_file(file, path, metadata={"format": "pt"})
+        files.append((path, {name: tensor.nbytes for name, tensor in file.items()}))
+    places: dict[str, str] = {}
+    total = 0
+    for number, (path, sizes) in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        path.rename(folder / name)
+        places |= dict.fromkeys(sizes, name)
+        total += sum(sizes.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
+    config = copy.deepcopy(model.config)
+    config.dtype = getattr(torch, dtype)
+    # FSDP2 puts its own class, named so, in front of the model's.
+    config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    load_tokenizer(tokenizer_path).save_pretrained(folder)
+    if family_of(model) is not None:
+        _copy_processor(folder, tokenizer_path)
+
+
+def _copy_processor(folder: Path, path: str) -> None:
+    """The files as they are: training changes none of them, and without torchvision transformers could not write them again."""
+    for name in _PROCESSOR_FILES:
+        # Of a model on the hub, those that exist are in the cache since its processor was made: no network is needed.
+        found = cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if found is not None:
+            shutil.copyfile(found, folder / name)
+
+
+def _files(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Copies on the CPU, as many as fit into a file."""
+    file: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if file and size + tensor.nbytes > MAX_FILE_BYTES:
+            yield file
+            file, size = {}, 0
+        file[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        size += tensor.nbytes
+    yield file

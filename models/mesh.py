@@ -1,0 +1,79 @@
+"""The ranks of a training group, by named dimensions.
+
+Owns the shape (`train.mesh`), the DeviceMesh over it, and groups of ranks for what runs beside training. Sharding, clipping,
+publication and checkpoints take from here, or from the placements of the tensors that were sharded over it, what they need: none
+of them assumes one axis. Does not own what is sharded how (`parallel.py`).
+
+    dp_replicate  copies of the model, each on `dp_shard` ranks; gradients are summed over them once an update
+    dp_shard      the ranks of one copy: parameters, gradients and moments are cut over them
+
+    4 ranks as 2 x 2:    0 1    a copy
+                         2 3    another
+
+Invariant: every rank trains on rows of its own; ranks are numbered copy by copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rondo.models.config import MeshConfig
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """`ranks`: [dp_replicate, dp_shard]; None for one process, which has no groups."""
+
+    ranks: DeviceMesh | None = None
+
+    @classmethod
+    def open(cls, config: MeshConfig, world_size: int, device: str = "cpu") -> Mesh:
+        """Of all ranks of this process's torchrun (collective). ConfigError for a shape that is not theirs."""
+        shape = config.shape(world_size)
+        if world_size == 1:
+            return cls()
+        return cls(init_device_mesh(device.partition(":")[0], shape, mesh_dim_names=(REPLICATE, SHARD)))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self.ranks is None else self.ranks.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.ranks is None else dist.get_rank()
+
+    @property
+    def replica(self) -> int:
+        """Which copy this rank has a shard of."""
+        return 0 if self.ranks is None else self.ranks.get_local_rank(REPLICATE)
+
+    @property
+    def sharded_over(self) -> DeviceMesh | None:
+        """What FSDP2 cuts a model over: one dimension, or with several copies both."""
+        return None if self.ranks is None else self.ranks if self.ranks.size(0) > 1 else self.ranks[SHARD]
+
+    def any(self, fact: bool) -> bool:
+        """Whether it holds on any rank (collective)."""
+        if self.ranks is None:
+            return fact
+        found = torch.tensor(float(fact), device=self.ranks.device_type)
+        dist.all_reduce(found)
+        return bool(found)
+
+    def all_beside(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks that nothing else uses (collective)."""
+        return None if self.ranks is None else dist.new_group(backend="gloo")
+
+    def copy_beside(self) -> dist.ProcessGroup | None:
+        """The same of the ranks that hold this rank's copy."""
+        if self.ranks is None:
+            return None
+        mine, _ = dist.new_subgroups_by_enumeration(self.ranks.mesh.tolist(), backend="gloo")
+        return mine
