@@ -136,13 +136,10 @@ class Packing:
         """The batch of these sequences; with `train` every tower has work in it. ConfigError as from `pack`, and for a sequence
         beyond `longest`."""
         check_length(self.model_name, self.longest, max((len(one.tokens) for one in sequences), default=0))
-        multimodal = self.dummy is not None
-        dummy = self.dummy if train else None
-        if self.share_prompts:
-            return pack_flat(sequences, multimodal=multimodal, dummy=dummy, placeholders=self.placeholders)
         return pack(
-            sequences, share_rows=self.share_rows, multimodal=multimodal, dummy=dummy, placeholders=self.placeholders
-        )
+            sequences, share_prompts=self.share_prompts, share_rows=self.share_rows, multimodal=self.dummy is not None,
+            dummy=self.dummy if train else None, placeholders=self.placeholders,
+        )  # fmt: skip
 
 
 def can_share_rows(model: Any) -> bool:
@@ -181,106 +178,70 @@ def _mixed(model: Any) -> str:
 def pack(
     sequences: Ordered[Sequence],
     *,
-    row_tokens: int | None = None,
+    share_prompts: bool = False,
     share_rows: bool = True,
     multimodal: bool = False,
     dummy: Sequence | None = None,
     placeholders: Ordered[int] = (),
 ) -> PackedBatch:
-    """Rows of `row_tokens`, by default the longest sequence's length; one sequence a row unless `share_rows`.
+    """One flat row with `share_prompts`, which leaves out a sequence's last token (it predicts nothing); else rows as long as the
+    longest sequence, one sequence a row unless `share_rows`.
 
     `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. `placeholders` are
-    tokens that stand for features in prompts with media, and nowhere else. Raises ConfigError for no sequences, a sequence
-    longer than `row_tokens`, a response that leaves no prompt, or experts of other tokens.
+    tokens that stand for features in prompts with media, and nowhere else. Raises ConfigError for no sequences, a response that
+    leaves no prompt, or experts of other tokens.
     """
-    _check(sequences, row_tokens)
-    num_given = len(sequences)
-    sequences = [*sequences, dummy] if dummy is not None else sequences
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    width = row_tokens or max(lengths)
-    one_each = [(row, 0) for row in range(len(lengths))], len(lengths)
-    places, num_rows = _first_fit(lengths, width) if share_rows else one_each
-    input_ids = np.zeros((num_rows, width), np.int64)
-    shared = num_rows < len(lengths)
+    _check(sequences)
+    every = [*sequences, dummy] if dummy is not None else sequences
+    shared = None
+    lies_in: Ordered[Ordered[int]] = [
+        (index,) for index in range(len(every))
+    ]  # the pieces that each sequence is made of
+    if share_prompts:
+        segments, pieces, lies_in = _segments(every)
+        starts, shared = lay_out(segments)
+        num_rows, width = 1, sum(segment.length for segment in segments)
+    else:
+        pieces = [(sequence, 0, len(sequence.tokens)) for sequence in every]
+        width = max(len(sequence.tokens) for sequence in every)
+        starts, num_rows = _first_fit([end for _, _, end in pieces], width, share_rows)
+    input_ids, features = np.zeros(num_rows * width, np.int64), np.zeros(num_rows * width, bool)
     # Padding goes on where it lies: after two sequences that is one more sequence of the row, so it too has something to
     # attend to.
-    position_ids: np.ndarray | None = None
-    if multimodal:
-        position_ids = np.tile(np.arange(width, dtype=np.float32), (4, num_rows, 1))
-    elif shared:
-        position_ids = np.tile(np.arange(width), (num_rows, 1))
-    positions, targets = [], []
-    features = np.zeros(input_ids.shape, bool)
-    for sequence, length, (row, start) in zip(sequences, lengths, places, strict=True):
-        end = start + length
-        input_ids[row, start:end] = sequence.tokens
-        if sequence.media is not None:
-            features[row, start : start + sequence.media.positions.shape[1]] = True
-        if position_ids is not None:
-            position_ids[..., row, start:end] = _axes(sequence) if multimodal else np.arange(length)
-        first = row * width + end - sequence.response - 1
-        positions.append(np.arange(first, first + sequence.response))
-        targets.append(sequence.tokens[length - sequence.response :])
-    hidden = hide_placeholders(input_ids, features, placeholders)
-    return PackedBatch(
-        input_ids=torch.from_numpy(input_ids if hidden is None else hidden),
-        embedded_ids=None if hidden is None else torch.from_numpy(input_ids),
-        position_ids=None if position_ids is None else torch.from_numpy(position_ids),
-        positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
-        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
-        responses=tuple(sequence.response for sequence in sequences[:num_given]),
-        num_tokens=sum(lengths),
-        media=tuple(media for _, media in sorted(_placed(sequences, places), key=lambda item: item[0])),
-        routes=_routes(
-            ((s.experts, row * width + start) for s, (row, start) in zip(sequences, places, strict=True)),
-            num_rows * width,
-        ),
+    positions_AN = np.tile(
+        np.arange(width, dtype=np.float32 if multimodal else np.int64), (4 if multimodal else 1, num_rows)
     )
-
-
-def pack_flat(
-    sequences: Ordered[Sequence],
-    *,
-    multimodal: bool = False,
-    dummy: Sequence | None = None,
-    placeholders: Ordered[int] = (),
-) -> PackedBatch:
-    """One row without padding, each prompt in it once for all of its samples; a sequence's last token, which predicts nothing,
-    is left out. For models with `share_prompts`; arguments and errors as those of `pack`.
-    """
-    _check(sequences, None)
-    segments, pieces, ends = _segments([*sequences, dummy] if dummy is not None else sequences)
-    starts, shared = lay_out(segments)
-    num_tokens = sum(segment.length for segment in segments)
-    input_ids, features = np.zeros((1, num_tokens), np.int64), np.zeros((1, num_tokens), bool)
-    position_ids = np.zeros((4, 1, num_tokens), np.float32) if multimodal else np.zeros((1, num_tokens), np.int64)
     media, routes = [], []
     for (sequence, begin, end), start in zip(pieces, starts, strict=True):
         here = slice(start, start + end - begin)
-        input_ids[0, here] = sequence.tokens[begin:end]
-        position_ids[..., 0, here] = _axes(sequence)[:, begin:end] if multimodal else np.arange(begin, end)
+        input_ids[here] = sequence.tokens[begin:end]
+        positions_AN[:, here] = _axes(sequence)[:, begin:end] if multimodal else np.arange(begin, end)
         routes.append((None if sequence.experts is None else sequence.experts[begin:end], start))
         if sequence.media is not None and begin == 0:
-            features[0, start : start + sequence.media.positions.shape[1]] = True
+            features[start : start + sequence.media.positions.shape[1]] = True
             media.append((start, sequence.media))
-    positions, targets = [], []
-    for sequence, (prompt, own) in zip(sequences, ends, strict=False):
-        length, shared_length = len(sequence.tokens), segments[prompt].length
-        in_prompt = np.arange(length - sequence.response - 1, shared_length) if sequence.response else np.arange(0)
-        positions += [starts[prompt] + in_prompt, starts[own] + np.arange(segments[own].length)]
-        targets.append(sequence.tokens[length - sequence.response :])
+    positions, targets = [np.arange(0)], [np.arange(0)]
+    for sequence, own in zip(sequences, lies_in, strict=False):
+        first, last = len(sequence.tokens) - sequence.response - 1, len(sequence.tokens) - 1
+        for piece in own:
+            _, begin, end = pieces[piece]
+            positions.append(starts[piece] - begin + np.arange(max(begin, first), max(begin, first, min(end, last))))
+        targets.append(sequence.tokens[first + 1 :])
     hidden = hide_placeholders(input_ids, features, placeholders)
+    ids_BL = torch.from_numpy(input_ids).view(num_rows, width)
+    axes = torch.from_numpy(positions_AN).view(-1, num_rows, width)
+    alone = not share_prompts and num_rows == len(every)
     return PackedBatch(
-        input_ids=torch.from_numpy(input_ids if hidden is None else hidden),
-        embedded_ids=None if hidden is None else torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(position_ids),
+        input_ids=ids_BL if hidden is None else torch.from_numpy(hidden).view(num_rows, width),
+        embedded_ids=None if hidden is None else ids_BL,
+        position_ids=axes if multimodal else None if alone else axes[0],
         positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         responses=tuple(sequence.response for sequence in sequences),
-        num_tokens=num_tokens,
+        num_tokens=sum(end - begin for _, begin, end in pieces),
         shared=shared,
-        routes=_routes(routes, num_tokens),
         media=tuple(found for _, found in sorted(media, key=lambda item: item[0])),
+        routes=_routes(routes, num_rows * width),
     )
 
 
@@ -322,10 +283,6 @@ def hide_placeholders(ids: np.ndarray, features: np.ndarray, placeholders: Order
     return None if hidden is None or not hidden.any() else np.where(hidden, 0, ids)
 
 
-def _placed(sequences: Ordered[Sequence], places: list[tuple[int, int]]) -> list[tuple[tuple[int, int], MediaInputs]]:
-    return [(place, s.media) for s, place in zip(sequences, places, strict=True) if s.media is not None]
-
-
 def _routes(told: Iterable[tuple[np.ndarray | None, int]], num_positions: int) -> Routes | None:
     """Recordings [tokens, layers, top_k] from the positions on where they begin; None where there is none."""
     found = [(experts, start) for experts, start in told if experts is not None and len(experts)]
@@ -350,9 +307,12 @@ def _axes(sequence: Sequence) -> np.ndarray:
     return np.concatenate([plain[None], np.concatenate([prompt, np.tile(rest, (3, 1))], axis=1)])
 
 
-def _first_fit(lengths: list[int], width: int) -> tuple[list[tuple[int, int]], int]:
-    """(row, start) of each sequence, and the number of rows: first fit, longest first, ties in the order given."""
-    places = [(0, 0)] * len(lengths)
+def _first_fit(lengths: list[int], width: int, share_rows: bool) -> tuple[list[int], int]:
+    """Where each sequence begins in rows of `width` behind each other, and the number of rows: first fit, longest first, ties in
+    the order given."""
+    if not share_rows:
+        return [row * width for row in range(len(lengths))], len(lengths)
+    starts = [0] * len(lengths)
     shortest = min(lengths)
     used: list[int] = []
     open_rows: list[int] = []
@@ -363,14 +323,14 @@ def _first_fit(lengths: list[int], width: int) -> tuple[list[tuple[int, int]], i
             row = len(used)
             used.append(0)
             open_rows.append(row)
-        places[index] = (row, used[row])
+        starts[index] = row * width + used[row]
         used[row] += length
         if used[row] + shortest > width:
             open_rows.remove(row)
-    return places, len(used)
+    return starts, len(used)
 
 
-def _check(sequences: Ordered[Sequence], row_tokens: int | None) -> None:
+def _check(sequences: Ordered[Sequence]) -> None:
     if not sequences:
         raise ConfigError("a batch must hold at least one sequence, got none. Skip empty micro-batches")
     for index, sequence in enumerate(sequences):
@@ -384,8 +344,4 @@ def _check(sequences: Ordered[Sequence], row_tokens: int | None) -> None:
             raise ConfigError(
                 f"experts of sequence {index} must be those of all its {length} tokens but the last, got "
                 f"{len(sequence.experts)}. Record them where the sequence is sampled"
-            )
-        if row_tokens is not None and length > row_tokens:
-            raise ConfigError(
-                f"sequence {index} must fit a row of {row_tokens} tokens, got {length}. Raise row_tokens or cut the sequence"
             )

@@ -67,9 +67,8 @@ def test_rows_fill_longest_first() -> None:
     assert packed.targets.tolist() == [2, 5, 7, 3, 4]
 
 
-def test_rows_may_be_longer_or_hold_one_sequence_each() -> None:
+def test_rows_may_hold_one_sequence_each() -> None:
     batch = sequences([(4, 2), (3, 1), (5, 5 - 1)])
-    assert pack(batch, row_tokens=12).input_ids.shape == (1, 12)
     apart = pack(batch, share_rows=False)
     assert apart.input_ids.shape == (3, 5)
     assert apart.position_ids is None
@@ -92,8 +91,6 @@ def test_batches_that_cannot_be_are_refused() -> None:
         pack([])
     with pytest.raises(ConfigError, match=r"response of sequence 1 must leave at least one prompt token, got 3 of 3"):
         pack(sequences([(3, 2), (3, 3)]))
-    with pytest.raises(ConfigError, match=r"sequence 0 must fit a row of 4 tokens, got 5\."):
-        pack(sequences([(5, 1)]), row_tokens=4)
 
 
 def test_models_that_mix_the_sequences_of_a_row_are_found_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,14 @@ import torch.nn.functional as F
 from rondo.models import parallel
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
-from rondo.models.packing import Packing, Sequence, pack, pack_flat
+from rondo.models.packing import Packing, Sequence, pack
 from rondo.models.routing import Routing, enable_replay, listen, renormalizes, routers_of
 from rondo.models.tiny import qwen3, qwen3_5, qwen3_omni, qwen3_vl
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import recorded, sequences, tiny
 
 LENGTHS = ((13, 5), (4, 3), (21, 11), (7, 6))
+pack_flat = functools.partial(pack, share_prompts=True)
 
 
 def told(layers: int = 2, seed: int = 0) -> list[Sequence]:
@@ -73,7 +75,7 @@ def replayed(given: list[Sequence], way: Any = pack, **options: Any) -> tuple[to
     """Log-probs, and the model with their gradients; `way` packs."""
     model = tiny("qwen3_moe")
     enable_replay(model)
-    model = parallel.shard(model, **options)
+    model = parallel.compute_in(model, **options)
     model.train()
     log_probs, _ = response_log_probs(model, way(given))
     log_probs.sum().backward()
@@ -134,12 +136,12 @@ def test_one_wrong_expert_changes_the_log_probs_behind_it_and_no_others() -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_computed_again_goes_the_same_way_also_after_another_forward(dtype: str) -> None:
     sequences, other = told(), told(seed=1)
-    expected, plain = replayed(sequences, param_dtype=dtype)
+    expected, plain = replayed(sequences, dtype=dtype)
     model = tiny("qwen3_moe")
     enable_replay(model)
     heard: list[torch.Tensor] = []
     listen(model, lambda layer, experts: heard.append(experts))
-    model = parallel.shard(model, activation_checkpointing=True, param_dtype=dtype)
+    model = parallel.compute_in(model, activation_checkpointing=True, dtype=dtype)
     model.train()
     heard.clear()
     found, _ = response_log_probs(model, pack(sequences))
