@@ -139,7 +139,12 @@ class Host(Actor):
     def _go(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     def _when_ended(self, pid: int, then: Callable[[], None]) -> None:
         """Call `then` once this process has ended; also when it has already."""
@@ -198,7 +203,7 @@ class Host(Actor):
                 return
             restarts.append(now())
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_exception(error)
             self.failed.exception()  # whoever waits for it raises it; nobody has to

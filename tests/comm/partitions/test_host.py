@@ -182,6 +182,18 @@ async def test_a_coordinator_that_ends_again_and_again_ends_the_bus_with_its_cau
             host.failed.result()
 
 
+async def test_a_host_whose_coordinator_cannot_be_started_says_why_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("rondo.comm.partitions.host.start_process", no_memory)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        async with Host(folder):
+            pass
+
+
 async def test_a_folder_has_one_host_and_what_a_killed_one_left_is_no_obstacle(folder: Path) -> None:
     command = [sys.executable, "-m", "rondo.launch.cli", "bus", str(folder)]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)  # noqa: ASYNC220  # before anything runs
