@@ -12,7 +12,6 @@ from typing import Any
 from rondo.comm.bus import wakes
 from rondo.comm.bus.group import RESPONSE
 from rondo.comm.bus.index import Index
-from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Round, Stream, train_scope
 from rondo.comm.bus.transitions import Transitions, at_once
 from rondo.comm.ring.records import worst_case_bytes
@@ -69,12 +68,12 @@ class Consuming(Transitions):
 
         return await self._until(member, incarnation, made, *topics)
 
-    def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Event]:
+    def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Round]:
         planned = self.index.plan_rounds(stream, member, incarnation, step, full=full)
         spec = self.index.rounds.lanes[stream].spec
         return planned if step is not None or self._reserve_outputs(planned, spec, member) else []
 
-    def _reserve_outputs(self, planned: list[Event], spec: Stream, member: str) -> bool:
+    def _reserve_outputs(self, planned: list[Round], spec: Stream, member: str) -> bool:
         """Name the ring, per rank, that has room for every column these rounds will put; False when one has not."""
         if not planned or not spec.outputs:
             return True
@@ -105,7 +104,7 @@ class Consuming(Transitions):
     @at_once
     def ack(self, member: str, incarnation: int, key: str, rank: int) -> None:
         """This rank read its rows of a round and put its columns; it holds no view of them any more."""
-        if self.index.rounds.get(key) is not None:
+        if self.index.rounds.knows(key):
             self._emit({"event": "ack", "key": key, "rank": rank})
 
 
@@ -119,8 +118,8 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
     Places are named by the record, not by the row, and the media of a group once, only to streams that read them. The records
     that rollout put are always among them, since they say of each row what it is (`group.INFO`).
     """
-    spec = index.rounds.lanes[made.stream].spec
-    spans, reserve, wanted = made.spans[rank], made.reserve[rank], set(spec.inputs)
+    spec = index.rounds.lanes[made["stream"]].spec
+    spans, reserve, wanted = made["spans"][rank], made["reserve"][rank], set(spec.inputs)
     named = wanted.union(index.rules.base_columns)
     groups = []
     for id in dict.fromkeys([span[0] for span in spans]):
@@ -135,7 +134,6 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
             {"group": id, "step": group.step, "samples": group.num_samples, "extents": extents, "media": media}
         )
     return {
-        "key": made.key, "index": made.index, "step": made.step, "last": made.last,
-        "turn": made.turn, "update": made.update, "closes": made.closes,
+        **{name: made[name] for name in ("key", "index", "step", "last", "turn", "update", "closes")},
         "spans": spans, "groups": groups, "ring": reserve[0] if reserve else None,
     }  # fmt: skip

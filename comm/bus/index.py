@@ -29,7 +29,7 @@ from typing import Any
 from rondo.comm.bus import formats
 from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
 from rondo.comm.bus.journal import Event
-from rondo.comm.bus.rounds import Rounds, Stream, mini_batch_of
+from rondo.comm.bus.rounds import Round, Rounds, Stream, groups_of, mini_batch_of
 from rondo.comm.bus.space import Space
 from rondo.comm.bus.versions import Versions
 from rondo.comm.ring.records import GROUP_BLOB
@@ -313,12 +313,11 @@ class Index:
                 if reserve is not None and reserve[1]:
                     self.space.reserve(f"{made['key']}.{rank}", reserve[0], reserve[1])
 
-    def _fits(self, made: Event) -> bool:
+    def _fits(self, made: Round) -> bool:
         """Whether a round names groups and rings that are there, and is new."""
-        groups = {group for spans in made["spans"] for group, *_ in spans}
         rings = {reserve[0] for reserve in made["reserve"] if reserve is not None}
-        live = all(group in self.groups and self.groups[group].state == "ready" for group in groups)
-        return live and rings <= self.space.rings.keys() and self.rounds.get(made["key"]) is None
+        live = all(group in self.groups and self.groups[group].state == "ready" for group in groups_of(made))
+        return live and rings <= self.space.rings.keys() and not self.rounds.knows(made["key"])
 
     def _on_ack(self, event: Event) -> None:
         self.space.release(f"{event['key']}.{event['rank']}")
@@ -539,7 +538,7 @@ class Index:
 
     def plan_rounds(
         self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool = False
-    ) -> list[Event]:
+    ) -> list[Round]:
         """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`). full: of a step only
         those to which nothing could be added."""
         if step is None:

@@ -31,11 +31,10 @@ import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from rondo.comm.bus.balance import Bound, fill, micro_batches, recut
 from rondo.comm.bus.group import Group
-from rondo.comm.bus.journal import Event
 from rondo.comm.ring.spans import Span
 
 MOST_ROUNDS = 8
@@ -61,27 +60,24 @@ class Stream:
     first_step: int = 0  # the first step that a train stream trains; before it, its role commits unchanged weights
 
 
-@dataclass(slots=True)
-class Round:
-    """Micro-batch `index` of a scope: `spans[rank]` are that rank's rows. `pending` ranks have not acknowledged."""
+class Round(TypedDict):
+    """Micro-batch `index` of a scope, as it is planned, journalled and kept."""
 
     key: str
     stream: str
     scope: str
     index: int
     step: int
-    last: bool
-    spans: list[list[Span]]
-    reserve: list[list[Any] | None]
-    turn: int = (
-        0  # its place among the rounds of all train streams of the step: who trains several runs them in this order
-    )
-    update: int = 0  # which optimizer step of a train step it belongs to
-    closes: bool = False  # whether that optimizer step has all its rows with this round
-    pending: set[int] = field(default_factory=set)
+    spans: list[list[Span]]  # [rank]: its rows
+    reserve: list[list[Any] | None]  # [rank]: ring, and bytes of each record of columns that is to come
+    turn: int  # its place among the rounds of all train streams of the step: who trains several runs them in this order
+    update: int  # which optimizer step of a train step it belongs to
+    closes: bool  # whether that optimizer step has all its rows with this round
+    last: bool  # whether the step has
 
-    def groups(self) -> set[int]:
-        return {group for rank in self.spans for group, *_ in rank}
+
+def groups_of(made: Round) -> set[int]:
+    return {group for rank in made["spans"] for group, *_ in rank}
 
 
 @dataclass(slots=True)
@@ -122,7 +118,7 @@ class _Lane:
 class Rounds:
     def __init__(self, streams: Sequence[Stream]) -> None:
         self.lanes = {spec.name: _Lane(spec) for spec in streams}
-        self._by_key: dict[str, Round] = {}
+        self._by_key: dict[str, tuple[Round, set[int]]] = {}  # and the ranks that have not acknowledged it
         self._pins: dict[int, set[str]] = {}
         self._turns: dict[int, int] = {}  # step -> rounds of its train streams that were ever planned
 
@@ -156,7 +152,7 @@ class Rounds:
 
     # ---- planning (changes nothing) ---------------------------------------------------------------------------------
 
-    def plan_forward(self, stream: str, member: str, incarnation: int, groups: Mapping[int, Group]) -> list[Event]:
+    def plan_forward(self, stream: str, member: str, incarnation: int, groups: Mapping[int, Group]) -> list[Round]:
         """The next rounds for one replica of a forward stream, or [] when nothing is ready. groups: all living ones."""
         lane = self.lanes[stream]
         if not lane.ready:
@@ -166,7 +162,7 @@ class Rounds:
         batches, _ = self._batches(lane, ready, groups, member)
         step = min(lane.ready)  # the oldest ready group is always among the chosen
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
-        return [_event(lane.spec, scope, first + i, step, member, spans) for i, spans in enumerate(batches)]
+        return [_round(lane.spec, scope, first + i, step, spans) for i, spans in enumerate(batches)]
 
     def plan_train(
         self,
@@ -178,7 +174,7 @@ class Rounds:
         groups: Mapping[int, Group],
         *,
         full: bool = False,
-    ) -> list[Event]:
+    ) -> list[Round]:
         """The next rounds of a step for the training group, all of one update, or [] when no further group is ready and certain:
         those to which nothing could be added, at most about `MOST_ROUNDS`; where there is none, the one that is begun.
 
@@ -210,8 +206,8 @@ class Rounds:
         first, final, turn = lane.planned.get(scope, 0), update == num_updates - 1, self._turns.get(step, 0)
         ends = [not missing and i == len(batches) - 1 for i in range(len(batches))]
         return [
-            _event(
-                lane.spec, scope, first + i, step, member, spans,
+            _round(
+                lane.spec, scope, first + i, step, spans,
                 turn=turn + i, update=update, closes=end, last=end and final,
             )
             for i, (spans, end) in enumerate(zip(batches, ends, strict=True))
@@ -241,9 +237,9 @@ class Rounds:
     ) -> list[list[list[Span]]]:
         """The rows of an update once more, each with the rank that had it before."""
         ranks, tokens = lane.layouts[member]
-        before = [made for _, made in sorted(lane.rounds[scope].items()) if made.update == update]
-        shares = [[made.spans[rank] for made in before] for rank in range(ranks)]
-        chosen = {id: groups[id].costs() for made in before for id in made.groups()}
+        before = [made for _, made in sorted(lane.rounds[scope].items()) if made["update"] == update]
+        shares = [[made["spans"][rank] for made in before] for rank in range(ranks)]
+        chosen = {id: groups[id].costs() for made in before for id in groups_of(made)}
         return recut(shares, chosen, tokens, self._bound(lane, chosen, groups))
 
     def _batches(
@@ -279,8 +275,9 @@ class Rounds:
         behind = itertools.takewhile(rounds.__contains__, range(index, index + MOST_ROUNDS))
         return [rounds[i] for i in behind]
 
-    def get(self, key: str) -> Round | None:
-        return self._by_key.get(key)
+    def knows(self, key: str) -> bool:
+        """Whether there is such a round, and somebody may still read it."""
+        return key in self._by_key
 
     # ---- the fold ---------------------------------------------------------------------------------------------------
 
@@ -291,40 +288,35 @@ class Rounds:
         if lane.spec.kind == "train" and before not in (None, [ranks, tokens]):
             for rounds in lane.rounds.values():
                 for made in rounds.values():
-                    self._by_key.pop(made.key)
-                    for group in made.groups():
-                        lane.list_ready(made.step, group)
+                    self._by_key.pop(made["key"])
+                    for group in groups_of(made):
+                        lane.list_ready(made["step"], group)
             lane.rounds.clear()
             lane.planned.clear()
             lane.covered.clear()
 
-    def add(self, event: Event, groups: Mapping[int, Group]) -> None:
-        lane = self.lanes[event["stream"]]
-        fields = {name: event[name] for name in Round.__slots__ if name != "pending"}
-        made = Round(**fields, pending=set(range(len(event["spans"]))))
-        lane.rounds.setdefault(made.scope, {})[made.index] = made
-        lane.planned[made.scope] = max(lane.planned.get(made.scope, 0), made.index + 1)
-        self._by_key[made.key] = made
-        made_of = made.groups()
-        for id in made_of:
+    def add(self, made: Round, groups: Mapping[int, Group]) -> None:
+        lane, index, scope = self.lanes[made["stream"]], made["index"], made["scope"]
+        self._enter(made, range(len(made["spans"])))
+        lane.planned[scope] = max(lane.planned.get(scope, 0), index + 1)
+        for id in groups_of(made):
             lane.unlist(groups[id].step, id)
-        if lane.spec.kind == "train":
-            self._cover(lane, made)
-        else:
-            for group in made_of:
-                self._pins.setdefault(group, set()).add(made.key)
+            if lane.spec.kind == "forward":
+                self._pins.setdefault(id, set()).add(made["key"])
 
-    def _cover(self, lane: _Lane, made: Round) -> None:
-        lane.covered.setdefault(made.scope, {}).setdefault(made.update, set()).update(made.groups())
-        self._turns[made.step] = max(self._turns.get(made.step, 0), made.turn + 1)
+    def _enter(self, made: Round, pending: Iterable[int]) -> None:
+        lane, scope = self.lanes[made["stream"]], made["scope"]
+        lane.rounds.setdefault(scope, {})[made["index"]] = made
+        self._by_key[made["key"]] = made, set(pending)
+        if lane.spec.kind == "train":
+            lane.covered.setdefault(scope, {}).setdefault(made["update"], set()).update(groups_of(made))
+            self._turns[made["step"]] = max(self._turns.get(made["step"], 0), made["turn"] + 1)
 
     def acknowledge(self, key: str, rank: int) -> list[int]:
         """A rank has read its rows and put its columns. Groups that nobody pins any more."""
-        made = self._by_key.get(key)
-        if made is None:
-            return []
-        made.pending.discard(rank)
-        if made.pending or self.lanes[made.stream].spec.kind == "train":
+        made, pending = self._by_key.get(key, (None, set[int]()))
+        pending.discard(rank)
+        if made is None or pending or self.lanes[made["stream"]].spec.kind == "train":
             return []
         return self._drop(made)
 
@@ -335,7 +327,7 @@ class Rounds:
             if lane.spec.kind == "forward":
                 for scope in [scope for scope in lane.rounds if scope.rsplit(".", 1)[0] == member]:
                     for made in lane.rounds.pop(scope).values():
-                        lane.taken -= made.groups()
+                        lane.taken -= groups_of(made)
                         unpinned += self._drop(made)
         return unpinned
 
@@ -345,7 +337,7 @@ class Rounds:
         for lane in self.lanes.values():
             if lane.spec.kind == "train":
                 for made in lane.rounds.pop(train_scope(step), {}).values():
-                    self._by_key.pop(made.key)
+                    self._by_key.pop(made["key"])
                 lane.planned.pop(train_scope(step), None)
                 lane.covered.pop(train_scope(step), None)
 
@@ -353,12 +345,12 @@ class Rounds:
         return bool(self._pins.get(group))
 
     def _drop(self, made: Round) -> list[int]:
-        self._by_key.pop(made.key, None)
-        self.lanes[made.stream].rounds.get(made.scope, {}).pop(made.index, None)
+        self._by_key.pop(made["key"], None)
+        self.lanes[made["stream"]].rounds.get(made["scope"], {}).pop(made["index"], None)
         unpinned = []
-        for group in made.groups():
+        for group in groups_of(made):
             pins = self._pins.get(group, set())
-            pins.discard(made.key)
+            pins.discard(made["key"])
             if not pins:
                 self._pins.pop(group, None)
                 unpinned.append(group)
@@ -374,7 +366,11 @@ class Rounds:
                     "ready": [[step, list(groups)] for step, groups in sorted(lane.ready.items())],
                     "taken": sorted(lane.taken),
                     "planned": lane.planned,
-                    "rounds": [_dump(made) for rounds in lane.rounds.values() for made in rounds.values()],
+                    "rounds": [
+                        {**made, "pending": sorted(self._by_key[made["key"]][1])}
+                        for rounds in lane.rounds.values()
+                        for made in rounds.values()
+                    ],
                 }
                 for name, lane in self.lanes.items()
             },
@@ -389,17 +385,10 @@ class Rounds:
             lane.layouts, lane.planned = dict(fields["layouts"]), dict(fields["planned"])
             lane.ready, lane.taken = {step: list(groups) for step, groups in fields["ready"]}, set(fields["taken"])
             for made in fields["rounds"]:
-                entry = Round(**{**made, "pending": set(made["pending"])})
-                lane.rounds.setdefault(entry.scope, {})[entry.index] = entry
-                rounds._by_key[entry.key] = entry
-                if lane.spec.kind == "train":
-                    rounds._cover(lane, entry)
+                entry = {"turn": 0, "update": 0, "closes": False, **made}
+                rounds._enter(cast(Round, entry), entry.pop("pending"))
         rounds._pins = {group: set(keys) for group, keys in state["pins"]}
         return rounds
-
-
-def _dump(made: Round) -> dict[str, Any]:
-    return {name: getattr(made, name) for name in Round.__slots__} | {"pending": sorted(made.pending)}
 
 
 def train_scope(step: int) -> str:
@@ -419,12 +408,11 @@ def mini_batch_sizes(num_groups: int, num: int) -> list[int]:
     return [of.count(batch) for batch in range(num)]
 
 
-def _event(
-    spec: Stream, scope: str, index: int, step: int, member: str, spans: list[list[Span]],
+def _round(
+    spec: Stream, scope: str, index: int, step: int, spans: list[list[Span]],
     *, turn: int = 0, update: int = 0, closes: bool = False, last: bool = False,
-) -> Event:  # fmt: skip
-    key = f"{spec.name}/{scope}/{index}"
-    return {
-        "key": key, "stream": spec.name, "scope": scope, "index": index, "step": step, "member": member, "spans": spans,
-        "turn": turn, "update": update, "closes": closes, "last": last, "reserve": [None] * len(spans),
-    }  # fmt: skip
+) -> Round:  # fmt: skip
+    return Round(
+        key=f"{spec.name}/{scope}/{index}", stream=spec.name, scope=scope, index=index, step=step, spans=spans,
+        reserve=[None] * len(spans), turn=turn, update=update, closes=closes, last=last,
+    )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 
 from rondo.comm.bus.audit import Ledger, count
 from rondo.comm.bus.index import Index
+from rondo.comm.bus.rounds import groups_of
 from rondo.comm.ring.spans import num_rows, rows_of
 from tests.comm.cost import lines
 from tests.comm.driver import BASE, STREAMS, Driver, by_field
@@ -129,7 +130,7 @@ def test_a_returning_trainer_gets_the_same_rounds_and_another_layout_new_ones():
     bus.die("actor-0", 1)
     bus.start("actor-0", 2)
     bus.join()
-    assert bus.index.rounds.find("actor", "step0", 0)[0].spans == planned[0]["spans"]
+    assert bus.index.rounds.find("actor", "step0", 0)[0]["spans"] == planned[0]["spans"]
     bus.emit(event="join", stream="actor", member="actor-0", ranks=2, tokens=1 << 20)
     assert bus.index.rounds.find("actor", "step0", 0) == []
     (anew,) = bus.train_rounds(0)
@@ -417,7 +418,7 @@ def random_run(seed: int) -> Driver:
         while bus.train_rounds(step):
             pass
         planned = {
-            g for r in bus.index.rounds.lanes["actor"].rounds.get(f"step{step}", {}).values() for g in r.groups()
+            g for r in bus.index.rounds.lanes["actor"].rounds.get(f"step{step}", {}).values() for g in groups_of(r)
         }
         assert all(g.encoder == 7 * (g.position % 2) for g in bus.index.groups.values() if g.state == "ready")
         if len(planned) == bus.index.rules.groups_per_step:
@@ -667,7 +668,7 @@ def test_a_version_exists_once_every_trainable_role_is_prepared_and_a_death_with
     bus.die("actor-0", 1)
     assert bus.index.prepared == {}
     bus.start("actor-0", 2)
-    assert bus.index.rounds.find("actor", "step0", 0)[0].spans == [spans]  # the step's rounds again
+    assert bus.index.rounds.find("actor", "step0", 0)[0]["spans"] == [spans]  # the step's rounds again
     report("prepared", "critic", spans, 8)
     report("commit", "actor", spans, 9)
     assert bus.index.version == 1 and bus.index.checksums == {"actor": 9, "critic": 8} and bus.index.prepared == {}

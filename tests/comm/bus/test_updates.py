@@ -107,7 +107,9 @@ def test_whoever_asks_again_after_a_death_or_a_restart_of_the_coordinator_gets_t
     bus.start("actor-0", 2)
     bus.join()
     for index in (bus.index, copy):
-        assert [made.spans for made in index.rounds.find("actor", "step0", 0)[:3]] == [event["spans"] for event in made]
+        assert [made["spans"] for made in index.rounds.find("actor", "step0", 0)[:3]] == [
+            event["spans"] for event in made
+        ]
     assert copy.plan_rounds("actor", "actor-0", 2, 0) == bus.index.plan_rounds("actor", "actor-0", 2, 0) != []
 
 
