@@ -141,32 +141,6 @@ class _Memory:
         self.lock = threading.Lock()
 
 
-class _Admission:
-    """Who may take how much: what was granted and is not made yet counts as taken, so that askers at one time cannot all pass."""
-
-    def __init__(self, free: Callable[[], tuple[int, str]]) -> None:
-        self._free = free
-        self._lock = threading.Lock()
-        self._promised_bytes = 0
-
-    def grant(self, name: str, num_bytes: int) -> None:
-        """OutOfSpace where the kernel would make pages until it must kill somebody."""
-        with self._lock:
-            free, whose = self._free()
-            free -= self._promised_bytes
-            if num_bytes > free:
-                raise OutOfSpace(
-                    f"segment {name} must fit into the {max(0, free)} bytes of memory that are free in {whose}, got "
-                    f"{num_bytes}. Make it smaller, or give the run more memory"
-                )
-            self._promised_bytes += num_bytes
-
-    def end(self, num_bytes: int) -> None:
-        """So much of what was granted is there by now, or will never be."""
-        with self._lock:
-            self._promised_bytes -= num_bytes
-
-
 class SegmentServer:
     """Hands memory, doorbells and registrations over. One thread accepts, one serves each client.
 
@@ -183,7 +157,8 @@ class SegmentServer:
         free: Callable[[], tuple[int, str]] = free_memory_bytes,
     ) -> None:
         self.path = Path(path)
-        self._admission = _Admission(free)
+        self._free = free
+        self._promised_bytes = 0  # granted, and not made yet: askers at one time cannot all pass
         self._token = token
         self._on_register = on_register
         self._lock = threading.Lock()
@@ -266,12 +241,47 @@ class SegmentServer:
         with memory.lock:
             if memory.fd < 0:
                 try:
-                    memory.fd, memory.num_bytes = _make_memory(name, num_bytes, self._admission), num_bytes
+                    memory.fd, memory.num_bytes = self._make(name, num_bytes), num_bytes
                 except OutOfSpace:
                     with self._lock:
                         self._memories.pop(name, None)
                     raise
             return memory.fd, memory.num_bytes
+
+    def _make(self, name: str, num_bytes: int) -> int:
+        """A new segment's descriptor. OutOfSpace where the kernel would make pages until it must kill somebody."""
+        with self._lock:
+            free, whose = self._free()
+            free -= self._promised_bytes
+            if num_bytes > free:
+                raise OutOfSpace(
+                    f"segment {name} must fit into the {max(0, free)} bytes of memory that are free in {whose}, got "
+                    f"{num_bytes}. Make it smaller, or give the run more memory"
+                )
+            self._promised_bytes += num_bytes
+        fd, left = -1, num_bytes
+        try:
+            fd = os.memfd_create(f"rondo:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            while left:
+                piece = min(_PIECE_BYTES, left)
+                os.posix_fallocate(fd, num_bytes - left, piece)  # every page is made now: a later access never fails
+                left -= piece
+                self._made(piece)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            _close(fd)
+            raise OutOfSpace(
+                f"segment {name} must fit into memory, got {num_bytes} bytes ({error.strerror}). "
+                "Make it smaller, or give the run more memory"
+            ) from error
+        finally:
+            self._made(left)
+        return fd
+
+    def _made(self, num_bytes: int) -> None:
+        """So much of what was granted is there by now, or will never be."""
+        with self._lock:
+            self._promised_bytes -= num_bytes
 
     def _doorbell(self, name: str) -> int:
         _check_name(name)
@@ -341,28 +351,6 @@ class SegmentServer:
             self._on_register(registration)
             return {}, -1
         raise ProtocolError(f"a request must ask for segment, doorbell, drop or register, got {kind!r}")
-
-
-def _make_memory(name: str, num_bytes: int, admission: _Admission) -> int:
-    admission.grant(name, num_bytes)
-    fd, made = -1, 0
-    try:
-        fd = os.memfd_create(f"rondo:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        while made < num_bytes:
-            piece = min(_PIECE_BYTES, num_bytes - made)
-            os.posix_fallocate(fd, made, piece)  # every page is made now: a later access never fails
-            made += piece
-            admission.end(piece)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
-        _close(fd)
-        raise OutOfSpace(
-            f"segment {name} must fit into memory, got {num_bytes} bytes ({error.strerror}). "
-            "Make it smaller, or give the run more memory"
-        ) from error
-    finally:
-        admission.end(num_bytes - made)
-    return fd
 
 
 def _send(connection: socket.socket, reply: dict[str, Any], fd: int) -> None:
