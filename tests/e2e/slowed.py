@@ -83,8 +83,8 @@ class SlowRollout(RolloutRole):
 class _SlowForward:
     _ctx: Any
 
-    def _open_scorer(self, path: str, job: Any) -> Any:
-        scorer = super()._open_scorer(path, job)  # type: ignore[misc]
+    def _open_scorer(self, path: str, job: Any, **how: Any) -> Any:
+        scorer = super()._open_scorer(path, job, **how)  # type: ignore[misc]
         span, of = self._ctx.span, dict[str, int]()
         role, score = self._ctx.role, scorer.score
 
