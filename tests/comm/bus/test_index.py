@@ -428,7 +428,8 @@ def random_run(seed: int) -> Driver:
 
 def test_admit_grant_put_score_train_and_commit_take_as_many_steps_however_many_rows_wait():
     costs = []
-    for num_steps in (3, 60):  # a step has 16 rows, all of them scored and waiting for the trainer
+    # A step has 16 rows, all of them scored and waiting for the trainer. What is made once and kept is made by the first.
+    for num_steps in (3, 3, 60):
         bus = Driver(num_steps=1 << 20, max_staleness=1 << 20, groups_per_step=4, samples_per_group=4)
         for step in range(num_steps):
             for group in bus.admit(step):
@@ -447,7 +448,7 @@ def test_admit_grant_put_score_train_and_commit_take_as_many_steps_however_many_
             bus.score, train, lambda bus=bus: bus.commit(1),
         )  # fmt: skip
         costs.append([lines(act, "/comm/") for act in acts])
-    assert costs[0] == costs[1] and min(costs[0]) > 0
+    assert costs[1] == costs[2] and min(costs[1]) > 0
 
 
 def test_a_run_whose_data_end_trains_whole_steps_and_is_done() -> None:
