@@ -100,7 +100,8 @@ def text(rows_per_put: int = 64, **changes: Any) -> Load:
 
 def multimodal(**changes: Any) -> Load:
     fields = {"samples_per_group": 4, "groups_per_step": 4, "num_steps": 60, "warm_steps": 20, "ring_bytes": 512 * MIB}
-    return Load("multimodal, 4 rows a put", 4, pixels=(1300, 1700), **{**fields, **changes})
+    # Read an array a row, as a trainer packs them: in one piece the columns of a round of several groups would be copied first.
+    return Load("multimodal, 4 rows a put", 4, pixels=(1300, 1700), packed=False, **{**fields, **changes})
 
 
 class Roster(Actor):

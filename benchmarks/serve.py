@@ -167,7 +167,8 @@ def served(folder: Path, num_new: int) -> Iterator[tuple[str, str]]:
         sys.executable, "-m", "rondo.launch.cli", "serve", str(folder), "--port", "0", "--num-slots", str(NUM_SLOTS),
         "--max-length", str(NUM_PROMPT + num_new), "--device", "cpu", "--dtype", "float32",
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         found = re.search(r"at (\S+)  token: (\S+)", process.stdout.readline())
         if found is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import os
 import secrets
 import signal
 import sys
@@ -97,6 +98,9 @@ def _token(path: Path | None) -> Iterator[tuple[str, Path]]:
 
 def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
     """(slot engine, tokenizer, stop token ids, longest sequence)."""
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # torch reads it once; a thread that spins takes the callers' core
     import torch
 
     from rondo.models.load import end_ids, load_config, load_model, load_tokenizer
