@@ -63,9 +63,11 @@ class Ledger:
         PROCESS.listener = hear
 
     def sample(self, lives: Iterable[Incarnation], others: Mapping[str, int]) -> None:
-        """Looks at memory and processor time, at most once a second. `others`: processes that no life has, pids by name."""
-        now = time.monotonic()
-        if now < self._sampled_at + _SAMPLE_S:
+        """Looks at memory and processor time, once a second, and at once where there are processes of which nothing is known yet.
+        `others`: processes that no life has, pids by name."""
+        now, lives = time.monotonic(), list(lives)
+        known = all(self._peak_bytes.get(life.name) for life in lives if life.ending is None and life.pids)
+        if now < self._sampled_at + _SAMPLE_S and known and all(map(self._peak_bytes.get, others)):
             return
         self._sampled_at = now
         own = process.stat(os.getpid())
