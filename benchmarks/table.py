@@ -46,7 +46,7 @@ def _sums(f: Figures, *outcomes: str) -> str:
 
 
 def recovery(f: Figures) -> Iterator[Row]:
-    roles = {name: value for name, value in f.items() if isinstance(value, dict)}
+    roles = {name: value for name, value in f.items() if isinstance(value, dict) and "seen_s" in value}
     seen = [role["seen_s"] * 1e3 for role in roles.values()]
     yield "SIGKILL of each role once in one quick start: seen after", f"{min(seen):.0f} to {max(seen):.0f} ms"
     yield "ready again after", ", ".join(f"{name} {role['ready_s']:.1f} s" for name, role in roles.items())
