@@ -6,8 +6,8 @@ a model is cut (`parallel.py`), nor what is refused (`load.py`).
 
     build on meta -> cut -> read slices of tensors -> tie, make buffers
 
-Invariant: beside its own part a process holds one tensor at a time, or those of one conversion (the experts of a layer). A model
-in one process is filled by the same code, straight on its device.
+Invariant: beside its own part a process holds its part of one tensor at a time, the experts of a layer included, or the tensors
+of one conversion that mixes rows. A model in one process is filled by the same code, straight on its device.
 """
 
 from __future__ import annotations

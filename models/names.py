@@ -27,7 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    Interleave,
+    MergeModulelist,
     PrefixChange,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     build_glob_alternation,
@@ -36,6 +40,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from rondo.models.units import drop_copies
 from rondo.runtime.errors import ConfigError
 
 Conversion = TypeVar("Conversion", WeightRenaming, WeightConverter)
@@ -96,6 +101,7 @@ def load_disk_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     A tied weight may also come under its other names, which are ignored. Raises ConfigError, having written nothing, unless
     names and shapes are exactly the model's.
     """
+    drop_copies(model)
     _check(model, tensors)
     memory, unknown = memory_tensors(model), set[str]()
     with torch.no_grad():
@@ -114,8 +120,9 @@ def parts(
     """(name in memory, this rank's part) of all that `sources` (name on disk -> tensor or slice of a file) hold for the `places`
     of a model; what has none goes into `unknown`. `dtype_of` a name in memory: None for the source's own.
 
-    What only carries another name is read as far as it is this rank's. What is converted is read whole, one conversion at a time.
-    What has another shape than its place is left whole, so that it does not fit there.
+    What only carries another name is read as far as it is this rank's, and so are conversions that keep rows apart (`_own_rows`:
+    experts). Others are read whole, one conversion at a time. What has another shape than its place is left whole, so that it
+    does not fit there.
     """
     reads: dict[str, WeightRenaming | WeightConverter] = {}
     converters = {pattern: each for each in _of(WeightConverter, conversions) for pattern in each.source_patterns}
@@ -132,9 +139,59 @@ def parts(
             read = functools.partial(_read, sources[name], (), dtype_of(target))
         reads[target].add_tensor(target, name, pattern or name, read)
     for target, reading in reads.items():
+        if isinstance(reading, WeightConverter) and (own := _own_rows(reading, places[target])):
+            yield target, _converted(reading, target, places[target], own, dtype_of(target), model.config)
+            continue
         for name, value in _flat(reading.convert(target, model=model, config=model.config)).items():
             own = own_slices(places[name], value) if isinstance(reading, WeightConverter) else ()
             yield name, value[own].clone() if own else value
+
+
+def _own_rows(reading: WeightConverter, place: torch.Tensor) -> tuple[slice, ...]:
+    """Which part of what the converter makes of its sources is this rank's, where every row of it (along its first dimension) is
+    made of one source, or of the same row of each: then only those are read. () where it is not so, or something does not fit.
+
+        experts.{e}.gate_proj.weight [I, H], ...up_proj...  ->  merged, concatenated along 1  ->  gate_up_proj [E, 2I, H]
+    """
+    first, *others = reading.operations
+    merges = isinstance(first, MergeModulelist) and first.dim == 0
+    if len(reading.target_patterns) > 1 or not all(map(_keeps_rows, others if merges else reading.operations)):
+        return ()
+    reads = list(reading.collected_tensors.values())
+    whole = [len(each) for each in reads] if merges else [_shape(read.args[0])[0] for each in reads for read in each]
+    return own_slices(place, place) if set(whole) == {place.shape[0]} else ()
+
+
+def _keeps_rows(operation: Any) -> bool:
+    match operation:
+        case Concatenate() | Interleave():
+            return bool(operation.dim > 0)
+        case Transpose():
+            return bool(min(operation.dim0, operation.dim1) > 0)
+    return False
+
+
+def _converted(
+    reading: WeightConverter,
+    target: str,
+    place: torch.Tensor,
+    own: tuple[slice, ...],
+    dtype: torch.dtype | None,
+    config: Any,
+) -> torch.Tensor:
+    """What the converter makes of this rank's rows alone."""
+    rows, *within = own
+    num_rows = rows.stop - rows.start
+    if not num_rows:
+        return torch.empty([each.stop - each.start for each in own], dtype=dtype or place.dtype)
+    merges = isinstance(reading.operations[0], MergeModulelist)
+    for pattern, reads in reading.collected_tensors.items():
+        mine = reads[rows] if merges else [functools.partial(_read, r.args[0], (rows,), r.args[2]) for r in reads]
+        reading.collected_tensors[pattern] = mine
+    # Asked for by a conversion that turns what does not have the shape of its place.
+    shown = SimpleNamespace(get_parameter=lambda _: SimpleNamespace(shape=torch.Size([num_rows, *place.shape[1:]])))
+    (value,) = _flat(reading.convert(target, model=shown, config=config)).values()
+    return value[slice(None), *within].contiguous() if value.shape[1:] == place.shape[1:] else value
 
 
 def _read(source: Any, slices: tuple[slice, ...], dtype: torch.dtype | None) -> torch.Tensor:
@@ -145,11 +202,15 @@ def _read(source: Any, slices: tuple[slice, ...], dtype: torch.dtype | None) -> 
 
 def own_slices(place: torch.Tensor, whole: Any) -> tuple[slice, ...]:
     """Which part of a whole tensor is this rank's, where it lies; () for all of it, and where it has another shape."""
-    shape = whole.shape if isinstance(whole, torch.Tensor) else whole.get_shape()
-    if not isinstance(place, DTensor) or tuple(shape) != tuple(place.shape):
+    if not isinstance(place, DTensor) or _shape(whole) != tuple(place.shape):
         return ()
     sizes, starts = compute_local_shape_and_global_offset(place.shape, place.device_mesh, place.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _shape(source: Any) -> tuple[int, ...]:
+    """Of a tensor, or of one in a file."""
+    return tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

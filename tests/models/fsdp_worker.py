@@ -1,5 +1,6 @@
-"""What test_fsdp.py starts with OUT DENSE_FOLDER MOE_FOLDER: trains and saves on two ranks, and on four in several meshes, and
-writes what it saw as JSON. Ranks are forked off this process once it has loaded torch and transformers, which takes seconds."""
+"""What test_fsdp.py starts with OUT and the folders of a dense model and of two with experts: trains and saves on two ranks, and
+on four in several meshes, and writes what it saw as JSON. Ranks are forked off this process once it has loaded torch and
+transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -10,17 +11,20 @@ import resource
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from rondo.models import checkpoint, parallel
+from rondo.models import checkpoint, filling, parallel
 from rondo.models.config import MeshConfig
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
@@ -34,7 +38,7 @@ from rondo.runtime.checkpoints import NoRoom
 from tests.models.builders import EPS, LR, RAGGED, STEPS, published, sequences, train_step
 
 OUT = Path(sys.argv[1])
-DENSE, MOE = sys.argv[2:4]
+DENSE, MOE, FUSED = sys.argv[2:5]
 SCORED = pack(sequences(RAGGED, seed=9))
 
 
@@ -54,6 +58,45 @@ def summed(value: float) -> float:
 def scored(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return response_log_probs(model, SCORED)[0]
+
+
+class Counting:
+    """A tensor of a file, and how many bytes of such are read."""
+
+    num_bytes = 0
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def get_shape(self) -> list[int]:
+        return list(self._part.get_shape())
+
+    def __getitem__(self, what: Any) -> torch.Tensor:
+        found: torch.Tensor = self._part[what]
+        Counting.num_bytes += found.nbytes
+        return found
+
+
+@contextmanager
+def counted_open(*arguments: Any, **named: Any) -> Iterator[Any]:
+    with safe_open(*arguments, **named) as opened:
+        yield SimpleNamespace(keys=opened.keys, get_slice=lambda name: Counting(opened.get_slice(name)))
+
+
+def bytes_read() -> dict[str, Any]:
+    """Of each folder's files, the part that each rank reads to hold its part of the model; whether that is the model."""
+    filling.safe_open = counted_open  # type: ignore[assignment]
+    told: dict[str, Any] = {}
+    for name, path in (("dense", DENSE), ("moe", MOE), ("fused", FUSED)):
+        Counting.num_bytes, file = 0, Path(path) / "model.safetensors"
+        model = load_model(path, cut=functools.partial(parallel.shard, mesh=mesh_of(), encoders="shard"))
+        every = [torch.zeros(1) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, torch.tensor([Counting.num_bytes / file.stat().st_size]))
+        tensors, wanted = dict(parallel.full_tensors(model)), load_file(file)
+        whole = tensors.keys() == wanted.keys() and all(torch.equal(tensors[key], wanted[key]) for key in wanted)
+        told[name] = {"parts": [float(part) for part in every], "whole": everywhere(whole)}
+    filling.safe_open = safe_open
+    return told
 
 
 @functools.cache
@@ -212,8 +255,20 @@ def in_meshes() -> None:
             "held": held, "told": told, "next": steps(model, optimizer, range(2, 3)),
             "next of another": steps(others, other, range(2, 3)),
         }  # fmt: skip
+    facts["read"] = bytes_read()
+    experts_from_mesh_to_mesh()
     if dist.get_rank() == 0:
         (OUT / "meshes.json").write_text(json.dumps(facts))
+
+
+def experts_from_mesh_to_mesh() -> None:
+    """A step of a mixture of experts in each mesh, from the checkpoint of the one before."""
+    for step, dp_replicate in enumerate((1, 2, 4)):
+        model, optimizer = sharded(MOE, dp_replicate=dp_replicate)
+        if step:
+            checkpoint.load(OUT / "experts" / f"step_{step:06}", model, optimizer)
+        steps(model, optimizer, range(step, step + 1))
+        checkpoint.save(OUT / "experts" / f"step_{step + 1:06}", model, optimizer, {"version": step + 1})
 
 
 def whole_gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import pack
 from rondo.models.routing import enable_replay
 from rondo.models.state import training_state
+from rondo.models.tiny import qwen3_vl
 from tests.models.builders import EPS, LR, RAGGED, default_folder, folder_of, published, sequences, train_step
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +34,12 @@ class Run:
         self.out = folder / "out"
         self.out.mkdir()
         self.dense, self.moe = default_folder(folder / "dense"), folder_of(folder / "moe", "qwen3_moe", tied=False)
+        self.fused = folder / "fused"  # experts are joined on disk, and lie there the other way round
+        self.fused.mkdir()
+        qwen3_vl.build(self.fused, num_experts=3, vision_layers=1)
         self.whole, self.whole_optimizer = self.saved_by_one()
-        command = [sys.executable, str(Path(__file__).with_name("fsdp_worker.py")), str(self.out), self.dense, self.moe]
+        folders = map(str, (self.out, self.dense, self.moe, self.fused))
+        command = [sys.executable, str(Path(__file__).with_name("fsdp_worker.py")), *folders]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -101,6 +106,29 @@ def test_four_ranks_in_any_mesh_train_as_one_process_does(run: Run, name: str) -
     # A checkpoint of it goes on in another mesh.
     assert facts["next of another"][0] == pytest.approx(facts["next"][0], rel=1e-5)
     assert train_step(model, optimizer, 2) == pytest.approx(facts["next"][0], rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "most"), [("dense", 0.26), ("moe", 0.26), ("fused", 0.36)])
+def test_each_of_four_ranks_reads_its_part_of_the_files_alone(run: Run, name: str, most: float) -> None:
+    read = json.loads((run.out / "meshes.json").read_text())["read"][name]
+    assert read["whole"]
+    assert 0.9 < sum(read["parts"]) <= 1
+    assert max(read["parts"]) < most  # 3 experts over 4 ranks: one has none, the others a third each
+
+
+def test_a_mixture_of_experts_goes_from_mesh_to_mesh_to_one_process_with_its_moments(run: Run) -> None:
+    model = load_model(run.moe)
+    optimizer = make_optimizer(model, lr=LR, eps=EPS)
+    assert checkpoint.load(run.out / "experts" / "step_000003", model, optimizer) == {"version": 3}
+    alone = load_model(run.moe)
+    other = make_optimizer(alone, lr=LR, eps=EPS)
+    for step in range(3):
+        train_step(alone, other, step)
+    found, wanted = (training_state(*each)[0] for each in ((model, optimizer), (alone, other)))
+    assert any(name.endswith("exp_avg_sq") and "experts" in name for name in wanted)
+    random = {name for name in wanted if name.startswith("random.")}
+    for name in wanted.keys() - random:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-6)
 
 
 def test_two_ranks_that_recompute_replay_experts_as_one_process_does(run: Run) -> None:
