@@ -139,7 +139,7 @@ class RolloutRole:
 
     def _most_groups(self, num_samples: int) -> int:
         """Prompt groups of so many samples to have in flight: one wave decodes, one waits."""
-        return max(1, -(-2 * self._job.config.rollout.num_slots // num_samples))
+        return max(1, -(-2 * self._job.config.rollout.num_slots_of_replica // num_samples))
 
     async def _next(self, room: int) -> dict[str, Any]:
         """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""
@@ -221,7 +221,7 @@ class RolloutRole:
         if parts is not None:
             await self._job.bus.call("evaluated", label, self._evaluator.result(version, parts))
             return
-        num_slots = self._job.config.rollout.num_slots
+        num_slots = self._job.config.rollout.num_slots_of_replica
         found = await self._evaluator.evaluate(
             self._replica.engine, label, version, num_slots=num_slots, part=part, of=of
         )

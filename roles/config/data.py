@@ -141,8 +141,8 @@ class EvalConfig(EvalSet):
     at_end: bool = True
     every: int | None = Field(None, ge=1)
     """Measures the version that every so many steps make, beside the training and never under any other version's weights.
-    The replica that measures holds a second copy of the model, and the slab one more slot, for it. With SGLang too that is the
-    embedded engine: servers have one version for all their requests."""
+    The first replica measures: it holds a second copy of the model, and the slab one more slot, for it. With SGLang too that is
+    the embedded engine: servers have one version for all their requests."""
     share: float = Field(0.25, gt=0, le=1)
     """Of the engine's time that this may take while there are training samples to generate."""
     num_slots: int = Field(16, ge=4)

@@ -164,6 +164,12 @@ class RolloutConfig(Section):
     straggler_deadline_s: float | None = Field(None, gt=0)
     """A prompt group that a step waits for longer than this counts as failed; None waits."""
 
+    @property
+    def num_slots_of_replica(self) -> int:
+        """Sequences that all engines of a replica decode at once: the servers that it starts or is told of, or its own."""
+        servers = self.sglang
+        return self.num_slots * (1 if servers is None else len(servers.urls) or servers.num_servers)
+
     def refused(self) -> Iterator[str]:
         if "" in self.stop:
             yield "rollout.stop must hold texts of one character or more, got an empty one. Remove it"

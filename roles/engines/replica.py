@@ -110,9 +110,10 @@ class Replica:
         await job.bus.call("let_go", reader)
 
     async def _open_beside(self) -> Engine | None:
-        """The engine of evaluations beside the training, with a copy of the weights of its own."""
-        evaluation = self._job.config.evaluation
-        if evaluation is None or evaluation.every is None or self._ctx.rank:
+        """The engine of evaluations beside the training, with weights and a cache of its own: in the first replica's first
+        process alone, since they come one after the other."""
+        ctx, evaluation = self._ctx, self._job.config.evaluation
+        if evaluation is None or evaluation.every is None or ctx.rank or ctx.group != f"{ctx.role_group}-0":
             return None
         slots = await self._ctx.compute(self._build, evaluation.num_slots, evaluates=True)
         return EmbeddedEngine(slots, Share(self._generation, evaluation.share, self._generates).compute)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.time_share import Share
 from rondo.roles.engines.engine import SamplingParams
+from rondo.roles.engines.replica import Replica
 from rondo.roles.engines.stops import Stops
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.roles.sampling.evaluation import Evaluator, figures, ks_of, pass_at_k
@@ -207,3 +209,19 @@ async def test_a_share_leaves_the_rest_of_the_time_to_others_while_they_have_wor
     for _ in range(2):
         await paced.compute(turn)
     assert clock.slept == ([pause] if pause else [])
+
+
+@pytest.mark.parametrize(("group", "rank", "holds"), [("rollout-0", 0, 1), ("rollout-1", 0, 0), ("rollout-0", 1, 0)])
+async def test_one_process_of_a_run_holds_the_engine_of_evaluations_beside_the_training(
+    group: str, rank: int, holds: int
+) -> None:
+    made = list[int]()
+
+    async def compute(function: Any, num_slots: int, **_: Any) -> Any:
+        made.append(num_slots)
+        return slot_engine(qwen3(), num_slots=num_slots, max_length=16)
+
+    ctx = SimpleNamespace(group=group, role_group="rollout", rank=rank, compute=compute)
+    job = SimpleNamespace(config=SimpleNamespace(evaluation=EvalConfig(every=2, num_slots=4)))
+    engine = await Replica(cast(Any, ctx), cast(Any, job))._open_beside()
+    assert (made, engine is not None) == ([4] * holds, bool(holds))

@@ -4,6 +4,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from rondo.roles.config import RolloutConfig, SGLangConfig
 from rondo.roles.data.prompts import TooLong
 from rondo.roles.engines.engine import Completion, Request
 from rondo.roles.resumed import KeptSamples
@@ -75,6 +78,26 @@ def test_a_group_that_is_given_up_is_renewed_no_more() -> None:
     with progress.generating(A, "a/0"):
         progress.end(A)
         assert progress.since_last({"a/0": 5}, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("sglang", "num_groups"),
+    [
+        (None, 8),
+        (SGLangConfig(python="p"), 8),
+        (SGLangConfig(python="p", num_servers=4), 32),
+        (SGLangConfig(urls=("http://a:1", "http://b:1")), 16),
+    ],
+)
+def test_one_wave_decodes_and_one_waits_on_every_server_of_a_replica(
+    sglang: SGLangConfig | None, num_groups: int
+) -> None:
+    config = RolloutConfig(
+        prompts_per_step=8, samples_per_prompt=16, max_prompt_tokens=8, max_new_tokens=8, num_slots=64, sglang=sglang
+    )
+    replica = RolloutRole(cast(Any, None))
+    replica._job = cast(Any, SimpleNamespace(config=SimpleNamespace(rollout=config)))
+    assert replica._most_groups(config.samples_per_prompt) == num_groups
 
 
 class Streams:
