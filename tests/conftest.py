@@ -1,15 +1,17 @@
-"""How the whole suite runs: what hypothesis tries, which files come first, what the garbage collector leaves alone, and that
-nothing which tests start outlives them.
+"""How the whole suite runs: what hypothesis tries, which files come first, what needs GPUs, what the garbage collector leaves
+alone, and that nothing which tests start outlives them.
 
 Owns nothing of any test. Examples are the same in every run and have no time limit, so that neither chance nor a busy machine
 decides whether the suite passes; RONDO_HYPOTHESIS=random looks for new ones. How many there are: `strength.py`.
 
     RONDO_HYPOTHESIS=random pytest tests/comm/ring/test_records.py
     RONDO_TEST_LONG=1 pytest tests/comm                             # as `make test-long`
+    pytest -m cuda                                                  # what skips without a GPU; `make gpu` runs it
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -54,9 +56,22 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, the others as they come. Stable, so that each file stays in one piece."""
+    """The longest files first, the others as they come. Stable, so that each file stays in one piece. What needs more GPUs than
+    there are is skipped."""
     place = {f"tests/{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    for item, marker in ((item, item.get_closest_marker("cuda")) for item in items):
+        wanted = 0 if marker is None else (*marker.args, 1)[0]
+        if wanted > (found := num_gpus() if wanted else 0):
+            item.add_marker(pytest.mark.skip(reason=f"computes on {wanted} GPU{'s' * (wanted > 1)}, found {found}"))
+
+
+@functools.cache
+def num_gpus() -> int:
+    """That torch sees. Many tests need no torch."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Process groups over NCCL: the same members as in test_groups.py, on GPUs. Skipped, saying why, where there are none."""
+"""Process groups over NCCL: the same members as in test_groups.py, each on a GPU of its own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore, is_nccl_available
+from torch.distributed import TCPStore
 
 from rondo.comm.groups.carriers import check_backend
 from rondo.comm.groups.communicators import Communicator, open_group
 from rondo.comm.groups.epochs import Epoch, GroupSpec, Life
 from rondo.runtime.errors import ConfigError, GroupBroken
 
-NUM_DEVICES = torch.cuda.device_count()
 LIMIT_S = 60.0
-pytestmark = pytest.mark.skipif(
-    NUM_DEVICES < 2 or not is_nccl_available(),
-    reason=f"NCCL wants a GPU of its own for every member: two CUDA devices and a torch for CUDA, found {NUM_DEVICES}",
-)
+pytestmark = pytest.mark.cuda(2)
 
 
 def pair(name: str, backend: str, number: int = 1) -> tuple[Communicator, Communicator]:

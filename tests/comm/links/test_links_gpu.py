@@ -1,4 +1,4 @@
-"""Mirrors on GPUs, fed over NCCL. Skipped, saying why, where there are none."""
+"""Mirrors on GPUs, fed over NCCL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed import TCPStore, is_nccl_available
+from torch.distributed import TCPStore
 
 from rondo.comm.groups.communicators import Communicator, open_group
 from rondo.comm.groups.epochs import Epoch, GroupSpec, Life
@@ -18,14 +18,11 @@ from rondo.runtime.errors import GroupBroken
 from tests.comm.links.ends import QUICK, RING, TOKEN, Ends
 from tests.comm.links.test_collective import TensorReader
 
-NUM_DEVICES = torch.cuda.device_count()
 LIMIT_S = 60.0
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)])
 def test_payloads_lie_on_the_device_and_are_read_there(device: str) -> None:
-    if device != "cpu" and NUM_DEVICES < 1:
-        pytest.skip("a mirror on a GPU wants a CUDA device, found none")
     ends = Ends()
     ends.put(3)
     mirror, origin = DeviceMirror(ends.copy, None, RING, device=device), RingView(ends.origin, RING)
@@ -42,10 +39,7 @@ def test_payloads_lie_on_the_device_and_are_read_there(device: str) -> None:
     assert reader.seen == 3 and mirror.payload.device == torch.device(device)
 
 
-@pytest.mark.skipif(
-    NUM_DEVICES < 2 or not is_nccl_available(),
-    reason=f"NCCL wants a GPU of its own for every member: two CUDA devices and a torch for CUDA, found {NUM_DEVICES}",
-)
+@pytest.mark.cuda(2)
 async def test_records_cross_from_ring_to_gpu_over_nccl() -> None:
     ends = Ends()
     ends.put(5)

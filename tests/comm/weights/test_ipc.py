@@ -15,9 +15,6 @@ from rondo.comm.weights.ipc import SharedTensor, opened, share
 from rondo.runtime.errors import ConfigError, CorruptData
 from tests.comm.memory import ROOT
 
-on_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="CUDA IPC needs a CUDA device, and this machine's torch sees none"
-)
 SHARED = SharedTensor("bfloat16", (3, 4), (4, 1), 8, "uuid", b"\0handle\xff", 64, 512, b"counter", 3, b"event", True)
 
 
@@ -63,7 +60,7 @@ def read_in_child() -> None:
         print("written", flush=True)
 
 
-@on_gpu
+@pytest.mark.cuda
 def test_another_process_sees_and_changes_the_same_memory_on_the_device() -> None:
     tensor = torch.arange(24, dtype=torch.bfloat16, device="cuda").view(4, 6)[1:3, ::2]
     torch.cuda.synchronize()

@@ -237,7 +237,7 @@ def test_large_weights_go_through_the_blocked_layout_end_to_end() -> None:
     assert gap(other, requests, run(engine, requests)) < 2e-5
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("forward", ["fused", "hf"])
 def test_log_probs_equal_a_full_forward_on_a_gpu(forward: Any) -> None:
     model, requests = qwen3().cuda(), ragged(14)
