@@ -1,4 +1,4 @@
-# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`; `make gpu` is for one with NVIDIA GPUs.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,11 +6,13 @@ KILL ?=
 OPTIONS ?=
 ENGINE ?= embedded
 MODEL ?=
+PARTS ?=
+TORCH_INDEX ?=
 SGLANG_VENV ?= .venv-sglang
 SGLANG_ROUTER_VENV ?= .venv-sglang-router
 READY := $(VENV)/.ready
 
-.PHONY: demo smollm2 test test-long test-avx2 test-pythons test-sglang sglang sglang-router lint types clean
+.PHONY: demo smollm2 test test-long test-avx2 test-pythons test-sglang gpu sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
@@ -59,6 +61,13 @@ test-sglang: $(READY)  ## against a real SGLang server, without a GPU
 	SGLANG_VENV=$(abspath $(SGLANG_VENV)) SGLANG_ROUTER_VENV=$(abspath $(SGLANG_ROUTER_VENV)) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/sglang $(OPTIONS)
 
+# What cannot be installed is told, and what is there runs: without an environment, with the packages that PYTHON has.
+gpu:  ## tests and parts of ten minutes at most, into benchmarks/results/gpu.json; PARTS="training gap" runs these alone
+	@$(MAKE) --no-print-directory $(READY) || echo "NOT INSTALLED: rondo's packages. The reason stands above. What follows has those of $(PYTHON)"
+	@$(if $(filter-out tests quick_start training copies,$(or $(PARTS),all)),test ! -e $(READY) || $(MAKE) --no-print-directory sglang || echo "NOT INSTALLED: SGLang. The reason stands above. Parts that need it say so")
+	@if test -e $(READY); then run=$(BIN)/python; else run=$(PYTHON); fi; \
+		PYTHONPATH=$(CURDIR)/.typing $$run -m rondo.launch.cli bench gpu $(PARTS) $(OPTIONS)
+
 # The servers' own environment: about two and a half minutes, and nothing when it is there.
 sglang: $(READY)
 	$(BIN)/rondo sglang install $(SGLANG_VENV) $(if $(wildcard /dev/nvidia0),,--cpu)
@@ -79,10 +88,11 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy -p rondo
 
-# torch comes first and pinned, so that nothing replaces the build this machine's index offers.
+# torch comes first and pinned, so that nothing replaces the build this machine's index offers; TORCH_INDEX names another one, as
+# https://pytorch.org/get-started/locally/ has them by CUDA.
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 

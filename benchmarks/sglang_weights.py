@@ -23,7 +23,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -58,16 +58,14 @@ def versions(folder: Path) -> list[Tensors]:
     """What the folder holds, and as much of something else."""
     first = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     made = torch.Generator().manual_seed(1)
-    return [first, {name: torch.randn(tensor.shape, generator=made) * 0.02 for name, tensor in first.items()}]
+    second = {name: torch.randn(each.shape, generator=made).mul_(0.02).to(each.dtype) for name, each in first.items()}
+    return [first, second]
 
 
 @asynccontextmanager
-async def running(arguments: argparse.Namespace, folder: Path, aside: Path) -> AsyncIterator[SGLangClient]:
-    how = Launch(
-        arguments.python, str(folder), dtype="float32", max_running=32, max_tokens=8192,
-        environment=dict(each.split("=", 1) for each in arguments.environment),
-    )  # fmt: skip
-    server = SGLangServer(how, log=aside / f"{folder.name}.log", folder=aside, name="measured")
+async def running(how: Launch, aside: Path) -> AsyncIterator[SGLangClient]:
+    """A client of a server while the body runs; its log is `<model>.log` in `aside`."""
+    server = SGLangServer(how, log=aside / f"{Path(how.model_path).name}.log", folder=aside, name="measured")
     try:
         client = await server.start(_DEADLINE_S)
         try:
@@ -99,13 +97,13 @@ def memcpy_s(num_bytes: int) -> float:
 
 
 async def measure_paths(
-    client: SGLangClient, folder: Path, aside: Path, repetitions: int
+    client: SGLangClient, folder: Path, aside: Path, repetitions: int, ways: Sequence[str] = WAYS
 ) -> dict[str, dict[str, float]]:
     both = versions(folder)
     num_bytes = sum(tensor.nbytes for tensor in both[0].values())
     rows: dict[str, dict[str, float]] = {}
     number = 0
-    for way in WAYS:
+    for way in ways:
         for checksums in (True, False):
             seen: dict[str, list[float]] = {"total_s": [], "paused_s": [], "memcpy_s": []}
             async with path(client, folder, aside, way, checksums=checksums) as weights:
@@ -180,14 +178,21 @@ async def measure_pauses(client: SGLangClient, folder: Path, aside: Path) -> dic
 
 
 async def measure(arguments: argparse.Namespace, aside: Path) -> dict[str, Any]:
+    environment = dict(each.split("=", 1) for each in arguments.environment)
+
+    def launch(folder: Path) -> Launch:
+        return Launch(
+            arguments.python, str(folder), dtype="float32", max_running=32, max_tokens=8192, environment=environment
+        )
+
     found: dict[str, Any] = {}
     tiny = model(aside / "tiny", 0)
-    async with running(arguments, tiny, aside) as client:
+    async with running(launch(tiny), aside) as client:
         found["tiny"] = await measure_paths(client, tiny, aside, arguments.repetitions)
         found["pauses"] = await measure_pauses(client, tiny, aside)
     if arguments.gb:
         large = model(aside / "large", round(arguments.gb * 1e9))
-        async with running(arguments, large, aside) as client:
+        async with running(launch(large), aside) as client:
             found["large"] = await measure_paths(client, large, aside, arguments.repetitions)
     return found
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.py"
@@ -44,11 +45,12 @@ def main() -> None:
     print(json.dumps({"seconds": seconds, "seeds": options.seeds} | by_seed))
 
 
-def start(seed: int, num_steps: int | None) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds from the command to each point of one run and its processor seconds, what the run's summary tells)"""
+def start(seed: int, num_steps: int | None, changes: Sequence[str] = ()) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds from the command to each point of one run and its processor seconds, what the run's summary tells). `changes`: of
+    its settings."""
     with tempfile.TemporaryDirectory(prefix="rondo-start-") as folder:
-        changes = {"run_dir": folder, "seed": seed} | ({"num_steps": num_steps} if num_steps else {})
-        sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
+        given = [f"run_dir={folder}", f"seed={seed}", *([f"num_steps={num_steps}"] if num_steps else []), *changes]
+        sets = [part for change in given for part in ("--set", change)]
         command = [sys.executable, "-m", "rondo.launch.cli", "train", str(QUICKSTART), "--plain", *sets]
         before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -1,11 +1,11 @@
-"""The README's table of figures, written from what the benchmarks have kept.
+"""The README's table of figures, and that of the docs on a GPU, written from what the benchmarks have kept.
 
-    rondo bench table [--results FOLDER] [--into README.md]
+    rondo bench table [--results FOLDER] [--into README.md] [--gpu-into docs/speed.md]
 
 Each benchmark's last run lies in `benchmarks/results/` with its command, machine, load and versions. A row says what was measured
 against what, the figure, and the command that measured it with the load of the machine before and after (processes that ran or
-waited, over a minute). A benchmark without a kept run has no row. The table stands between two comments of the page, and nothing
-else of the page is touched.
+waited, over a minute). A benchmark without a kept run has no row; what `rondo bench gpu` has not run yet says so. A table stands
+between two comments of its page, and nothing else of the page is touched.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from typing import Any
 
 import orjson
 
+from benchmarks.gpu_parts import rows as on_gpu
+
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- figures: written by `rondo bench table` -->", "<!-- end of figures -->"
+"""In the README and, of what `rondo bench gpu` found, in docs/speed.md."""
 
 Figures = Any
 """What a benchmark printed last."""
@@ -344,10 +347,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--into", type=Path, default=HERE.parent / "README.md")
+    parser.add_argument("--gpu-into", type=Path, default=HERE.parent / "docs" / "speed.md")
     options = parser.parse_args()
-    figures = table(options.results)
-    options.into.write_text(written(options.into.read_text(encoding="utf-8"), figures), encoding="utf-8")
-    print(figures)
+    pages = {options.into: table(options.results), options.gpu_into: on_gpu.table(options.results / "gpu.json")}
+    for page, figures in pages.items():
+        page.write_text(written(page.read_text(encoding="utf-8"), figures), encoding="utf-8")
+        print(f"{page}\n\n{figures}\n")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         (("test-avx2",), "-m pytest"),
         (("demo", "ENGINE=sglang"), "--set rollout.sglang.python=.venv-sglang/bin/python"),
         (("test-sglang",), "-m pytest tests/sglang"),
+        (("gpu", "PARTS=training gap"), "-m rondo.launch.cli bench gpu training gap"),
     ],
 )
 def test_make_runs_what_the_readme_says(target: tuple[str, ...], expected: str) -> None:

@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from benchmarks import table
+from benchmarks.gpu_parts import rows as on_gpu
 from rondo.launch.bench import ROOT, benchmarks
 
 
@@ -28,7 +29,10 @@ def test_the_command_writes_the_figures_of_the_last_runs_into_the_page(
     })  # fmt: skip
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    monkeypatch.setattr(sys, "argv", ["table", "--results", str(tmp_path), "--into", str(page)])
+    other = tmp_path / "other.md"
+    other.write_text(page.read_text())
+    given = ["--results", str(tmp_path), "--into", str(page), "--gpu-into", str(other)]
+    monkeypatch.setattr(sys, "argv", ["table", *given])
     table.main()
     lines = page.read_text().splitlines()
     assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
@@ -37,6 +41,7 @@ def test_the_command_writes_the_figures_of_the_last_runs_into_the_page(
         "| bytes on the bus of a prompt group of 8 with an image, over 8 times those of a sample | 0.125 | as above |"
     )
     assert "Machine: P, 2 cores, avx2; torch 2." in lines
+    assert other.read_text().splitlines()[5] == "| `tests` | | not yet run |"
 
 
 def test_a_page_without_a_place_for_the_table_is_refused() -> None:
@@ -48,5 +53,7 @@ def test_the_readme_shows_what_was_kept_and_every_kept_file_has_its_rows() -> No
     results = ROOT / "benchmarks" / "results"
     page = (ROOT / "README.md").read_text()
     assert table.written(page, table.table(results)) == page, "`rondo bench table` writes it"
-    names = {name for name, _ in table.ROWS}
+    page = (ROOT / "docs" / "speed.md").read_text()
+    assert table.written(page, on_gpu.table(results / "gpu.json")) == page, "`rondo bench table` writes it"
+    names = {name for name, _ in table.ROWS} | {"gpu"}
     assert {path.stem for path in results.glob("*.json")} <= names <= {*benchmarks(ROOT), "trl_pretrained"}
