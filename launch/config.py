@@ -156,9 +156,19 @@ class RunConfig(JobConfig):
                     f"(num_servers x tensor_parallel; none with urls), got {group.devices}. Change one of them"
                 )
         trains = self.group_of("actor")
+        turns = trains is self.group_of("rollout") and self.max_staleness == 0
+        if self.train.release_memory and not turns:
+            yield (
+                "train.release_memory must not be True where the trainer and what generates work at the same time (rollout and "
+                "actor in groups of their own, or max_staleness above 0), got True. Remove it, or use modes.colocate() with "
+                "max_staleness 0"
+            )
+        if self.train.release_memory and self.rollout.endpoint is not None:
+            yield (
+                "train.release_memory must not be True with rollout.endpoint, which is asked at any time, got True. Remove one"
+            )
         if sglang is None or trains is None:
             return
-        turns = trains is self.group_of("rollout") and self.max_staleness == 0
         if sglang.release_memory and not turns:
             yield (
                 "rollout.sglang.release_memory must not be True where servers generate while the trainer trains (rollout and "

@@ -280,7 +280,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     tensor = _cast(tensor, dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # from host memory, where it is at rest
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -108,7 +108,6 @@ class ActorRole:
             if version is None:
                 await ctx.report("unsaved", {"cause": "stopped in the warm-up: there is no version to save yet"})
                 return
-            self._lend(version)
         async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
             self._tasks = tasks
             await self._publish(version, self._taken())
@@ -160,6 +159,8 @@ class ActorRole:
         ages: list[np.ndarray] = []
         if self._parity is not None:
             self._parity.taken()  # of a step that ran before and was not whole
+        if self._job.rests and not await self._take_memory(step):
+            return None
         if config.algorithm.normalize_batch is not None or self._scores_ahead:
             if (ahead_s := await self._look_ahead(step)) is None:
                 trainer.discard()
@@ -275,6 +276,22 @@ class ActorRole:
                     return busy
         return None
 
+    async def _take_memory(self, step: int) -> bool:
+        """Once a step has all its rounds, and so nothing is generated for it any more, its memory for the trainer. False when no
+        more rounds will come."""
+        last = self._job.config.train.optimizer_steps_per_batch - 1
+        async with aclosing(self._rounds(step)) as rounds:
+            async for made in rounds:
+                self._job.bus.check(made)
+                if made.closes and made.update == last:
+                    break
+            else:
+                return False
+        await self._job.turns.make_room()
+        with self._ctx.span("wake", beside="memory"):
+            await self._ctx.compute(self._trainer.wake)
+        return True
+
     async def _undo(self, step: int) -> None:
         """Forget a step that is not whole; weights that some of its updates have changed are version `step` again."""
         if self._trainer.moved:
@@ -287,14 +304,8 @@ class ActorRole:
         """Commit and publish a version."""
         with self._ctx.span("commit", beside="settle", step=version - 1):
             await self._commit(version, spans, taken)
-            self._lend(version)
         with self._ctx.span("publish", beside="settle", step=version - 1):
             await self._publish(version, taken)
-
-    def _lend(self, version: int) -> None:
-        """The trainer's tensors are this committed version, also to the engine that generates with them."""
-        if self._trainer.lent is not None:
-            self._trainer.lent.holds(version)
 
     async def _settled(self) -> None:
         """The newest version is committed and copied out of the trainer, which may change it now."""
@@ -438,17 +449,30 @@ class ActorRole:
         return await self._copying(self._trainer.checksum)
 
     async def _publish(self, version: int, taken: Taken) -> None:
-        """Step 5. Every rank takes part in gathering; rank 0 copies into the slab. Sums and sends run beside the next step."""
-        if not self._job.publishes:
-            return
+        """Step 5. Every rank takes part in gathering; rank 0 copies into the slab. Sums and sends run beside the next step. Who
+        generates with the trainer's device has its memory before it hears of the version."""
+        rests, lent = self._job.rests, self._trainer.lent
+        if lent is not None and not rests:
+            lent.holds(version)
+        copied = await self._copied(version, taken) if self._job.publishes else None
+        if rests:
+            if taken.state is not None:
+                taken.state[0].clear()  # what else holds the device's memory
+            with self._ctx.span("rest", beside="memory"):
+                await self._copying(self._trainer.rest)
+            if lent is not None:
+                lent.holds(version)
+        if copied is not None:
+            self._publishing = self._tasks.create_task(self._end_publish(copied), name="publication")
+
+    async def _copied(self, version: int, taken: Taken) -> Copied | None:
+        """The version in its slot, on rank 0."""
         slot = -1
         if self._ctx.rank == 0:
             if self._publishing is not None:  # its slot counts as free until it is told complete
                 await self._publishing
             slot = (await self._job.bus.call("begin_publish", version, deadline_s=POLL_S))["slot"]
-        copied = await self._copying(self._copy_weights, slot, version, taken.weights)
-        if copied is not None:
-            self._publishing = self._tasks.create_task(self._end_publish(copied), name="publication")
+        return await self._copying(self._copy_weights, slot, version, taken.weights)
 
     def _copy_weights(self, slot: int, version: int, weights: Iterator[tuple[str, Any]]) -> Copied | None:
         if self._publisher is None:

@@ -57,6 +57,8 @@ class Job:
     """Whether this process has one role."""
     takes_turns: bool = False
     """Whether this process generates and trains in turn: all samples of a step are of the version that it trains."""
+    rests: bool = False
+    """Whether its trainer gives its memory to what generates, in turn: it trains when a step has all its samples."""
 
 
 _opened: WeakKeyDictionary[SegmentClient, asyncio.Task[Job]] = WeakKeyDictionary()  # one client a process
@@ -81,10 +83,12 @@ async def _open(ctx: WorkerContext) -> Job:
     has_actor_fwd = any("actor_fwd" in each for each in roles.values())
     others_read = has_actor_fwd or config.num_pinned > 0
     lent = asyncio.get_running_loop().create_future() if lends else None
+    releases = config.train.release_memory
+    rests = takes_turns and (device != "cpu" and config.rollout.endpoint is None if releases is None else releases)
     return Job(
         config, bus, model_path, device, Turns(), lent,
         publishes=others_read or not lends, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
-        is_alone=len(roles.get(ctx.role_group, ())) == 1,
+        rests=rests, is_alone=len(roles.get(ctx.role_group, ())) == 1,
     )  # fmt: skip
 
 

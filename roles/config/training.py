@@ -70,6 +70,9 @@ class TrainConfig(OptimizerConfig):
     """Passes over the prompt groups of a step."""
     hot_snapshot: bool = True
     """Keeps the newest version in host memory, so that a restart of the actor loses no committed step."""
+    release_memory: bool | None = None
+    """Weights, moments and gradients leave their device for host memory while the engine generates in turn with the training,
+    which then begins when a step has all its samples. None: where the two share an accelerator."""
     encoders: Literal["replicate", "shard"] = "replicate"
     """Whether each process holds the image, audio and video encoders whole, or a shard of them, apart from the decoder's."""
     freeze: tuple[Literal["language", "vision", "audio", "projector"], ...] = ()

@@ -24,13 +24,15 @@ from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.shared_weights import Flip, Lent
 from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.embedded.time_share import Share
-from rondo.roles.engines.engine import Engine
+from rondo.roles.engines.engine import STALL_S, Engine
 from rondo.roles.job import SLAB, Job, follow
 from rondo.roles.training.determinism import settle
 from rondo.runtime.errors import Closed
+from rondo.runtime.waits import waiting
 from rondo.runtime.worker.context import WorkerContext
 
 ROLE = "rollout"
+_LOOK_S = 0.05
 
 
 class Replica:
@@ -69,6 +71,7 @@ class Replica:
         if self._job.takes_turns:
 
             async def make_room() -> None:
+                await self._idle()
                 if not (engine.asleep or self._generates()):
                     with self._ctx.span("sleep", beside="memory"):
                         await self._ctx.compute(engine.sleep)
@@ -88,6 +91,7 @@ class Replica:
         if releases_memory(self._job):
 
             async def make_room() -> None:
+                await self._idle()
                 await asyncio.gather(*(engine.sleep() for engine in engines))
 
             self._job.turns.make_room = make_room
@@ -124,6 +128,12 @@ class Replica:
     def _generates(self) -> bool:
         stats = self.engine.stats()
         return stats.num_running + stats.num_waiting > 0
+
+    async def _idle(self) -> None:
+        """Where the trainer needs the memory: until what the step could do without has ended too."""
+        async with waiting("engine to end", peer="engine", deadline_s=STALL_S):
+            while self._job.rests and self._generates():  # noqa: ASYNC110  # the count of any engine, which has no event
+                await asyncio.sleep(_LOOK_S)
 
     def _build(
         self,

@@ -30,6 +30,7 @@ from rondo.comm.ring.spans import Span, rows_of
 from rondo.comm.weights.sums import bucket_sum
 from rondo.models import checkpoint, parallel
 from rondo.models.acceptance import accept
+from rondo.models.at_rest import AtRest, own_part, resident
 from rondo.models.load import load_model
 from rondo.models.mesh import Mesh
 from rondo.models.names import local_part
@@ -146,6 +147,7 @@ class Backend(Generic[AnyObjective]):
         self.optimizer = make_optimizer(
             model, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, eps=optimizer.eps
         )
+        self._at_rest = AtRest()
         self._groups: Groups = beside._groups if beside is not None else Groups.beside(self.mesh)
         self._parameters = list(model.parameters())  # as they are between two forwards
         self._sums: LossSums | None = None
@@ -258,6 +260,22 @@ class Backend(Generic[AnyObjective]):
         shared = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(shared)
         return [float(value) for value in shared.tolist()]
+
+    # ---- turns on a device -----------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Between two steps: weights, unless they are lent, and moments lie in host memory until `wake`, and can be read there
+        (collective, on any thread, in turn with `weights`: on return the devices of all ranks are free). Idempotent."""
+        moments = (each for state in self.optimizer.state.values() for each in state.values() if each.ndim)
+        weights = resident(self.model) if self.lent is None else ()
+        on_device = (each for each in (*weights, *map(own_part, moments)) if each.device == self.device)
+        self._at_rest.leave(on_device)
+        if self.mesh.size > 1:
+            dist.barrier(group=self._groups.settling)
+
+    def wake(self) -> None:
+        """Before a forward after `rest`; no collective. Idempotent."""
+        self._at_rest.come_back()
 
     # ---- what lasts -------------------------------------------------------------------------------------------------
 

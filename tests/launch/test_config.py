@@ -421,6 +421,36 @@ def test_servers_give_memory_back_only_where_they_take_turns_with_the_trainer(
 
 
 @pytest.mark.parametrize(
+    ("groups", "rollout", "problem"),
+    [
+        ("colocate()", "", None),
+        (
+            "colocate(), max_staleness=1",
+            "",
+            "train.release_memory must not be True where the trainer and what generates work",
+        ),
+        ("hybrid(), max_staleness=0", "", "train.release_memory must not be True where the trainer and what generates"),
+        ("colocate()", "endpoint=EndpointConfig(), ", "train.release_memory must not be True with rollout.endpoint"),
+    ],
+)
+def test_a_trainer_gives_its_memory_only_to_what_generates_in_turn_with_it(
+    tmp_path: Path, groups: str, rollout: str, problem: str | None
+) -> None:
+    file = configs.write(
+        tmp_path,
+        ("groups=fully_async()", f"groups={groups}"),
+        ("RolloutConfig(prompts", f"RolloutConfig({rollout}prompts"),
+        ("RolloutConfig, TrainConfig", "EndpointConfig, RolloutConfig, TrainConfig"),
+    )
+    sets = ["train.release_memory=True"]
+    if problem is None:
+        assert load(file, sets).train.release_memory
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            load(file, sets)
+
+
+@pytest.mark.parametrize(
     ("devices", "sglang", "problem"),
     [
         (2, "", r"groups\[rollout\].devices must be 0 or 1 without rollout.sglang, got 2"),

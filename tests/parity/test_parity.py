@@ -21,10 +21,12 @@ MODES = ("colocate", "fully_async")
 
 @pytest.fixture(scope="module")
 def modes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Undisturbed runs on policy, all at once, since most of a run is imports. The third mode, hybrid, is the disturbed run's."""
+    """Undisturbed runs on policy, all at once, since most of a run is imports. The third mode, hybrid, is the disturbed run's.
+    Where they take turns the trainer rests while the engine generates."""
     folder = tmp_path_factory.mktemp("modes")
     runs = {mode: Run(folder / mode) for mode in MODES}
-    processes = {mode: run.train(mode) for mode, run in runs.items()}
+    sets = {"colocate": ["train.release_memory=True"]}
+    processes = {mode: run.train(mode, sets=sets.get(mode, ())) for mode, run in runs.items()}
     for mode, run in runs.items():
         run.ended(processes[mode])
     return runs

@@ -95,7 +95,14 @@ def rounds(batch: list[TrainRow], sizes: list[int]) -> list[Any]:
 def role(config: JobConfig, path: str, made: list[Any]) -> tuple[ActorRole, Rounds]:
     actor, bus = ActorRole(Here()), Rounds(made)  # type: ignore[arg-type]
     actor._job = SimpleNamespace(  # type: ignore[assignment]
-        config=config, bus=bus, turns=Turns(), lent=None, publishes=True, takes_turns=False, has_actor_fwd=False
+        config=config,
+        bus=bus,
+        turns=Turns(),
+        lent=None,
+        publishes=True,
+        takes_turns=False,
+        rests=False,
+        has_actor_fwd=False,
     )
     actor._trainer = trainer(config, path)
     tensors, state = actor._trainer.state()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -100,6 +101,7 @@ class Actor(ActorRole):
             lent=None,
             publishes=True,
             takes_turns=False,
+            rests=False,
             has_actor_fwd=True,
         )
         self._snapshot, self._publisher, self._publishing, self._parity = None, None, None, None
@@ -151,6 +153,35 @@ async def test_an_engine_that_takes_turns_with_the_trainer_makes_room_before_a_r
             await actor._train(0)
         assert log.count("make room") == takes_turns
         assert not takes_turns or log.index("make room") < log.index("accumulate")
+
+
+async def test_a_trainer_that_rests_takes_its_memory_after_the_engine_gave_its_own_and_gives_it_before_the_version_is_told() -> (
+    None
+):
+    log: list[str] = []
+    actor = Actor(log)
+    actor.bus.may_commit.set()
+
+    async def noted(name: str) -> None:
+        log.append(name)
+
+    async def copied(*_: Any) -> Any:
+        log.append("copied")
+        return SimpleNamespace()
+
+    actor._job.takes_turns = actor._job.rests = True
+    actor._job.config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"hot_snapshot": False})})
+    actor._job.turns.make_room = functools.partial(noted, "room")
+    actor._copied = copied  # type: ignore[method-assign]
+    actor._end_publish = lambda _: noted("told")  # type: ignore[method-assign,assignment]
+    actor._publish = functools.partial(ActorRole._publish, actor)  # type: ignore[method-assign]
+    async with asyncio.TaskGroup() as actor._tasks:
+        await actor._train(0)
+        await actor._settled()
+    shown = [
+        name for name in log if name in ("room", "wake", "accumulate", "finish", "commit", "copied", "rest", "told")
+    ]
+    assert shown == ["room", "wake", "room", "accumulate", "finish", "commit", "copied", "rest", "told"]
 
 
 @pytest.mark.parametrize(("held_up", "ends"), [(3, False), (0, True)])

@@ -105,6 +105,27 @@ def test_a_step_cut_into_rounds_makes_the_same_weights_as_one_round(model: str, 
         assert other[1:] == pytest.approx(results[0][1:], abs=1e-5)
 
 
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_trainer_that_rests_between_steps_trains_the_same_bits_and_is_read_meanwhile(model: str, lends: bool) -> None:
+    plain, resting = (open_policy(job(model), model, world_size=1, device="cpu", lends=lends) for _ in range(2))
+    for step in range(3):
+        for made in (plain, resting):
+            made.wake()
+            made.accumulate(step, rows(step), [[step, 0, 0, 6]], last=True)
+            made.finish(step)
+        resting.rest()
+        resting.rest()
+        hosts = {host.data_ptr() for host in resting._at_rest._hosts.values()}
+        state = {
+            name: each for name, each in resting.state()[0].items() if not name.startswith("random.") and each.ndim
+        }
+        moved = {name for name, each in state.items() if each.untyped_storage().data_ptr() in hosts}
+        assert moved == {name for name in state if not (lends and name.startswith("model."))}
+        for name, tensor in plain.state()[0].items():
+            assert torch.equal(tensor, resting.state()[0][name]), name
+        assert plain.checksum() == resting.checksum() and torch.equal(weights(plain), weights(resting))
+
+
 def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
     config = job(model)
     made = trainer(config, model)

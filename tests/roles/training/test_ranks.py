@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rondo.launch.config import load
+from rondo.models.at_rest import resident
 from rondo.models.mesh import Mesh
 from rondo.models.names import local_part
 from rondo.models.packing import Sequence as Packable
@@ -65,7 +66,8 @@ def config_of_case(name: str, path: str) -> JobConfig:
 
 
 def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Two steps of a case: weights, what each step told, and which rows it says that it trained."""
+    """Two steps of a case: weights, what each step told, and which rows it says that it trained. Of several ranks the trainer
+    rests after each, and is read there."""
     config = config_of_case(name, path)
     torch.manual_seed(0)
     made = open_policy(config, path, world_size=num_ranks, device="cpu")
@@ -95,7 +97,17 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
                     made.update(step)
         metrics, spans = made.finish(step)
         told.append((metrics, sorted(spans)))
+        if num_ranks > 1:
+            made.wake()  # which it is
+            made.rest()
+            assert all(t.untyped_storage().data_ptr() in hosts(made) for t in resident(made.model))
+            made.wake() if step == 0 else None
     return {"weights": dict(whole(made)), "told": told, "checksum": made.join_checksums(made.checksum())}
+
+
+def hosts(made: Policy) -> set[int]:
+    """Where the host memory lies that it rests in."""
+    return {host.untyped_storage().data_ptr() for host in made._at_rest._hosts.values()}
 
 
 def whole(made: Policy) -> dict[str, torch.Tensor]:
@@ -176,6 +188,7 @@ class Actor(ActorRole):
             lent=None,
             publishes=True,
             takes_turns=False,
+            rests=False,
             has_actor_fwd=True,
         )
         self._step_began = 0.0

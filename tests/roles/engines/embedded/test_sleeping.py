@@ -20,6 +20,7 @@ from rondo.roles.engines.embedded.shared_weights import Flip, Lent
 from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.replica import Replica
 from rondo.roles.training.compute_turns import Turns
+from rondo.runtime.waits import pending
 from tests.roles.engines.engines import llama, qwen3, qwen3_tied, request
 from tests.roles.training.test_backend import job as job_of
 from tests.roles.training.test_backend import model
@@ -89,7 +90,7 @@ async def test_a_replica_in_turn_with_the_trainer_gives_its_memory_once_it_has_n
         return contextlib.nullcontext()
 
     job = SimpleNamespace(
-        config=job_of(model), model_path=model, device="cpu", takes_turns=True, lent=None, turns=Turns()
+        config=job_of(model), model_path=model, device="cpu", takes_turns=True, rests=False, lent=None, turns=Turns()
     )
     replica = Replica(cast(Any, SimpleNamespace(compute=compute, span=noted)), cast(Any, job))
     await replica.open(contextlib.AsyncExitStack())
@@ -97,11 +98,16 @@ async def test_a_replica_in_turn_with_the_trainer_gives_its_memory_once_it_has_n
     engine._slots.add(request("a", 7, 3))
     await job.turns.make_room()
     assert not engine.asleep and spans == []  # it has something to generate
+    job.rests = True  # the trainer needs its memory
+    making = asyncio.create_task(job.turns.make_room())
+    await asyncio.sleep(0)
+    assert not making.done() and [wait.name for wait in pending()] == ["engine to end"]
     while engine._slots.has_work:
         engine._slots.step()
-    for _ in range(2):
-        await job.turns.make_room()
-        assert engine.asleep and spans == ["sleep"]
+    await making
+    assert engine.asleep and spans == ["sleep"]
+    await job.turns.make_room()
+    assert engine.asleep and spans == ["sleep"]
 
 
 async def test_a_request_that_comes_while_it_sleeps_asks_for_weights_and_is_generated_under_them() -> None:
