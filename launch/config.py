@@ -43,6 +43,10 @@ class RunConfig(JobConfig):
         """The group that holds a role, or None."""
         return next((group for group in self.groups if role in group.roles), None)
 
+    def _on_devices(self, role: str) -> bool:
+        group = self.group_of(role)
+        return group is not None and group.devices > 0
+
     def derive(self) -> None:
         super().derive()
         # Where generation and training take turns the data are on-policy unless asked otherwise. The field stays

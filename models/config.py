@@ -17,7 +17,7 @@ from pydantic import Field
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import FunctionRef, Section
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16"]
 GGUF = "rondo.models.gguf:build"
 """What writes the folder of a `model.path` that ends so."""
 
@@ -50,8 +50,9 @@ class ModelConfig(Section):
     build: FunctionRef | None = None
     """Or a function `build(folder: Path, **build_args)` that writes such a folder: config, tokenizer and weights."""
     build_args: dict[str, Any] = Field(default_factory=dict)
-    dtype: Dtype = "float32"
-    """Of the weights that engines serve. Training keeps float32 weights; `train.dtype` is that of its computation."""
+    dtype: Dtype = "auto"
+    """Of the weights that engines serve; "auto" is bfloat16 where the rollout has devices, else float32. Training keeps float32
+    weights; `train.dtype` is that of its computation."""
     attn: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention of the trained and scoring models, by its name in transformers. With "sdpa" a micro-batch computes a prompt once
     for all of its samples, where every layer is full causal attention; families without it get their own plain one."""

@@ -21,6 +21,7 @@ from rondo.models.config import MeshConfig, ModelConfig
 from rondo.models.media.config import MediaConfig
 from rondo.roles.algorithms.algorithm import AlgorithmConfig, OldLogProbs, old_log_probs_source
 from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
+from rondo.roles.config.presets import full_size
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
 from rondo.roles.config.training import OptimizerConfig, SftConfig, TrainConfig
 from rondo.runtime.config import SupervisionConfig
@@ -41,6 +42,7 @@ __all__ = [
     "SGLangConfig",
     "SftConfig",
     "TrainConfig",
+    "full_size",
 ]
 
 
@@ -78,6 +80,18 @@ class JobConfig(Section):
             media = self.media.model_copy()
             media.__dict__["whole_positions"] = True
             self.__dict__["media"] = media
+
+        for name, role in (("model", "rollout"), ("train", "actor")):
+            section = getattr(self, name)
+            if section.dtype == "auto":
+                section = section.model_copy()
+                section.__dict__["dtype"] = "bfloat16" if self._on_devices(role) else "float32"
+                section.model_fields_set.discard("dtype")
+                self.__dict__[name] = section
+
+    def _on_devices(self, role: str) -> bool:
+        """Whether that role computes on accelerators; a job by itself does not say where it runs."""
+        return False
 
     def refused(self) -> Iterator[str]:
         yield from self._media_suit_the_engine()

@@ -55,8 +55,9 @@ class TrainConfig(OptimizerConfig):
     mesh: MeshConfig = MeshConfig()
     """How the processes that train share copies of the model."""
     activation_checkpointing: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of forward and backward; weights and optimizer keep float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of forward and backward; weights and optimizer keep float32. "auto" is bfloat16 where the actor has devices, else
+    float32."""
     save_every: int | None = Field(None, ge=1)
     """A checkpoint after every so many steps; the last step always makes one."""
     keep_checkpoints: int = Field(2, ge=1)

@@ -480,6 +480,27 @@ def test_a_rollout_group_has_the_devices_that_its_servers_take(
             load(file)
 
 
+@pytest.mark.parametrize(
+    ("devices", "sets", "dtypes"),
+    [
+        ("", [], ("float32", "float32")),
+        ("rollout_devices=1, actor_devices=1", [], ("bfloat16", "bfloat16")),
+        ("actor_devices=1", [], ("float32", "bfloat16")),
+        ("actor_devices=1", ["train.dtype=float32"], ("float32", "float32")),
+        ("actor_devices=1", ["groups.1.devices=0", "model.dtype=bfloat16"], ("bfloat16", "float32")),
+        ("", ["groups.1.devices=1", "train.dtype=auto", "train.lr=1"], ("float32", "bfloat16")),
+    ],
+)
+def test_roles_compute_in_bfloat16_where_they_have_devices_unless_told_otherwise(
+    tmp_path: Path, devices: str, sets: list[str], dtypes: tuple[str, str]
+) -> None:
+    found = load(configs.write(tmp_path, ("groups=fully_async()", f"groups=fully_async({devices})")), sets)
+    assert (found.model.dtype, found.train.dtype) == dtypes
+    recorded = resolve(found)
+    assert (recorded["model"]["dtype"], recorded["train"]["dtype"]) == dtypes
+    assert unresolve(recorded) == found
+
+
 def test_a_function_that_is_defined_anew_behind_the_settings_is_refused(tmp_path: Path) -> None:
     again = "\n\ndef reward(response, label, *, prompt, metadata):\n    return 0.0\n"
     file = configs.write(tmp_path, ("train=TrainConfig(lr=1e-5),\n)\n", f"train=TrainConfig(lr=1e-5),\n){again}"))

@@ -23,7 +23,7 @@ def test_the_model_has_exactly_one_source() -> None:
         == f"{rule} neither. Set model.path to a Hugging Face folder, or model.build to a function that writes one."
     )
     assert told(path="a", build="m:f").startswith(f"{rule} both. ")
-    assert ModelConfig(path="Qwen/Qwen3-0.6B").dtype == "float32"
+    assert ModelConfig(path="Qwen/Qwen3-0.6B").dtype == "auto"
 
 
 def test_arguments_without_a_function_to_take_them_are_refused() -> None:

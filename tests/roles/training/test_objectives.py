@@ -48,7 +48,7 @@ class Values:
 def critic() -> Backend[Values]:
     torch.manual_seed(0)
     model = hf.Qwen3ForTokenClassification(hf.Qwen3Config(**SIZES, num_labels=1)).eval()
-    train = TrainConfig(lr=1e-2)
+    train = TrainConfig(lr=1e-2, dtype="float32")
     return Backend(make_ready(model, train), Values(), train, num_steps=4, mini_batches=2, passes=2)
 
 
