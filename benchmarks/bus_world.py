@@ -26,8 +26,8 @@ import numpy as np
 import orjson
 import uvloop
 
+from rondo.comm.bus.accounts import Rules
 from rondo.comm.bus.bus import Bus, Round
-from rondo.comm.bus.index import Rules
 from rondo.comm.bus.member import Member
 from rondo.comm.bus.rounds import Stream
 from rondo.comm.bus.serve import CONFIG

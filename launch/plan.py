@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from rondo.comm.bus.index import Rules
+from rondo.comm.bus.accounts import Rules
 from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup

@@ -1,61 +1,31 @@
-"""The index of the bus: what every prompt group is, where its rows lie, and what may happen to it next.
+"""The index of the bus: what the journal's events make of every prompt group, its rows, their memory and the weights.
 
-Owns admission, leases, outcomes and the accounting (promise B1). Pure: state changes only in `apply(event)`, a fold over the
-journal; `plan_*` methods look at the state and propose events without changing it. No clock, no memory, no sockets: those are
-the coordinator's. `group.py` holds what was put of one group, `rounds.py` the part that consumers see, `space.py` the room in
-rings, `versions.py` the weights.
-
-    waiting --grant--> running --all n rows visible--> ready --commit--> trained
-       ^                 |  |                            `--commit, beyond the first P--> surplus
-       `--lose, error----'  `--settle--> filtered | failed        too many errors --> quarantined
+Owns the fold: state changes only in `apply(event)`. Pure: `plan_*` methods look at the state and propose events without changing
+it; no clock, no memory, no sockets: those are the coordinator's. `accounts.py` holds which groups there are and what becomes of
+them, `group.py` what was put of one, `rounds.py` the part that consumers see, `space.py` the room in rings, `versions.py` the
+weights.
 
 Where several roles are trained on the same steps, a version is committed when each has reported it (`prepared`).
 
-Invariants: a group trains at the step it was admitted for and at no other; a step is its first P survivors in admission order;
-the first visible put of a (group, sample), of a column of one of its rows, and of a group's media, wins; accounts count samples,
-whatever rows they have; at every moment
-admitted = trained + filtered + surplus + failed + quarantined + waiting + running + ready.
+Invariant: the first visible put of a (group, sample), of a column of one of its rows, and of a group's media, wins.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from rondo.comm.bus import formats
+from rondo.comm.bus.accounts import Accounts, Rules
 from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
 from rondo.comm.bus.journal import Event
-from rondo.comm.bus.rounds import Round, Rounds, Stream, groups_of, mini_batch_of
+from rondo.comm.bus.rounds import Round, Rounds, groups_of
 from rondo.comm.bus.space import Space
 from rondo.comm.bus.versions import Versions
 from rondo.comm.ring.records import GROUP_BLOB
 from rondo.comm.ring.spans import Span, whole_samples
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the index must hold to; fixed for a run."""
-
-    num_steps: int
-    groups_per_step: int  # P, in prompt groups
-    samples_per_group: int  # n
-    max_staleness: int  # in policy versions
-    base_columns: tuple[str, ...]  # written by rollout
-    streams: tuple[Stream, ...]
-    row_bytes: int  # worst case of one sample's record, all its parts, in a rollout ring
-    media_bytes: int = 0  # worst case of the record with a prompt group's media; 0: there are none
-    num_slots: int = 2
-    spare_groups: int = 0
-    max_consecutive_filtered: int = 1000
-    max_consecutive_failed: int = 100
-    max_data_failures: int = 2
-    max_infra_failures: int = 5
-    num_positions: int | None = None  # data-set rows times passes; None is endless
-
 
 _OF_VERSIONS = {
     "publishing": ("begin", "slot", "version"),
@@ -67,29 +37,20 @@ _OF_VERSIONS = {
 """Events that change versions alone: what is called of them, with which fields."""
 
 
-class Index:
+class Index(Accounts):
     """The fold. `apply` is total and deterministic: equal events give equal `dump()`, and an event that means nothing any more,
     since its lease, its ring or its group is gone, changes nothing."""
 
     def __init__(self, rules: Rules) -> None:
-        self.rules = rules
+        super().__init__(rules)
         self.attempt = 0
-        self.version: int | None = None  # newest committed policy version; None before the first commit
         self.trainable = tuple(stream.name for stream in rules.streams if stream.kind == "train")
         self.checksums: dict[str, int] = {}  # trainable role -> checksum of its weights at `version`
         self.prepared: dict[str, dict[str, Any]] = {}  # trainable role -> what it has reported of the next version
-        self.next_group = 0
-        self.next_position = 0
-        self.groups: dict[int, Group] = {}
-        self.steps: dict[int, list[int]] = {}  # uncommitted step -> its groups in admission order
-        self.counts: dict[str, int] = {"admitted": 0, **dict.fromkeys((*LIVE, *SETTLED), 0)}
         self.refused_rows = 0
         self.media_bytes = 0  # put as media, ever, refused ones included
         self.row_bytes = 0  # put as samples, likewise
         self.num_overflow = 0  # overflow rings ever made: names the next one
-        self.consecutive_filtered = 0
-        self.consecutive_failed = 0  # failed and quarantined prompt groups since one was ready or filtered
-        self.last_error = ""  # of the last of them, or why one was filtered
         self.staleness: dict[int, int] = {}  # versions between a sample's step and its oldest token -> samples trained
         self.members: dict[str, list[int]] = {}  # group name -> [incarnation, ranks, 1 if alive]
         self.evaluations: dict[str, Event] = {}
@@ -99,10 +60,6 @@ class Index:
         self.rounds = Rounds(rules.streams)
         self._freed: list[tuple[str, int]] = []
         self._filled: set[str] = set()
-        # Found again from the groups: what is asked for often, without a scan.
-        self._alive: dict[int, int] = {}  # step -> its groups that are not settled
-        self._waiting: dict[int, list[int]] = {}  # step -> its waiting groups, sorted: in admission order
-        self._held: dict[str, set[int]] = {}  # member -> the groups that it has a lease on
 
     # ---- the fold -------------------------------------------------------------------------------------------------
 
@@ -370,35 +327,6 @@ class Index:
 
     # ---- state changes shared by handlers ---------------------------------------------------------------------------
 
-    def _move(self, group: Group, state: str) -> None:
-        if group.state == state:  # a new attempt finds groups that wait already
-            return
-        self.counts[group.state] -= 1
-        self.counts[state] += 1
-        if group.state == "waiting":
-            self._waiting[group.step].remove(group.id)
-        elif state == "waiting":
-            bisect.insort(self._waiting.setdefault(group.step, []), group.id)
-        if state in SETTLED:
-            self._alive[group.step] -= 1
-        group.state = state
-
-    def _list(self, group: Group) -> None:
-        """Take a group into the lists that are found again from the groups."""
-        if group.state in LIVE:
-            self._alive[group.step] = self._alive.get(group.step, 0) + 1
-        if group.state == "waiting":
-            bisect.insort(self._waiting.setdefault(group.step, []), group.id)
-        if group.holder is not None:
-            self._held.setdefault(group.holder, set()).add(group.id)
-
-    def _hold(self, group: Group, member: str | None) -> None:
-        if group.holder is not None:
-            self._held[group.holder].discard(group.id)
-        if member is not None:
-            self._held.setdefault(member, set()).add(group.id)
-        group.holder = member
-
     def _lose(self, group: Group, why: str, *, infra: bool) -> None:
         group.error = why
         self._hold(group, None)
@@ -439,102 +367,11 @@ class Index:
         if tail is not None:
             self._freed.append((ring, tail))
 
-    def _outstanding(self) -> Iterator[Group]:
-        return (group for group in list(self.groups.values()) if group.state in LIVE)
-
     # ---- questions --------------------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """The oldest uncommitted step: the version it trains on has the same number."""
-        return self.version if self.version is not None else 0
-
-    @property
-    def next_version(self) -> int:
-        """The version that is committed next."""
-        return 0 if self.version is None else self.version + 1
 
     def trains(self, role: str, step: int) -> bool:
         """Whether a trainable role trains a step, or leaves its weights as they are."""
         return step >= self.rounds.lanes[role].spec.first_step
-
-    @property
-    def done(self) -> bool:
-        return self.version is not None and (self.version >= self.rules.num_steps or self._out_of_data)
-
-    @property
-    def _out_of_data(self) -> bool:
-        """The data ended, and what is left of them cannot fill the oldest step: the run ends with whole steps."""
-        if self.rules.num_positions is None:
-            return False
-        left = self.rules.num_positions - self.next_position
-        return self._alive.get(self.step, 0) + left < self.rules.groups_per_step
-
-    def imbalance(self, *, scan: bool = True) -> str:
-        """Empty while promise B1 holds; else the sentence that stops the run. `scan`: count the living groups one by one too."""
-        counts = self.counts
-        if counts["admitted"] != sum(counts[state] for state in (*LIVE, *SETTLED)):
-            return f"prompt groups must balance, got {counts}"
-        live = dict.fromkeys(LIVE, 0)
-        for group in self.groups.values() if scan else ():
-            if group.state in live:
-                live[group.state] += 1
-        if not scan or all(counts[state] == live[state] for state in LIVE):
-            return ""
-        return f"prompt groups must balance, got {counts} against {live} outstanding"
-
-    def survivors(self, step: int) -> list[int]:
-        """Groups of a step that have not been settled, in admission order."""
-        return [g for g in self.steps.get(step, ()) if g in self.groups and self.groups[g].state in LIVE]
-
-    def membership(self, step: int) -> list[int]:
-        """The ready groups whose place among the step's first P survivors is certain, in admission order."""
-        first, groups = self.survivors(step)[: self.rules.groups_per_step], self.groups
-        return [g for g in first if groups[g].state == "ready"]
-
-    def mini_batches(self, step: int, num: int) -> list[list[int]]:
-        """`membership` by mini-batch: without the groups that change theirs when one that is not ready yet, before them, is
-        settled and those behind it move up."""
-        if num == 1:
-            return [self.membership(step)]
-        needed, missing = self.rules.groups_per_step, 0
-        batches: list[list[int]] = [[] for _ in range(num)]
-        for place, id in enumerate(self.survivors(step)[:needed]):
-            if self.groups[id].state != "ready":
-                missing += 1
-            elif (batch := mini_batch_of(place, needed, num)) == mini_batch_of(place - missing, needed, num):
-                batches[batch].append(id)
-        return batches
-
-    def held_by(self, member: str) -> list[Group]:
-        """The groups that this member has a lease on."""
-        return [self.groups[id] for id in sorted(self._held.get(member, ()))]
-
-    def running(self) -> list[Group]:
-        """The groups that anyone has a lease on."""
-        return [self.groups[id] for held in self._held.values() for id in sorted(held)]
-
-    def waiting(self, step: int) -> list[Group]:
-        """The groups of a step that wait for a lease, in admission order."""
-        return [self.groups[id] for id in self._waiting.get(step, ())]
-
-    def plan_admissions(self, step: int) -> list[Event]:
-        """Admissions that bring a step to P + spare groups; fewer when the data end."""
-        alive = self._alive.get(step, 0)
-        missing = self.rules.groups_per_step + self.rules.spare_groups - alive
-        if self.rules.num_positions is not None:
-            left = self.rules.num_positions - self.next_position
-            if alive + left < self.rules.groups_per_step:
-                return []  # a step that cannot fill is not begun
-            missing = min(missing, left)
-        return [
-            {"event": "admit", "group": self.next_group + i, "step": step, "position": self.next_position + i}
-            for i in range(missing)
-        ]
-
-    def open_steps(self, engine_version: int) -> range:
-        """Steps that an engine with this proved version may work for: k - e <= max_staleness."""
-        return range(self.step, min(engine_version + self.rules.max_staleness + 1, self.rules.num_steps))
 
     def plan_rounds(
         self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool = False
@@ -551,29 +388,6 @@ class Index:
             certain = [[id for id in batch if id in first] for batch in certain]
         needed = self.rules.groups_per_step
         return self.rounds.plan_train(stream, member, step, certain, needed, self.groups, full=full)
-
-    def entries(self, group: Group) -> list[int]:
-        """Room (bytes a record) to reserve for what is still missing of a group; its media come first.
-
-        Where a prompt has no media, its first sample uses up their room.
-        """
-        media = [self.rules.media_bytes] if self.rules.media_bytes and not group.media else []
-        return media + [self.rules.row_bytes] * (group.num_samples - group.known_samples.bit_count())
-
-    def starving(self) -> str:
-        """Why the oldest step can never fill, or empty while it can."""
-        if self.consecutive_filtered > self.rules.max_consecutive_filtered:
-            return (
-                f"filtered prompt groups in a row must be at most {self.rules.max_consecutive_filtered} "
-                f"(rollout.max_consecutive_filtered), got {self.consecutive_filtered}. The last one was filtered for: "
-                f"{self.last_error}"
-            )
-        if self.consecutive_failed > self.rules.max_consecutive_failed:
-            return (
-                f"failed prompt groups in a row must be at most {self.rules.max_consecutive_failed} "
-                f"(rollout.max_consecutive_failed), got {self.consecutive_failed}. The last one failed so: {self.last_error}"
-            )
-        return ""
 
     # ---- persistence ------------------------------------------------------------------------------------------------
 

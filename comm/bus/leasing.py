@@ -1,6 +1,6 @@
 """Who works on which prompt group: leases, with room for what comes of them, and evaluations, before leases or beside them.
 
-Owns the answers to rollout replicas and the ends that they report. Does not own admission and outcomes (`index.py`), room
+Owns the answers to rollout replicas and the ends that they report. Does not own admission and outcomes (`accounts.py`), room
 (`space.py`, `transitions.py`) or which evaluation is due (`evaluations.py`).
 
 Invariant: a lease is granted only with room promised for all that is missing of its group.
@@ -90,7 +90,7 @@ class Leasing(Transitions):
 
     def _grants(self, member: str, incarnation: int, rank: int, version: int, max_groups: int) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []
-        for step in self.index.open_steps(version):
+        for step in self.index.wanting(version):
             for event in self.index.plan_admissions(step):
                 self._fold(event)
             for group in self.index.waiting(step):

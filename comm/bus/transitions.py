@@ -22,9 +22,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import orjson
 
 from rondo.comm.bus import wakes
+from rondo.comm.bus.accounts import Rules
 from rondo.comm.bus.audit import Ledger
 from rondo.comm.bus.evaluations import Evaluations
-from rondo.comm.bus.index import Index, Rules
+from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event, Journal
 from rondo.comm.bus.pending import Pending
 from rondo.comm.bus.rings import Rings, put_event
@@ -311,7 +312,7 @@ class Transitions(Actor):
             "failed_in_a_row": index.consecutive_failed, "failing": self._failing(),
             "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes,
             "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
-            "rings": rings, "proved": dict(index.versions.proved), "evaluations": dict(index.evaluations),
+            "rings": rings, "proved": dict(index.versions.proved), "num_evaluations": len(index.evaluations),
             "journal_events": self._journal.num_events, "waiters": len(self._wakes),
         }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Who holds which published weights: the slots of the slab, as a pure fold.
 
-Owns slot states, holders and proved versions; not the bytes (`slab.py`) and not the lease rule (`index.py`).
+Owns slot states, holders and proved versions; not the bytes (`slab.py`) and not the lease rule (`accounts.py`).
 
 Invariant: the publisher writes only a slot that nobody holds and that is not the newest complete one; a dead holder's hold
 ends with its proved death; a member serves only a version that it has proved by checksum.

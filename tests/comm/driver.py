@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rondo.comm.bus.accounts import Rules
 from rondo.comm.bus.group import Group
-from rondo.comm.bus.index import Index, Rules
+from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Stream
 from rondo.comm.ring.records import GROUP_BLOB
