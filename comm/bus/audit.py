@@ -140,6 +140,7 @@ class Ledger:
         self.limits = {"data": max_data_failures, "infra": max_infra_failures}
         self.next_group = 0
         self.open: dict[int, _Open] = {}  # in admission order
+        self.steps: dict[int, list[int]] = {}  # step that is not committed -> its groups, in admission order
         self.prepared: dict[
             str, tuple[str, list[Span]]
         ] = {}  # role -> member, rows it has trained for the next version
@@ -182,17 +183,24 @@ class Ledger:
             self.counts.update({name + "_groups": ended[name] for name in OUTCOMES if name in ended})
             self.staleness = Counter(dict(state["staleness"]))
             self.next_group = state["next_group"]
-            self.open = {
+            self._begin_with({
                 group["id"]: _Open(group["step"], data=group["data_failures"], infra=group["infra_failures"])
                 for group in sorted(state["groups"], key=lambda group: group["id"])
                 if group["state"] in ("waiting", "running", "ready")
-            }
+            })  # fmt: skip
         for name, num in faults.items():
             self.counts[name] = max(num, self.counts[name])
+
+    def _begin_with(self, groups: dict[int, _Open]) -> None:
+        """These are all that are open."""
+        self.open, self.steps = groups, {}
+        for id, group in groups.items():
+            self.steps.setdefault(group.step, []).append(id)
 
     def on_admit(self, event: Event) -> None:
         if event["group"] >= self.next_group:
             self.open[event["group"]] = _Open(event["step"])
+            self.steps.setdefault(event["step"], []).append(event["group"])
             self.next_group = event["group"] + 1
             self.counts["admitted"] += self.n
 
@@ -294,7 +302,7 @@ class Ledger:
 
     def _close(self, step: int, roles: list[str]) -> None:
         """Count the groups of a step that was committed; they are behind us."""
-        mine = {id: group for id, group in self.open.items() if group.step == step}
+        mine = {id: self.open[id] for id in self.steps.pop(step, ())}
         for place, group in enumerate(group for group in mine.values() if not group.outcome):
             missing = self._num_missing(group, roles)
             if place >= self.groups_per_step and missing == self.n:
@@ -362,7 +370,7 @@ class Ledger:
 
     def _load(self, fields: dict[str, Any]) -> None:
         self.next_group = fields["next_group"]
-        self.open = {id: _Open.load(group) for id, *group in fields["open"]}
+        self._begin_with({id: _Open.load(group) for id, *group in fields["open"]})
         self.prepared = {role: (member, spans) for role, (member, spans) in fields["prepared"].items()}
         self.counts, self.staleness = Counter(fields["counts"]), Counter(dict(fields["staleness"]))
 

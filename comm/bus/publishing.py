@@ -85,6 +85,7 @@ class Publishing(Transitions):
         if version != self.index.version and self.index.prepared.get(role, {}).get("version") != version:
             check_commit(self.index, role, version, checksum, spans)
             last = set(roles) - {role} <= self.index.prepared.keys()
+            groups = self.index.steps.get(version - 1, [])
             self._emit(
                 {
                     "event": "commit" if last else "prepared", "role": role, "member": member, "version": version,
@@ -92,14 +93,15 @@ class Publishing(Transitions):
                 }
             )  # fmt: skip
             if last:
-                self._committed()
+                self._committed(groups)
         return {"version": self.index.version}
 
-    def _committed(self) -> None:
+    def _committed(self, groups: list[int]) -> None:
+        """`groups`: all that were admitted for the step that is over."""
         self._committed_at = self._clock()
         for times in (self._put_at, self._renewed, self._granted):
-            for group in times.keys() - self.index.groups.keys():
-                del times[group]
+            for group in groups:
+                times.pop(group, None)
         self._report("committed", self.status())
         unbalanced = self.index.imbalance(scan=False)
         if unbalanced:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,74 @@ async def test_steps_without_end_keep_memory_descriptors_files_and_replay_as_the
     rollout.close()
     actor.close()
     store.close()
+
+
+class Counted(dict[Any, Any]):
+    """How many of its entries were looked at, or gone through."""
+
+    touched = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        Counted.touched += 1
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        Counted.touched += 1
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        Counted.touched += len(self)
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        Counted.touched += len(self)
+        return super().keys()
+
+    def values(self) -> Any:
+        Counted.touched += len(self)
+        return super().values()
+
+    def items(self) -> Any:
+        Counted.touched += len(self)
+        return super().items()
+
+
+async def touched_by_a_step(folder: Path, num_held: int) -> int:
+    """Prompt groups that are looked at by a step's lease, put, rounds and commit, and by a status, while so many steps wait."""
+    store = Store()
+    run = InProcess(
+        folder, store, num_steps=1_000, groups_per_step=2, max_staleness=1_000, ring_bytes=1 << 20, streams=PLAIN
+    )
+    await run.start()
+    rollout, actor = await run.bus("rollout-0"), await run.bus("actor-0")
+    await actor.call("commit", 0, 0, 7, [])
+    for number in range(num_held):
+        await rollout.call("proved", "rollout.0", 0)
+        for grant in (await rollout.call("lease", 2, []))["grants"]:
+            put(rollout, grant, [0, 1])
+        await rollout.call("renew", [])
+        assert run.coordinator.index.counts["ready"] == 2 * number + 2
+    coordinator = run.coordinator
+    coordinator._audit()
+    for owner, name in (
+        (coordinator.index, "groups"), (coordinator.index, "steps"), (coordinator.ledger, "open"), (coordinator.ledger, "steps"),
+        (coordinator, "_put_at"), (coordinator, "_renewed"), (coordinator, "_granted"),
+    ):  # fmt: skip
+        setattr(owner, name, Counted(getattr(owner, name)))
+    Counted.touched = 0
+    await step(rollout, actor, 0, 2)
+    coordinator._audit()
+    coordinator.status()
+    touched = Counted.touched
+    await run.stop()
+    rollout.close()
+    actor.close()
+    store.close()
+    return touched
+
+
+async def test_a_step_and_a_status_look_at_no_more_prompt_groups_the_more_are_held(tmp_path: Path) -> None:
+    assert await touched_by_a_step(tmp_path / "few", 2) == await touched_by_a_step(tmp_path / "many", 40)
 
 
 async def commit(run: InProcess, version: int, spans: list[list[int]]) -> None:
