@@ -76,7 +76,7 @@ def test_a_server_reads_from_a_payload_the_tensors_that_were_packed(bucket_bytes
 def test_a_payload_names_nothing_but_what_sglang_lets_its_reader_import() -> None:
     bucket = plan(mixed(), 1 << 20)[0]
     shared = SharedTensor(
-        "uint8", (bucket.num_bytes,), (1,), 0, "GPU-1", b"\0h", 512, 64, b"counter", 3, b"event", True
+        0, "GPU-1", b"\0h", 512, 64, b"counter", 3, b"event", True
     )  # fmt: skip
     memory = named_in(shared_memory_payload(bucket, "/block"))
     device = named_in(cuda_payload(bucket, shared))
@@ -97,7 +97,7 @@ def named_in(payload: str) -> set[str]:
 
 def test_a_handle_of_a_device_travels_with_every_argument_in_torchs_own_order() -> None:
     bucket = plan({"w": torch.zeros(8, dtype=torch.uint8)}, 100)[0]
-    shared = SharedTensor("uint8", (8,), (1,), 16, "GPU-1", b"handle", 512, 64, b"counter", 3, b"event", True)
+    shared = SharedTensor(16, "GPU-1", b"handle", 512, 64, b"counter", 3, b"event", True)
     codes = list(pickletools.genops(base64.b64decode(cuda_payload(bucket, shared))))
     start = next(n for n, (_, argument, _) in enumerate(codes) if argument and "_rebuild_cuda" in str(argument))
     plain = [argument for code, argument, _ in codes[start + 1 :] if argument is not None][:14]
