@@ -176,10 +176,15 @@ class NoWeights:
 
 
 @contextlib.asynccontextmanager
+async def no_weights() -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    yield 0, {}
+
+
+@contextlib.asynccontextmanager
 async def dispatched(url: str, key: str | None, found: Capabilities, in_flight: int) -> AsyncIterator[Dispatcher]:
     client = await SGLangClient(url, api_key=key).__aenter__()
     engine = SGLangEngine(client, weights=NoWeights(), pause="in_place", capabilities=found)
-    dispatcher = Dispatcher([engine], limits=DispatchLimits(in_flight=in_flight))
+    dispatcher = Dispatcher([engine], reload=no_weights, limits=DispatchLimits(in_flight=in_flight))
     try:
         yield dispatcher
     finally:

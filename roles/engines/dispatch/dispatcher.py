@@ -89,17 +89,17 @@ class Dispatcher:
     `version` is the oldest that a routable engine has proved: whoever asks may be given any of them, so no younger one can be
     promised. It never falls, since an engine comes back only with what was promised. Closing it closes its engines.
 
-    `reload` opens the newest published weights for an engine that lost its own between two updates; without it such an engine
-    waits for the next update. `seed`: of the chance by which rests differ.
+    `reload` opens the newest published weights for an engine that lost its own between two updates. `seed`: of the chance by
+    which rests differ.
     """
 
     def __init__(
         self,
         engines: Sequence[Engine] = (),
         *,
+        reload: Reload,
         names: Sequence[str] | None = None,
         limits: DispatchLimits | None = None,
-        reload: Reload | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:

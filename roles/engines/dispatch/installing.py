@@ -54,7 +54,7 @@ class Patience:
 class Installer:
     """Gives weights to the engines of one fleet, one or several at a time."""
 
-    def __init__(self, fleet: Fleet, reload: Reload | None) -> None:
+    def __init__(self, fleet: Fleet, reload: Reload) -> None:
         self.patience = Patience(fleet.limits)
         self.wanted: frozenset[Member] = frozenset()
         """Those that an update under way is about to give weights to."""
@@ -62,18 +62,13 @@ class Installer:
         self._reload = reload
         self._let_go: set[asyncio.Future[None]] = set()
 
-    @property
-    def repairs(self) -> bool:
-        """Whether an engine that failed its update is given weights between two updates."""
-        return self._reload is not None
-
     async def close(self) -> None:
         if self._let_go:
             await asyncio.wait(self._let_go, timeout=self._fleet.limits.probe_deadline_s)
 
     async def repair(self, member: Member) -> None:
         """Gives an engine that answers the newest weights, where it has none that may be served."""
-        if self._reload is None or not self._may_repair(member):
+        if not self._may_repair(member):
             return
         promised = self._fleet.promised
         try:
@@ -92,9 +87,9 @@ class Installer:
         free = not (member.updating or member in self.wanted)
         return old and free and member.takes_weights and self._fleet.clock() >= member.repair_at
 
-    async def install(self, member: Member, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the engine serves this version now. Raises ConfigError if it refuses the tensors, and keeps its own; whatever
-        else it fails with takes it out."""
+    async def install(self, member: Member, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Until the engine serves this version, or is out, whatever it failed with. Raises ConfigError if it refuses the tensors,
+        and keeps its own."""
         fleet = self._fleet
         member.updating = True
         fleet.update()
@@ -113,7 +108,7 @@ class Installer:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is out and its error told
             self._take_out(member, error)
-            return False
+            return
         finally:
             if not updating.done():
                 await self._end(updating)
@@ -128,7 +123,6 @@ class Installer:
         member.updates_failed, member.repair_at = 0, 0.0
         member.breaker.recovered()
         fleet.update()
-        return True
 
     async def _until_taken(self, member: Member, updating: asyncio.Future[None], began: float, num_bytes: int) -> None:
         """Raises what the update failed with, DeadlineExceeded past its time, or what the engine's silence looks like."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rondo.roles.engines.dispatch.fleet import Fleet, Member, NoEngine
@@ -35,8 +35,6 @@ class _Update:
     tensors: Mapping[str, torch.Tensor]
     moved_at: float
     """When an engine began or ended its update."""
-    failed: set[Member] = field(default_factory=set)
-    """Engines that did not take it."""
 
 
 class Rolling:
@@ -58,8 +56,7 @@ class Rolling:
 
         async def one(member: Member) -> None:
             try:
-                if not await installer.install(member, update.version, update.tensors):
-                    update.failed.add(member)
+                await installer.install(member, update.version, update.tensors)
             except ConfigError as error:
                 refused.append(error)
             finally:
@@ -97,10 +94,7 @@ class Rolling:
             m for m in self._fleet.members
             if (m.alive or m.takes_weights) and m.proved != update.version
         ]  # fmt: skip
-        failed = update.failed
-        if self._installer.repairs:
-            failed = {m for m in able if m.updates_failed}
-        todo = [m for m in able if m not in failed]
+        todo = [m for m in able if not m.updates_failed]
         return todo if todo or served else able  # asked again without end, since there is nobody else
 
     def _next(self, todo: list[Member], running: Mapping[Member, object]) -> list[Member]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,20 @@ import numpy as np
 from rondo.roles.engines.dispatch.fleet import DispatchLimits
 from rondo.roles.engines.engine import Completion, EngineStats, Kind, Request, SamplingParams
 from rondo.roles.engines.sglang.client import SGLangClient
-from rondo.runtime.errors import Refused
+from rondo.runtime.errors import PeerGone, Refused
 from tests.roles.engines.dispatch.stub import Stub, token_of
 
 QUICK = DispatchLimits(
     queue_deadline_s=60.0, absent_deadline_s=60.0, health_interval_s=0.05, absent_interval_s=0.02, probe_deadline_s=5.0,
     silent_s=5.0, open_s=0.02, longest_open_s=0.2, update_deadline_s=30.0, most_kills=50, most_attempts=50,
 )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def nothing() -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    """The newest published weights, where nothing opens them."""
+    raise PeerGone("the newest weights must be there, got none")
+    yield
 
 
 class Load:

@@ -15,7 +15,7 @@ from rondo.roles.engines.engine import Completion, Request
 from rondo.roles.engines.faults import RequestFailed
 from rondo.roles.engines.sglang.client import ServerError
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone
-from tests.roles.engines.dispatch.engines import QUICK, Load, asked
+from tests.roles.engines.dispatch.engines import QUICK, Load, asked, nothing
 from tests.roles.engines.dispatch.test_killed import gone, routable
 from tests.roles.engines.dispatch.test_rolling import Told
 
@@ -57,7 +57,7 @@ class Holding(Told):
 
 @contextlib.asynccontextmanager
 async def over(*engines: Any, limits: DispatchLimits = QUICK) -> AsyncIterator[Dispatcher]:
-    dispatcher = Dispatcher(engines, limits=limits)
+    dispatcher = Dispatcher(engines, reload=nothing, limits=limits)
     await routable(dispatcher, *(f"engine-{i}" for i in range(len(engines))))
     try:
         async with asyncio.timeout(15):
@@ -187,7 +187,7 @@ async def test_closing_fails_what_waits_and_what_comes() -> None:
 
 async def test_the_names_of_engines_are_their_own() -> None:
     with pytest.raises(ConfigError, match="the name of an engine must be its own, got 'a' twice"):
-        Dispatcher([Told(), Told()], names=["a", "a"])
+        Dispatcher([Told(), Told()], reload=nothing, names=["a", "a"])
 
 
 # ---- what a failure costs -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 from rondo.roles.engines.dispatch import Dispatcher, NoEngine
 from rondo.roles.engines.engine import Completion, EngineStats, Request
 from rondo.runtime.errors import ConfigError, PeerGone, Refused
-from tests.roles.engines.dispatch.engines import QUICK, asked, check
+from tests.roles.engines.dispatch.engines import QUICK, asked, check, nothing
 from tests.roles.engines.dispatch.stub import Nursery, record_of
 from tests.roles.engines.dispatch.test_killed import gone, nursery, order, routable, world
 
@@ -180,7 +180,7 @@ class Told:
 
 async def test_weights_that_come_while_others_roll_follow_when_all_have_taken_these() -> None:
     engines = [Told() for _ in range(3)]
-    dispatcher = Dispatcher(engines, limits=QUICK)
+    dispatcher = Dispatcher(engines, reload=nothing, limits=QUICK)
     await routable(dispatcher, "engine-0", "engine-1", "engine-2")
     engines[0].allowed.clear()
     first = asyncio.create_task(dispatcher.update_weights(2, {"w": np.ones(2)}))
@@ -196,7 +196,7 @@ async def test_weights_that_come_while_others_roll_follow_when_all_have_taken_th
 
 async def test_the_version_is_the_oldest_of_those_that_serve_and_rises_when_the_last_has_proved() -> None:
     engines = [Told() for _ in range(2)]
-    dispatcher = Dispatcher(engines, limits=QUICK)
+    dispatcher = Dispatcher(engines, reload=nothing, limits=QUICK)
     await routable(dispatcher, "engine-0", "engine-1")
     engines[1].allowed.clear()
     task = asyncio.create_task(dispatcher.update_weights(2, {}))
@@ -210,7 +210,7 @@ async def test_the_version_is_the_oldest_of_those_that_serve_and_rises_when_the_
 
 async def test_tensors_are_no_longer_read_when_an_update_returns_or_is_cancelled() -> None:
     engines = [Told() for _ in range(2)]
-    dispatcher = Dispatcher(engines, limits=QUICK)
+    dispatcher = Dispatcher(engines, reload=nothing, limits=QUICK)
     await routable(dispatcher, "engine-0", "engine-1")
     engines[1].allowed.clear()
     tensors = {"w": np.ones(1)}
@@ -229,7 +229,7 @@ async def test_tensors_are_no_longer_read_when_an_update_returns_or_is_cancelled
 
 async def test_tensors_that_an_engine_refuses_are_the_callers_error_and_it_keeps_its_own() -> None:
     engines = [Told() for _ in range(2)]
-    dispatcher = Dispatcher(engines, limits=QUICK)
+    dispatcher = Dispatcher(engines, reload=nothing, limits=QUICK)
     await routable(dispatcher, "engine-0", "engine-1")
     for engine in engines:
         engine.error = ConfigError("names differ")
@@ -241,7 +241,7 @@ async def test_tensors_that_an_engine_refuses_are_the_callers_error_and_it_keeps
 
 async def test_an_engine_that_fails_its_update_is_left_out_and_asked_again_only_where_no_other_takes_it() -> None:
     engines = [Told() for _ in range(2)]
-    dispatcher = Dispatcher(engines, limits=QUICK)
+    dispatcher = Dispatcher(engines, reload=nothing, limits=QUICK)
     await routable(dispatcher, "engine-0", "engine-1")
     engines[0].error = PeerGone("broken")
     await dispatcher.update_weights(2, {})
@@ -268,7 +268,7 @@ class Clock:
 async def test_eight_engines_of_32_s_an_update_all_take_it_in_their_waves() -> None:
     clock, engines = Clock(), [Told() for _ in range(8)]
     names = [f"engine-{i}" for i in range(8)]
-    dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None), clock=clock)
+    dispatcher = Dispatcher(engines, reload=nothing, limits=replace(QUICK, update_deadline_s=None), clock=clock)
     await routable(dispatcher, *names)
     for version in (2, 3):
         for engine in engines:
@@ -311,7 +311,7 @@ class Silent(Told):
 
 async def test_an_update_neither_asks_nor_awaits_an_engine_that_is_known_to_be_gone() -> None:
     engines = [Silent(), Silent(), Told()]
-    dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None))
+    dispatcher = Dispatcher(engines, reload=nothing, limits=replace(QUICK, update_deadline_s=None))
     await dispatcher.update_weights(1, {})
     engines[0].gone = True
     await gone(dispatcher, "engine-0")
@@ -324,7 +324,7 @@ async def test_an_update_neither_asks_nor_awaits_an_engine_that_is_known_to_be_g
 
 async def test_one_of_eight_that_is_away_makes_an_update_no_more_waves() -> None:
     engines = [Silent() for _ in range(8)]
-    dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None))
+    dispatcher = Dispatcher(engines, reload=nothing, limits=replace(QUICK, update_deadline_s=None))
     await routable(dispatcher, *(f"engine-{i}" for i in range(8)))
     engines[0].gone = True
     await gone(dispatcher, "engine-0")
@@ -343,7 +343,9 @@ async def test_one_of_eight_that_is_away_makes_an_update_no_more_waves() -> None
 
 async def test_one_that_dies_in_its_update_is_left_behind_as_soon_as_it_is_seen_and_asked_by_no_later_one() -> None:
     engines = [Silent(), Told()]
-    dispatcher = Dispatcher(engines, limits=replace(QUICK, update_deadline_s=None, health_interval_s=0.01))
+    dispatcher = Dispatcher(
+        engines, reload=nothing, limits=replace(QUICK, update_deadline_s=None, health_interval_s=0.01)
+    )
     await dispatcher.update_weights(1, {})
     engines[0].allowed.clear()
     engines[0].updating.clear()
@@ -368,7 +370,7 @@ async def test_an_engine_that_refuses_what_it_took_is_looked_at_and_the_request_
             return None if self.num_asked else self.version
 
     doubtful, sound = Doubtful(), Told()
-    dispatcher = Dispatcher([doubtful, sound], limits=QUICK)
+    dispatcher = Dispatcher([doubtful, sound], reload=nothing, limits=QUICK)
     await dispatcher.update_weights(2, {})
     done = await asyncio.gather(*(dispatcher.generate(asked(f"r{i}", group=i)) for i in range(8)))
     assert [completion.policy_versions.tolist() for completion in done] == [[2]] * 8
