@@ -59,7 +59,8 @@ class RunProvider:
     async def _ask_all(self) -> None:
         groups = self._supervisor.snapshot().groups
         services = [COORDINATOR_NAME, *[group.name for group in groups if group.name == _PARTITIONS]]
-        names = [*services, *(f"{group.name}.{rank}" for group in groups for rank in range(group.num_ranks))]
+        workers = [f"{group.name}.{rank}" for group in groups if not group.service for rank in range(group.num_ranks)]
+        names = [*services, *workers]
         answers = await asyncio.gather(*(self._ask(name, "rondo.waits") for name in names))
         self._waits = [wait for answer in answers if answer is not None for wait in answer["waits"]]
         self._bus = await self._ask(COORDINATOR_NAME, "stats") or self._bus

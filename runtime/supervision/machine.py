@@ -364,12 +364,7 @@ class Supervision:
     # ---- questions --------------------------------------------------------------------------------------------------
 
     def views(self) -> tuple[ChildView, ...]:
-        return tuple(
-            ChildView(
-                life.child.name, life.state, life.incarnation, life.child.num_ranks, len(life.ready), life.num_restarts
-            )
-            for life in self._lives.values()
-        )
+        return tuple(map(_view, self._lives.values()))
 
     def alive(self, name: str) -> bool:
         """Whether the child's newest incarnation was started and is not proved gone."""
@@ -556,6 +551,13 @@ class Supervision:
 
     def _told(self, why: str, cause: Cause) -> Note:
         return Note("failed", {"why": why, "cause": str(replace(cause, last_lines=()))})
+
+
+def _view(life: _Life) -> ChildView:
+    child, num_ready = life.child, len(life.ready)
+    return ChildView(
+        child.name, life.state, life.incarnation, child.num_ranks, num_ready, life.num_restarts, child.service
+    )
 
 
 def _kill(life: _Life) -> list[Action]:

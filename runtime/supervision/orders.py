@@ -155,3 +155,4 @@ class ChildView:
     num_ranks: int
     num_ready: int
     restarts: int
+    service: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -21,12 +21,15 @@ LEASE = {"name": "call lease", "waiter": "rollout-0.0", "peer": "coordinator", "
 
 
 class Answers:
-    """An `ActorRef` whose coordinator waits for nobody and whose only worker waits for a lease."""
+    """An `ActorRef` whose coordinator waits for nobody and whose only worker waits for a lease. `asked`: who was asked."""
+
+    asked: ClassVar[set[str]] = set()
 
     def __init__(self, address: str, *, token: str, peer: str) -> None:
         self.peer = peer
 
     async def call(self, method: str, *, deadline_s: float) -> Any:
+        self.asked.add(self.peer)
         if method == "stats":
             return {"version": 2, "attempt": 0}
         return {"waiter": self.peer, "waits": [LEASE] if self.peer == "rollout-0.0" else [], "totals": {}}
@@ -34,12 +37,14 @@ class Answers:
 
 async def test_waits_are_listed_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ActorRef", Answers)
-    group = SimpleNamespace(name="rollout-0", num_ranks=1)
-    supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=[group]))
+    services = [SimpleNamespace(name=name, num_ranks=1, service=True) for name in ("store", "coordinator")]
+    groups = [*services, SimpleNamespace(name="rollout-0", num_ranks=1, service=False)]
+    supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=groups))
     provider = RunProvider(cast(Supervisor, supervisor), tmp_path, "t" * 32, tmp_path)
     await provider._ask_all()
     assert provider.waits() == [LEASE]
     assert provider.bus() == {"version": 2, "attempt": 0}
+    assert Answers.asked == {"coordinator", "rollout-0.0"}  # nobody listens under another name
 
 
 @pytest.mark.parametrize("state", [State.ENDING, State.WAITING, State.STARTING, State.READY])
@@ -57,7 +62,7 @@ async def test_partitions_in_use_are_shown_with_who_waits_for_them_and_in_the_me
         reader = (await run.bus("critic-0")).partition("replay")
         assert len(await reader.stream("critic", columns=["x"], batch=1).next() or ()) == 1
         waiting = asyncio.create_task(part.put({"x": np.zeros((4, 10_000), np.uint8)}))
-        group = SimpleNamespace(name="partitions", num_ranks=1, restarts=0, rss_bytes=0)
+        group = SimpleNamespace(name="partitions", num_ranks=1, restarts=0, rss_bytes=0, service=True)
         supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=[group]))
         provider = RunProvider(cast(Supervisor, supervisor), run.folder, TOKEN, tmp_path)
         await provider._ask_all()
