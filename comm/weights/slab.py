@@ -116,7 +116,7 @@ class WeightSlab:
         again, or nothing has come for `patience_s`. Whether what was found is of use, `read` decides."""
         words, block = self._slot(slot)
         begun, sums, at = 0, list[int](), 0
-        with blocking("weights written", peer="publisher", deadline_s=None):
+        with blocking("weights written", peer="publisher", deadline_s=patience_s):
             due = time.monotonic() + patience_s
             while time.monotonic() < due:
                 state, whole = words.load(_STATE), words.load(_WHOLE_BYTES)
