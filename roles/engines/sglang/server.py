@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.media_items import PACKAGE, PROCESSOR
-from rondo.roles.engines.sglang.shared_memory import SharedNames
+from rondo.roles.engines.sglang.shared_memory import FOLDER, SharedNames
 from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.processes.process import exit_text, kill_session, processes
 from rondo.runtime.supervision.launcher import start as start_guarded
@@ -200,23 +200,29 @@ class SGLangServer:
                 f"the SGLang server {self.name} must start, got {exit_text(self._process.returncode)}. "
                 f"Read {self.log}; it ends with:\n{_tail(self.log)}"
             )
+        if self._process is not None:
+            await asyncio.to_thread(self._look, self._process.pid)
         return await answers(client)
 
     async def _take_names_away(self, client: SGLangClient, session: int) -> None:
         """Of what all of a server's processes have open by its first answer: nothing stays there when it is killed."""
         with suppress(ServerError, PeerGone, DeadlineExceeded):
             await client.get("/v1/loads", deadline_s=_ASK_S)
-        await asyncio.to_thread(self._look, session)
+        for name in await asyncio.to_thread(self._look, session):
+            (FOLDER / name).unlink(missing_ok=True)
 
-    def _look(self, session: int) -> None:
-        """Takes the names away that the processes of a session have open, and remembers which processes they are."""
-        members = [member.pid for member in processes() if member.session == session]
-        if self._names is not None:
-            self._names.saw(members)
+    def _look(self, session: int) -> set[str]:
+        """What the processes of a session have open under a name that they do not take away. Whoever removes what is the server's
+        knows it from now on: it is made long before the first answer, and a server that is killed removes nothing."""
+        members, found = [member.pid for member in processes() if member.session == session], set[str]()
         for pid in members:
             with suppress(OSError):  # it ends, or is another user's
-                for name in re.findall(r"/dev/shm/(?:sglang_loads_|sem\.)\S+", Path(f"/proc/{pid}/maps").read_text()):
-                    Path(name).unlink(missing_ok=True)
+                found.update(
+                    re.findall(rf"{FOLDER}/((?:sglang_loads_|sem\.)\S+)", Path(f"/proc/{pid}/maps").read_text())
+                )
+        if self._names is not None:
+            self._names.saw(members, found)
+        return found
 
     async def gone(self) -> str:
         assert self._exit is not None, "gone() is asked of a server that was started"
@@ -227,12 +233,12 @@ class SGLangServer:
         process, exited = self._process, self._exit
         if process is None or exited is None:
             return
+        await asyncio.to_thread(self._look, process.pid)
         if not exited.done():
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             with suppress(DeadlineExceeded):
                 await wait_for(asyncio.shield(exited), name="end of sglang", peer=self.name, deadline_s=self._grace_s)
-        await asyncio.to_thread(self._look, process.pid)
         # Its children may have left their parent's group, but not its session.
         # Dying takes the kernel a moment, and it tells nobody but the parent.
         async with waiting("death of sglang", peer=self.name, deadline_s=_DEATH_S):

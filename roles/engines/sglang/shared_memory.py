@@ -4,7 +4,8 @@ A name in /dev/shm outlives a process that is killed, its lock does not: what is
 owner keeps locked from the first moment, and that whoever comes next removes when nobody does.
 
     /dev/shm/rondo_weights_7_41c0                      a block: int32 at byte 0, how many use it; the data from byte 64 on
-    /dev/shm/rondo_server_7_1f2e                       of a server, as long as it may live; holds the pids of its processes
+    /dev/shm/rondo_server_7_1f2e                       of a server, as long as it may live; holds the pids of its processes, and:
+    /dev/shm/sglang_loads_c0ffee_5e4d.shm              a file of theirs that nobody else could know for the server's
     /dev/shm/sem.rondo_server_7_1f2e-k2j4              a semaphore of its processes, which begin their names so
     /dev/shm/sgl_shm_mm_4711_8c1d                      a block with media on their way, that its process 4711 made
 
@@ -14,7 +15,7 @@ owner keeps locked from the first moment, and that whoever comes next removes wh
 
     names = SharedNames()                              # also ends what servers left that were killed with their rollout process
     command = [python, *names.begin, "sglang.launch_server", ...]
-    names.saw([4711, 4712])
+    names.saw([4711, 4712], ["sglang_loads_c0ffee_5e4d.shm"])
     names.remove()                                     # no process of the server lives
 
 A block is in the layout of torch's own `file_system` sharing, which a server opens by name. torch would make it itself, with a
@@ -90,31 +91,34 @@ class SharedNames:
 
     def __init__(self) -> None:
         for path, file in _abandoned(_SERVER):
-            _remove(path, map(int, os.pread(file, 1 << 16, 0).split()))
+            _remove(path, os.pread(file, 1 << 16, 0).decode().split())
         self._file = _unnamed()
         self._path = _give_name(self._file, _SERVER)
-        self._pids: set[int] = set()
+        self._seen: set[str] = set()
 
     @property
     def begin(self) -> tuple[str, ...]:
         """Of a Python's command line, before the module that it runs."""
         return "-c", _BEGIN, f"/{self._path.name}"
 
-    def saw(self, pids: Iterable[int]) -> None:
-        """These are processes of the server."""
-        self._pids |= set(pids)
-        os.pwrite(self._file, " ".join(map(str, sorted(self._pids))).encode(), 0)
+    def saw(self, pids: Iterable[int], files: Iterable[str] = ()) -> None:
+        """These are processes of the server, and files that they have made."""
+        self._seen.update(map(str, pids), files)
+        os.pwrite(self._file, " ".join(sorted(self._seen)).encode(), 0)
 
     def remove(self) -> None:
         """All of them; once."""
-        _remove(self._path, self._pids)
+        _remove(self._path, self._seen)
         os.close(self._file)
 
 
-def _remove(owner: Path, pids: Iterable[int]) -> None:
+def _remove(owner: Path, seen: Iterable[str]) -> None:
     found = list(FOLDER.glob(f"sem.{owner.name}-*"))
-    for pid in pids:
-        now = stat(pid)
+    for each in seen:
+        if not each.isdigit():
+            found.append(FOLDER / Path(each).name)
+            continue
+        now = stat(pid := int(each))
         # A live one is another process by now, with the same number; a zombie only waits for its parent to ask how it ended.
         if now is None or not now.alive:
             found += FOLDER.glob(f"sgl_shm_*_{pid}_*")

@@ -2,7 +2,8 @@
 
 It stands in a folder of its own as the package `sglang`, so that a server is started, found, killed and ended as a real one is,
 in tenths of a second. Token n of an answer is 1000 + n, and takes PRETEND_STEP_S seconds, none while the file PRETEND_HOLD is
-there; the weights of a version go by its name. A stream has its first two tokens at once, also while the file is there; it tells
+there; the weights of a version go by its name. With PRETEND_STARTING it has that file open, and never answers that it is there.
+A stream has its first two tokens at once, also while the file is there; it tells
 them every `stream_interval`.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from rondo.roles.engines.sglang.server import Launch
 
 _PROGRAM = """
-import json, os, signal, subprocess, sys, threading, time
+import json, mmap, os, signal, subprocess, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 settings = json.load(open(sys.argv[sys.argv.index("--config") + 1]))
@@ -29,6 +30,9 @@ child = subprocess.Popen([sys.executable, "-S", "-c", CHILD], stdout=subprocess.
 child.stdout.readline()
 if os.environ.get("PRETEND_DEAF"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+starting = os.environ.get("PRETEND_STARTING")
+if starting:  # as a scheduler does long before the first answer
+    held = mmap.mmap(os.open(starting, os.O_RDWR), 0)
 state = {"version": settings["weight-version"], "aborted": set()}
 STEP_S, HOLD = float(os.environ.get("PRETEND_STEP_S", "0.001")), os.environ.get("PRETEND_HOLD", "")
 
@@ -56,6 +60,8 @@ class Handler(BaseHTTPRequestHandler):
             told = names_in_shared_memory()
         elif self.path == "/v1/loads":
             told = {"loads": [{"num_running_reqs": 0}]}
+        elif self.path == "/health_generate" and starting:
+            return self.answer({}, 503)
         elif self.path == "/begin_weight_update":
             return self.answer({"detail": "Method Not Allowed"}, 405)
         else:

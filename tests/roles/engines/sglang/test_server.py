@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from rondo.roles.engines.sglang.capabilities import probe
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.requirements import require_version
 from rondo.roles.engines.sglang.server import AttachedServer, Launch, SGLangServer, held_port
+from rondo.roles.engines.sglang.shared_memory import FOLDER
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
 from tests.roles.engines.sglang.pretender import launch
 
@@ -130,6 +132,22 @@ async def test_a_server_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match="start of sglang"):
         await made.start(0.0)
     assert made.pid is None
+
+
+def has_open(pid: int, file: Path) -> bool:
+    return str(file) in Path(f"/proc/{pid}/maps").read_text()
+
+
+async def test_what_a_server_has_in_shared_memory_goes_with_it_also_where_it_never_answered(tmp_path: Path) -> None:
+    loads = FOLDER / f"sglang_loads_{os.getpid()}_5e4d.shm"
+    loads.write_bytes(bytes(16))
+    made = server(tmp_path, PRETEND_STARTING=str(loads))
+    starting = asyncio.create_task(made.start(START_S))
+    while made.pid is None or not has_open(made.pid, loads):  # noqa: ASYNC110 - that is no event
+        await asyncio.sleep(0.01)
+    starting.cancel()  # it leaves when it is asked to, and takes nothing with it
+    await asyncio.wait([starting])
+    assert made.pid is None and not loads.exists()
 
 
 def test_a_held_port_is_the_server_s_alone() -> None:

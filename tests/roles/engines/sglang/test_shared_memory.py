@@ -79,14 +79,15 @@ def test_a_killed_servers_names_go_with_it_and_those_of_others_stay(program: Pat
 
 
 def test_what_a_process_left_that_was_killed_with_its_server_goes_when_the_next_server_starts(program: Path) -> None:
-    names = SharedNames()
+    names, loads = SharedNames(), f"sglang_loads_{os.getpid()}_5e4d.shm"
     process, (pid, _, *made, block, _, _) = start(names, program)
-    names.saw([int(pid)])
+    (FOLDER / loads).touch()
+    names.saw([int(pid)], [loads])
     killed(process)
     assert SharedNames().remove() is None and in_memory(made[0]).exists()  # its owner lives
     os.close(names._file)  # as the kernel does for one that is killed
     SharedNames().remove()
-    assert not any(in_memory(each).exists() for each in [*made, block]) and not names._path.exists()
+    assert not any(in_memory(each).exists() for each in [*made, block, loads]) and not names._path.exists()
 
 
 def test_blocks_of_what_was_killed_go_before_its_parent_asks_how_it_ended(program: Path) -> None:
