@@ -34,11 +34,13 @@ from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 from rondo.roles.sampling.columns import finish_of
 from rondo.roles.sampling.single_turn import single_turn
 from rondo.roles.sampling.workflow import Client, Context, Made, Workflow
-from rondo.runtime.errors import RondoError
+from rondo.runtime.errors import DeadlineExceeded, RondoError
+from rondo.runtime.waits import PROCESS, waiting
 
 Part = dict[str, Any]
 """What one replica found, as JSON: {"rewards": [[set, number of the prompt, rewards of its samples], ...], "failed": why one has
 none}."""
+_WORKFLOW = "workflow of an evaluation"
 Prepare = Callable[[Row, DataConfig], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
 
 
@@ -154,13 +156,7 @@ class Evaluator:
             return Request(f"{label}/{name}/{index}/{number}", prompt, params, seed, kind="evaluation", media=media)
 
         every, most = range(config.samples_per_prompt), params.max_new_tokens
-        context = Context(row, prompt, media, self.tokenizer, every, most, evaluates=True)
-        client = Client(request, lambda asked: whole_sample(engine, asked, self.stops))
-        made: list[Made] = []
-        async with aclosing(context.samples(self.workflow, client)) as ready:
-            async for some in ready:
-                made += some
-        made.sort(key=lambda each: each.number)
+        made = await self._made(engine, row, prompt, media, request, every, most)
         sampled = {int(v) for each in made for v in np.unique(each.completion.policy_versions)}
         others = sampled - {version, NO_VERSION}
         if others:
@@ -171,6 +167,57 @@ class Evaluator:
         results = await scored(self.rewards, self.tokenizer, row, made, most)
         errors = [told_error(row, each, result.error) for each, result in enumerate(results) if result.score is None]
         return [result.score for result in results], errors[0] if errors else ""
+
+    async def _made(
+        self,
+        engine: Engine,
+        row: Row,
+        prompt: np.ndarray,
+        media: MediaInputs | None,
+        request: Callable[[int], Request],
+        every: Sequence[int],
+        most: int,
+    ) -> list[Made]:
+        """What the workflow makes of a prompt, in order. RowError where it comes no further for as long as a lease may, and has
+        nothing at the engine."""
+        at_engine, moved_at = 0, PROCESS.clock()
+
+        def further() -> None:
+            nonlocal moved_at
+            moved_at = PROCESS.clock()
+
+        async def ask(asked: Request) -> Completion:
+            nonlocal at_engine
+            at_engine += 1
+            try:
+                return await whole_sample(engine, asked, self.stops)
+            finally:
+                at_engine -= 1
+                further()
+
+        limit_s, made = self.config.rollout.lease_deadline_s, list[Made]()
+        context = Context(row, prompt, media, self.tokenizer, every, most, evaluates=True, progress=further)
+        try:
+            async with (
+                waiting(
+                    _WORKFLOW,
+                    peer=row.name,
+                    deadline_s=limit_s,
+                    moved=lambda: PROCESS.clock() if at_engine else moved_at,
+                ),
+                aclosing(context.samples(self.workflow, Client(request, ask))) as ready,
+            ):
+                async for some in ready:
+                    made += some
+                    further()
+        except DeadlineExceeded as error:
+            if error.name != _WORKFLOW:
+                raise
+            raise RowError(
+                f"{row.name}: rollout.workflow must come further within {limit_s:g} s (rollout.lease_deadline_s), got nothing "
+                "new. Give what it waits for a deadline, or tell of its steps by context.progress()"
+            ) from error
+        return sorted(made, key=lambda each: each.number)
 
     def _sampling(self, config: EvalSet) -> SamplingParams:
         rollout = self.params

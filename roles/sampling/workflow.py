@@ -20,7 +20,8 @@ What a workflow can rely on:
   without a reward: it trains nothing, and its siblings count as they are.
 - It is cancelled, at whatever it waits for, when the lease is lost or the replica leaves; requests at the engine end with their
   `generate`. A lease lasts while the group comes further: its requests do so by themselves, `context.progress` tells of anything
-  else, such as a step of an environment. So a workflow that hangs costs its own group, after `rollout.lease_deadline_s`.
+  else, such as a step of an environment. So a workflow that hangs costs its own group, after `rollout.lease_deadline_s`; in an
+  evaluation its own prompt.
 - An error that it raises is its row's (RowError): the group is given out again `reward.max_failures` times, then quarantined.
 - It shares the event loop of the rollout process with all others: what blocks or computes belongs into a thread or process.
 

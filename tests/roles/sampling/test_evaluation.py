@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ from rondo.roles.config import DataConfig, EvalConfig, EvalSet, JobConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.time_share import Share
-from rondo.roles.engines.engine import SamplingParams
+from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.engines.replica import Replica
 from rondo.roles.engines.stops import Stops
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.roles.sampling.evaluation import Evaluator, figures, ks_of, pass_at_k
+from rondo.roles.sampling.workflow import Client, Context
 from rondo.runtime.errors import RondoError
+from rondo.runtime.waits import pending
 from tests.roles.engines.engines import prompt_of, qwen3
 from tests.roles.test_config import changed
 
@@ -130,6 +133,35 @@ async def test_a_prompt_that_cannot_be_used_is_in_no_mean_and_is_told() -> None:
     found = await whole(evaluator(config, held_out=Numbers(3, broken=1)), engine())
     assert (found["num_samples"], found["num_failed"], found["first_failed"]) == (3, 1, "row 1: broken")
     assert found["num_prompts"] == 3 and found["sets"]["held_out"]["pass@1"] == 1.0
+
+
+async def hangs_for_1(row: Row, client: Client, context: Context) -> None:
+    if row.prompt == "1":
+        await asyncio.Event().wait()  # a judge that does not answer
+    await context.each(client.generate)
+
+
+async def test_a_workflow_that_hangs_costs_its_own_prompt_and_no_answer_that_takes_long_does() -> None:
+    config = EvalConfig(num_prompts=3, solved_from=0.0)
+    job = JobConfig.model_validate(changed(("evaluation", config.model_dump()), ("rollout.lease_deadline_s", 0.05)))
+    asking = replace(evaluator(config, held_out=Numbers(3)), config=job, workflow=hangs_for_1)
+    slow, generate = engine(), EmbeddedEngine.generate
+    waits_for_1 = asyncio.Event()
+
+    async def late(request: Request) -> Completion:
+        await waits_for_1.wait()
+        return await generate(slow, request)
+
+    slow.generate = late  # type: ignore[method-assign]
+    evaluating = asyncio.create_task(whole(asking, slow))
+    async with asyncio.timeout(60):
+        # The end of a wait is no event.
+        while [wait.peer for wait in pending() if wait.name == "workflow of an evaluation"] != ["row 0", "row 2"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        waits_for_1.set()
+        found = await evaluating
+    assert (found["num_samples"], found["num_failed"]) == (3, 1) and found["sets"]["held_out"]["pass@1"] == 1.0
+    assert found["first_failed"].startswith("row 1: rollout.workflow must come further within 0.05 s")
 
 
 class Moody(Scores):
