@@ -1,20 +1,22 @@
 """Which models train here: the others are refused when they are opened, and by `rondo check` before.
 
 Owns what a model is asked: that no token sees those behind it, and that a packed micro-batch gives the log-probs that its own
-forward gives each sequence alone. Asked of the model itself, on a few tokens; `rondo check`, which has no weights, asks a small
-one of the same config (`stand_in.py`), whose windows are shorter than these. Engines are asked by
-`roles/engines/embedded/hf_forward.py`.
+forward gives each sequence alone. Asked of the model itself, on a few tokens in float32; `rondo check`, which has no weights,
+asks a small one of the same config (`stand_in.py`), whose windows are shorter than these. The kernel that reads its batches in
+the precision of the run is proved beside that (`attention.py`). Engines are asked by `roles/engines/embedded/hf_forward.py`.
 
-    packing = accept(model)
+    packing = accept(model, attn="auto", dtype="bfloat16")
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from rondo.models.attention import choose
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Packing, Sequence
 from rondo.models.trials import differs, logits_of, trial
@@ -24,9 +26,9 @@ _PROMPT, _ANSWERS = 5, (13, 13, 4)
 _NATS = 1e-3
 
 
-def accept(model: Any) -> Packing:
-    """How `model` (whole, not sharded) wants its sequences. Raises ConfigError with the reason where it cannot be trained: Failed
-    where its own forward computes nothing."""
+def accept(model: Any, *, attn: str = "sdpa", dtype: str = "float32") -> Packing:
+    """How `model` (whole, or cut; on its device) wants its sequences, once it computes in `dtype` with the attention `attn`.
+    Raises ConfigError with the reason where it cannot be trained: Failed where its own forward computes nothing."""
     name = type(model).__name__
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{name} must have an output layer, got none. Choose a causal LM")
@@ -43,10 +45,12 @@ def accept(model: Any) -> Packing:
                 f"the tokens of {name} must not see those behind them, got others after another last token ({problem}). "
                 "Choose a causal LM"
             )
+        choose(model, attn, dtype)
         packing = Packing.of(model)
         rows = [Sequence(one.astype(np.int32), len(one) - _PROMPT) for one in tokens]
         try:
-            found, _ = response_log_probs(model, packing.pack(rows, train=True).to(device), chunk_tokens=7)
+            packed = replace(packing, attn="sdpa").pack(rows, train=True).to(device)
+            found, _ = response_log_probs(model, packed, chunk_tokens=7)
         except (
             IndexError,
             RuntimeError,

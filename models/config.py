@@ -18,6 +18,7 @@ from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import FunctionRef, Section
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+Attn = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
 GGUF = "rondo.models.gguf:build"
 """What writes the folder of a `model.path` that ends so."""
 
@@ -53,9 +54,12 @@ class ModelConfig(Section):
     dtype: Dtype = "auto"
     """Of the weights that engines serve; "auto" is bfloat16 where the rollout has devices, else float32. Training keeps float32
     weights; `train.dtype` is that of its computation."""
-    attn: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention of the trained and scoring models, by its name in transformers. With "sdpa" a micro-batch computes a prompt once
-    for all of its samples, where every layer is full causal attention; families without it get their own plain one."""
+    attn: Attn = "auto"
+    """Attention of the trained and scoring models, by its name in transformers. "auto" is the best that a device has and the
+    model takes: flash_attention_2 on a GPU in half precision with the package flash-attn, else flex_attention on a GPU, else
+    sdpa, which is a family's own plain one where it has no other. Kernels are proved on the model and its device before they are
+    used. With all but "eager" a micro-batch computes a prompt once for all of its samples, where every layer is full causal
+    attention; other layers take "sdpa" and "eager" alone."""
 
     def refused(self) -> Iterator[str]:
         if (self.path is None) == (self.build is None):

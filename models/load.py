@@ -205,8 +205,9 @@ def _quantization(path: str, configs: Sequence[Any]) -> str | None:
 
 
 def attention(attn: str) -> str | None:
-    """What transformers is asked for: with "sdpa" nothing, which is that, and the plain one in families that have no other."""
-    return None if attn == "sdpa" else attn
+    """What transformers is asked for. A kernel takes the place of "sdpa" once it is proved (`attention.py`); for that nothing is
+    asked, which is that, and the plain one in families that have no other."""
+    return attn if attn == "eager" else None
 
 
 def empty_model(path: str) -> Any:

@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from rondo.models.attention import chosen
 from rondo.models.families import family_of
 from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.inputs import MediaInputs
@@ -111,11 +112,13 @@ class Packing:
     longest: int | None = None
     """Most tokens of a sequence, where those beside a longer one would be rotated otherwise."""
     model_name: str = ""
+    attn: str = "sdpa"
+    """What reads its flat batches."""
 
     @classmethod
     def of(cls, model: Any) -> Packing:
-        """Prompts are shared where the model can; its attention is switched to that of `shared_prompts.py` then. What it cannot,
-        and why, is in the log."""
+        """Prompts are shared where the model can; its attention is switched to that of `shared_prompts.py` then, and flat batches
+        are for the kernel that was chosen for it (`attention.py`). What it cannot, and why, is in the log."""
         ways = share_prompts(model), can_share_rows(model)
         if not ways[0]:
             log.warning(
@@ -130,7 +133,7 @@ class Packing:
         if family is not None:
             tokens, media = family.dummy(model.config)
             dummy = Sequence(tokens, 0, media)
-        return cls(*ways, dummy, placeholder_ids(model), longest_alike(model), type(model).__name__)
+        return cls(*ways, dummy, placeholder_ids(model), longest_alike(model), type(model).__name__, chosen(model).name)
 
     def pack(self, sequences: Ordered[Sequence], *, train: bool = False) -> PackedBatch:
         """The batch of these sequences; with `train` every tower has work in it. ConfigError as from `pack`, and for a sequence
@@ -138,7 +141,7 @@ class Packing:
         check_length(self.model_name, self.longest, max((len(one.tokens) for one in sequences), default=0))
         return pack(
             sequences, share_prompts=self.share_prompts, share_rows=self.share_rows, multimodal=self.dummy is not None,
-            dummy=self.dummy if train else None, placeholders=self.placeholders,
+            dummy=self.dummy if train else None, placeholders=self.placeholders, attn=self.attn,
         )  # fmt: skip
 
 
@@ -160,19 +163,21 @@ def why_alone(model: Any) -> str:
 
 
 def _mixed(model: Any) -> str:
-    """Whether a sequence has other logits behind another one in its row than alone."""
+    """Whether a sequence has other logits behind another one in its row than alone. Tried with two rows: some attentions keep
+    the sequences of a single one apart."""
     device = next(model.parameters()).device
     first, second = [1, 2, 3, 1, 2], [3, 2, 1, 0]
-    positions = torch.tensor([[*range(len(first)), *range(len(second))]], device=device)
+    positions = torch.tensor([[*range(len(first)), *range(len(second))]] * 2, device=device)
     if family_of(model) is not None:
-        positions = positions.expand(4, 1, -1)
+        positions = positions.expand(4, 2, -1)
     try:
         with trial(model):
-            shared = logits_of(model, input_ids=torch.tensor([first + second], device=device), position_ids=positions)
+            ids = torch.tensor([first + second] * 2, device=device)
+            shared = logits_of(model, input_ids=ids, position_ids=positions)
             alone = logits_of(model, input_ids=torch.tensor([second], device=device))
     except Failed as error:
         return str(error)
-    return differs(shared[0, len(first) :], alone[0])
+    return differs(shared[1, len(first) :], alone[0])
 
 
 def pack(
@@ -183,9 +188,10 @@ def pack(
     multimodal: bool = False,
     dummy: Sequence | None = None,
     placeholders: Ordered[int] = (),
+    attn: str = "sdpa",
 ) -> PackedBatch:
-    """One flat row with `share_prompts`, which leaves out a sequence's last token (it predicts nothing); else rows as long as the
-    longest sequence, one sequence a row unless `share_rows`.
+    """One flat row for `attn` with `share_prompts`, which leaves out a sequence's last token (it predicts nothing); else rows as
+    long as the longest sequence, one sequence a row unless `share_rows`.
 
     `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. `placeholders` are
     tokens that stand for features in prompts with media, and nowhere else. Raises ConfigError for no sequences, a response that
@@ -199,7 +205,7 @@ def pack(
     ]  # the pieces that each sequence is made of
     if share_prompts:
         segments, pieces, lies_in = _segments(every)
-        starts, shared = lay_out(segments)
+        starts, shared = lay_out(segments, attn)
         num_rows, width = 1, sum(segment.length for segment in segments)
     else:
         pieces = [(sequence, 0, len(sequence.tokens)) for sequence in every]

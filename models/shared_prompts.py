@@ -1,7 +1,8 @@
 """The tokens of a prompt once for all of its samples: a flat batch, and the attention that reads it.
 
 Owns where each token lies in a flat batch, which keys each query sees, and the attention function that does it for any model of
-transformers whose layers are full causal attention. Does not own what else a batch holds (`packing.py`).
+transformers whose layers are full causal attention. Does not own what else a batch holds (`packing.py`), nor what a GPU's kernels
+are told of it (`kernels.py`).
 
 The samples of a prompt group begin alike, and what a token's layers make of it depends on the tokens before it alone. So a prompt
 is computed once, and its keys and values serve all of its samples; nothing is padded but inside attention. The gradient is the
@@ -11,10 +12,11 @@ same sum in another order.
                                                               |_______________|
                                                        queries BBB see keys aaaa BBB
 
-Attention goes by blocks: segments of about one length, each a row, padded to the longest of its block. A query sees the prompt
-before its segment, and its own segment up to itself.
+With "sdpa" attention goes by blocks: segments of about one length, each a row, padded to the longest of its block. A query sees
+the prompt before its segment, and its own segment up to itself. A kernel takes the batch whole, each prompt before its answers.
 
-Invariant: each token is in one segment, and a block's segments lie behind each other in the flat batch.
+Invariant: each token is in one segment, and a block's segments lie behind each other in the flat batch. A layer computes as it
+always does where a batch has no `SharedPrompts`.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from rondo.models.families import family_of
+from rondo.models.kernels import KERNELS, Part, Run
 from rondo.models.trials import Failed, differs, logits_of, trial
 
 NAME = "rondo_shared_prompts"
@@ -48,6 +51,7 @@ _MOST_SCORES = 1 << 26
 _REFUSED = ("sliding_window", "softcap", "position_bias", "s_aux")
 _applied: ContextVar[bool] = ContextVar("shared_prompts", default=False)
 _apart: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[Any, set[Call]] = WeakKeyDictionary()
 
 
 class OtherAttention(Failed):
@@ -123,13 +127,26 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrompts:
-    """How the queries and keys of a flat batch belong together; made by `lay_out`."""
+class Call:
+    """What a layer's attention is called with, beside tensors of its tokens."""
 
-    blocks: tuple[Block, ...]
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    value_dim: int
+    scaling: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """How the queries and keys of a flat batch belong together; made by `lay_out`. `parts` see to its tokens in their order."""
+
+    parts: tuple[Part, ...]
+    heard: set[Call] | None = None
+    """Where layers leave how they call; None: nobody asks."""
 
     def to(self, device: torch.device | str) -> SharedPrompts:
-        return SharedPrompts(tuple(block.to(device) for block in self.blocks))
+        return SharedPrompts(tuple(part.to(device) for part in self.parts), self.heard)
 
     @contextmanager
     def arguments(self, input_ids: torch.Tensor) -> Iterator[dict[str, Any]]:
@@ -142,8 +159,11 @@ class SharedPrompts:
             _applied.reset(token)
 
 
-def lay_out(segments: Sequence[Segment]) -> tuple[list[int], SharedPrompts]:
-    """(first token of each segment in the flat batch, how they attend). Empty segments take no room and get no block."""
+def lay_out(segments: Sequence[Segment], attn: str = "sdpa") -> tuple[list[int], SharedPrompts]:
+    """(first token of each segment in the flat batch, how they attend with "sdpa" or a kernel). Empty segments take no room."""
+    if attn in KERNELS:
+        starts, runs = _runs(segments)
+        return starts, SharedPrompts((KERNELS[attn].of(runs),))
     classes: defaultdict[tuple[bool, int, int], list[int]] = defaultdict(list)
     for index, segment in enumerate(segments):
         if segment.length:
@@ -155,6 +175,27 @@ def lay_out(segments: Sequence[Segment]) -> tuple[list[int], SharedPrompts]:
                 starts[index], end = end, end + segments[index].length
             blocks.append(_block(segments, part, starts))
     return starts, SharedPrompts(tuple(blocks))
+
+
+def _runs(segments: Sequence[Segment]) -> tuple[list[int], list[Run]]:
+    """Each prompt, and its answers right behind it: the first of them goes on where it ends."""
+    starts, runs, end = [0] * len(segments), list[Run](), 0
+    last: int | None = None  # the prompt that ends where the next segment begins
+    for index in sorted(
+        range(len(segments)), key=lambda i: (i if segments[i].prompt is None else segments[i].prompt, i)
+    ):
+        segment, starts[index] = segments[index], end
+        if not segment.length:
+            continue
+        prompt = segment.prompt
+        if prompt is not None and prompt == last:
+            runs[-1] = Run(runs[-1].start, runs[-1].length + segment.length)
+        elif prompt is None or not segments[prompt].length:
+            runs.append(Run(end, segment.length))
+        else:
+            runs.append(Run(end, segment.length, starts[prompt], segments[prompt].length))
+        last, end = (index if prompt is None else None), end + segment.length
+    return starts, runs
 
 
 def _class(length: int) -> int:
@@ -244,9 +285,11 @@ def attention(
         given.append("a mask of its own")
     if given:
         raise OtherAttention(f"{type(module).__name__} attends with {given[0]}")
+    if shared_prompts.heard is not None:
+        shared_prompts.heard.add(Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    parts = [block.attend(module, q, k, v, scaling=scaling, dropout=dropout) for block in shared_prompts.blocks]
-    return torch.cat(parts)[None], None
+    parts = [part.attend(module, q, k, v, scaling=scaling, dropout=dropout) for part in shared_prompts.parts]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
 def _mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> torch.Tensor | None:
@@ -271,11 +314,17 @@ def why_apart(model: Any) -> str:
     """Why `model` takes no flat batches, "" where it does: its attention is torch's (`model.attn="sdpa"`), and is full and causal
     in each layer."""
     if model not in _apart:
-        _apart[model] = _other_attention(model) or _tried(model)
+        _apart[model] = other_attention(model) or _tried(model)
     return _apart[model]
 
 
-def _other_attention(model: Any) -> str:
+def calls_of(model: Any) -> set[Call]:
+    """How the layers of a model that takes flat batches call their attention."""
+    return set() if why_apart(model) else _calls[model]
+
+
+def other_attention(model: Any) -> str:
+    """What the config of `model` says against flat batches, "" where it says nothing."""
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is no model of transformers"
     text = model.config.get_text_config()
@@ -295,7 +344,7 @@ def _tried(model: Any) -> str:
     model.set_attn_implementation(NAME if inner is None else {inner: NAME})
     try:
         with trial(model):
-            problem = _compared(model)
+            problem = _compared(model, _calls.setdefault(model, set()))
     except Failed as error:
         problem = str(error)
     if problem:
@@ -303,7 +352,7 @@ def _tried(model: Any) -> str:
     return problem
 
 
-def _compared(model: Any) -> str:
+def _compared(model: Any, heard: set[Call]) -> str:
     prompts, samples = ([1, 2, 3, 1, 2], [3, 2, 1]), ((0, [2, 2, 1]), (0, [3, 1]), (1, [1, 3]))
     segments = [Segment(len(prompt)) for prompt in prompts] + [Segment(len(own), prompt) for prompt, own in samples]
     starts, shared = lay_out(segments)
@@ -320,7 +369,7 @@ def _compared(model: Any) -> str:
     if family_of(model) is not None:
         axes = axes.expand(4, 1, -1)
     input_ids = torch.from_numpy(ids)[None].to(device)
-    with shared.to(device).arguments(input_ids) as arguments:
+    with SharedPrompts(shared.parts, heard).to(device).arguments(input_ids) as arguments:
         flat = logits_of(model, input_ids=input_ids, position_ids=axes, **arguments)[0]
     for (prompt, own), start in zip(samples, starts[len(prompts) :], strict=True):
         whole = torch.tensor([[*prompts[prompt], *own]], device=device)

@@ -25,7 +25,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,6 +38,7 @@ from rondo.comm.ring.spans import Span
 from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
+from rondo.models.attention import chosen
 from rondo.models.checkpoint import HF
 from rondo.roles.algorithms.algorithm import OldLogProbs
 from rondo.roles.algorithms.whitening import Contribution, contribution
@@ -99,6 +100,8 @@ class ActorRole:
         with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, job.device)
             self._trainer = await ctx.compute(self._open_trainer)
+            if ctx.rank == 0:
+                await ctx.report("attention", asdict(chosen(self._trainer.model)))
             if job.config.deterministic:
                 self._parity = ParityLog(ctx.run_dir, ctx.rank)
             if job.lent is not None and self._trainer.lent is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from rondo.comm.bus.bus import POLL_S, Row
+from rondo.models.attention import chosen
 from rondo.models.config import MeshConfig
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs
@@ -51,6 +53,7 @@ class Scorer:
         compute_in(self._model, config.train.dtype)
         self.version = 0
         self.mesh = mesh
+        self.attention = chosen(self._model)
         self._device = job.device
         self._temperature = config.rollout.temperature
         self._chunk = config.train.log_prob_chunk_tokens
@@ -100,6 +103,8 @@ class _Forward:
         return Scorer(path, job, mesh=mesh, replays=self.replays and job.config.train.router_replay)
 
     async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
+        if self._ctx.rank == 0:
+            await self._ctx.report("attention", asdict(scorer.attention))
         await self._ctx.ready()
         async for made in timed(self._ctx, job.bus.stream(self.role, tokens=job.config.train.micro_batch_tokens)):
             rows = [

@@ -6,7 +6,9 @@ Owns reporting, and the checkpoint at the end with its Hugging Face folder. Kill
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 
+from rondo.models.attention import chosen
 from rondo.roles.job import open_settings
 from rondo.roles.training.room import save_last
 from rondo.roles.training.sft import open_sft
@@ -28,6 +30,8 @@ class SftRole:
         with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, device)
             backend = await ctx.compute(open_sft, config, model_path, world_size=ctx.world_size, device=device)
+            if ctx.rank == 0:
+                await ctx.report("attention", asdict(chosen(backend.model)))
         await ctx.ready()
 
         with ctx.span("train"):

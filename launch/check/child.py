@@ -181,6 +181,7 @@ def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
     from rondo.models.families import family_of
     from rondo.models.load import attention
     from rondo.models.rotations import check_length, longest_alike
+    from rondo.models.shared_prompts import other_attention, why_apart
     from rondo.models.stand_in import stand_in
     from rondo.models.trials import Failed
     from rondo.roles.engines.embedded.hf_forward import check_generation
@@ -188,8 +189,9 @@ def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
     rollout, name = config.rollout, type(model).__name__
     check_length(name, longest_alike(model), rollout.max_prompt_tokens + rollout.max_new_tokens)
     small = stand_in(model.config, attention(config.model.attn))
-    if small is None and family_of(model) is not None:
-        return  # families with media are known
+    if small is None and family_of(model) is not None:  # families with media are known
+        look_at_attention(config, report, name, other_attention(model))
+        return
     try:
         if small is None:
             raise Failed("transformers builds none")
@@ -199,9 +201,25 @@ def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
         return
     if rollout.sglang is None:
         check_generation(small)
+    look_at_attention(config, report, name, why_apart(small))
     if not way.share_prompts:
         how = "rows that several samples share" if way.share_rows else "a row of its own, as long as the longest"
         report.add("note", f"{name} computes a prompt for each of its samples again, in {how}")
+
+
+def look_at_attention(config: RunConfig, report: Report, model_name: str, apart: str) -> None:
+    """What the actor will attend with, as far as it is known here. `apart`: why the model takes no flat batches, "" where it
+    does."""
+    from rondo.models.attention import candidates, not_for
+    from rondo.models.kernels import KERNELS
+
+    actor = config.group_of("actor")
+    assert actor is not None
+    found = candidates(config.model.attn, "cuda" if actor.devices else "cpu", config.train.dtype)
+    takes = [choice for choice in found if not apart or choice.name not in KERNELS]
+    if not takes:
+        raise ConfigError(not_for(config.model.attn, model_name, apart))
+    report.add("ok", f"attention is {takes[0].name}: {takes[0].why}. Each process proves it when it opens the model")
 
 
 def look_at_routers(report: Report, model: Any) -> None:

@@ -97,7 +97,7 @@ def open_model(config: JobConfig, path: str, mesh: Mesh, *, device: str, dtype: 
     settle(config)
     cut = functools.partial(parallel.shard, mesh=mesh, param_dtype=config.train.dtype, encoders=config.train.encoders)
     model = load_model(path, dtype=dtype, device=device, attn=config.model.attn, cut=cut)
-    return model, accept(model)
+    return model, accept(model, attn=config.model.attn, dtype=config.train.dtype)
 
 
 def make_ready(model: Any, train: TrainConfig) -> Any:

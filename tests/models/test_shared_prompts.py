@@ -40,10 +40,10 @@ def test_each_segment_lies_in_one_block_of_neighbours_of_about_its_length(seed: 
     lying = sorted((start, segment.length) for start, segment in zip(starts, segments, strict=True) if segment.length)
     ends = [start + length for start, length in lying]
     assert [start for start, _ in lying] == [0, *ends[:-1]]
-    blocks = [(block.start, block.stop) for block in shared.blocks]
+    blocks = [(block.start, block.stop) for block in shared.parts]
     assert [begin for begin, _ in blocks] == [0, *(end for _, end in blocks[:-1])]
     assert blocks[-1][1] == ends[-1]
-    for block in shared.blocks:
+    for block in shared.parts:
         lengths = [length for start, length in lying if block.start <= start < block.stop]
         assert len(lengths) == block.rows
         assert max(lengths) <= 1.42 * min(lengths)
@@ -169,7 +169,7 @@ def test_a_mask_is_for_prompts_longer_than_their_answers_and_never_too_large(mon
         assert packed.shared is not None
         with torch.no_grad():
             log_probs, _ = response_log_probs(model, packed)
-        return [block.mask for block in packed.shared.blocks if block.mask is not None], log_probs
+        return [block.mask for block in packed.shared.parts if block.mask is not None], log_probs
 
     whole, expected = masks(1 << 26)
     assert sorted(mask.shape[0] for mask in whole) == [2, 6]  # those behind a prompt of 4 tokens are causal
@@ -280,7 +280,7 @@ def test_values_of_another_size_than_keys_share_prompts_too() -> None:
     model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**SIZES | ranks | experts | heads)).eval()
     batch = groups()
     packed = Packing.of(model).pack(batch)
-    assert packed.shared is not None and any(block.mask is not None for block in packed.shared.blocks)
+    assert packed.shared is not None and any(block.mask is not None for block in packed.shared.parts)
     with torch.no_grad():
         found, _ = response_log_probs(model, packed)
         expected = torch.cat([unpacked(model, one)[0] for one in batch])

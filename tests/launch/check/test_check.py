@@ -193,6 +193,31 @@ def test_a_model_that_would_not_train_or_generate_right_is_told(
     assert str(caught.value).startswith(sentence)
 
 
+def test_the_attention_of_a_run_is_told_and_one_that_its_devices_or_its_model_cannot_have_is_refused(
+    make: Make,
+) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    def told(kind: str, *sets: str) -> str:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](num_hidden_layers=2, hidden_size=128))
+        report = check_child.Report()
+        check_child.look_at_family(make(*sets), report, model)
+        return next(finding.text for finding in report.findings if finding.text.startswith("attention"))
+
+    gpu = "groups.1.devices=1"
+    assert told("llama").startswith("attention is sdpa: the device is a CPU. Each process proves it")
+    assert told("llama", gpu).startswith("attention is flex_attention: torch compiles it for this GPU")
+    assert told("mistral", gpu).startswith("attention is sdpa: nothing better takes this model")
+    assert told("llama", "model.attn=eager").startswith("attention is eager: model.attn names it")
+    with pytest.raises(ConfigError, match='got "flex_attention" on cpu: it has no backward on a CPU'):
+        told("llama", "model.attn=flex_attention")
+    with pytest.raises(
+        ConfigError, match='sequences of MistralForCausalLM apart, got "flex_attention": its masks are not'
+    ):
+        told("mistral", "model.attn=flex_attention", gpu)
+
+
 def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:
     config = make("media.max_group_bytes=67108864")
     samples, row, media = 4, row_bytes(config.rollout), media_bytes(config)

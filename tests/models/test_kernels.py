@@ -1,0 +1,108 @@
+"""What kernels are told of a flat batch: each query sees its prompt, and its own segment up to itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rondo.models.kernels import FLASH, FLEX, Documents, Varlen
+from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out
+from tests.models import emulated
+
+
+def drawn(seed: int, most: int = 300) -> list[Segment]:
+    """Prompts and answers of all sizes, some of them empty, in no order."""
+    rng = np.random.default_rng(seed)
+    segments: list[Segment] = []
+    for length in rng.integers(1, most, 4):
+        prompt = len(segments)
+        segments.append(Segment(int(length)))
+        segments += [Segment(int(n), prompt) for n in rng.integers(0, most, rng.integers(0, 4))]
+    segments += [Segment(int(rng.integers(1, most)), 0), Segment(0), Segment(128, len(segments) + 1)]
+    return segments
+
+
+def expected(segments: list[Segment], starts: list[int]) -> torch.Tensor:
+    """bool [queries, keys]"""
+    length = sum(one.length for one in segments)
+    sees = torch.zeros(length, length, dtype=torch.bool)
+    for start, one in zip(starts, segments, strict=True):
+        own = slice(start, start + one.length)
+        sees[own, own] = torch.ones(one.length, one.length, dtype=torch.bool).tril()
+        if one.prompt is not None:
+            sees[own, starts[one.prompt] : starts[one.prompt] + segments[one.prompt].length] = True
+    return sees
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_block_mask_is_what_each_query_sees(seed: int) -> None:
+    segments = drawn(seed)
+    starts, shared = lay_out(segments, FLEX)
+    sees = expected(segments, starts)
+    (documents,) = shared.parts
+    assert isinstance(documents, Documents)
+    mask = documents.to("cpu").mask
+    assert torch.equal(emulated.visible(mask), sees)
+    # No block is listed in vain, and the backward goes through the same blocks.
+    made: Any = flex.create_block_mask(lambda b, h, q, k: sees[q, k], 1, 1, *sees.shape, device="cpu")
+    assert torch.equal(mask.to_dense(), made.to_dense())
+    assert torch.equal(mask.q_num_blocks + mask.full_q_num_blocks, made.q_num_blocks + made.full_q_num_blocks)
+    assert int(mask.full_kv_num_blocks.sum()) >= 0.8 * int(made.full_kv_num_blocks.sum())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lengths_of_runs_are_what_each_query_sees(seed: int) -> None:
+    segments = drawn(seed, most=40)
+    starts, shared = lay_out(segments, FLASH)
+    (varlen,) = shared.parts
+    assert isinstance(varlen, Varlen)
+    sees = torch.zeros(int(varlen.query_ends[-1]), int(varlen.query_ends[-1]), dtype=torch.bool)
+    keys = varlen.keys if varlen.keys is not None else torch.arange(len(sees))
+    ends = zip(varlen.query_ends[:-1], varlen.query_ends[1:], varlen.key_ends[:-1], varlen.key_ends[1:], strict=True)
+    for first, last, key, key_end in (map(int, run) for run in ends):
+        sees[first:last, keys[key:key_end]] = emulated.from_the_end(last - first, key_end - key)
+    assert torch.equal(sees, expected(segments, starts))
+
+
+def test_a_prompt_and_its_first_answer_are_one_run_and_no_key_is_copied_for_them() -> None:
+    starts, shared = lay_out([Segment(5), Segment(3), Segment(4, 0), Segment(2, 1)], FLASH)
+    (varlen,) = shared.parts
+    assert isinstance(varlen, Varlen)
+    assert starts == [0, 9, 5, 12]
+    assert (varlen.query_ends.tolist(), varlen.keys, varlen.most_queries) == ([0, 9, 14], None, 9)
+    _, shared = lay_out([Segment(5), Segment(4, 0), Segment(2, 0)], FLASH)
+    (varlen,) = shared.parts
+    assert isinstance(varlen, Varlen) and varlen.keys is not None
+    assert (varlen.query_ends.tolist(), varlen.key_ends.tolist()) == ([0, 9, 11], [0, 9, 16])
+    assert varlen.keys.tolist() == [*range(9), *range(5), 9, 10]
+
+
+def test_torchs_own_flex_attention_gives_what_blocks_of_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eager(module: Any, q: Any, k: Any, v: Any, mask: Any, *, scaling: Any, dropout: float) -> Any:
+        """transformers', but for compiling it."""
+        return flex.flex_attention(q, k, v, block_mask=mask, scale=scaling).transpose(1, 2), None
+
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, FLEX, eager)
+    segments = drawn(1)
+    found = []
+    for attn in ("sdpa", FLEX):
+        starts, shared = lay_out(segments, attn)
+        places = torch.cat(
+            [torch.arange(start, start + one.length) for start, one in zip(starts, segments, strict=True)]
+        )
+        draw = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(len(places), 4, 8, generator=draw)[places.argsort()] for _ in range(3)]
+        found.append(attended(shared, inputs)[places])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
+
+def attended(shared: SharedPrompts, inputs: list[torch.Tensor]) -> torch.Tensor:
+    module = torch.nn.Module()
+    with torch.no_grad():
+        return torch.cat([part.attend(module, *inputs, scaling=None, dropout=0.0) for part in shared.parts])
