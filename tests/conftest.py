@@ -38,7 +38,7 @@ LONGEST = (
     "e2e/test_omni.py", "e2e/test_evaluated.py", "e2e/test_explained.py", "e2e/test_routed.py",
     "runtime/supervision/test_supervisor.py",
     "comm/groups/test_groups.py", "comm/partitions/test_crash_points.py",
-    "launch/check/test_target.py", "models/test_fsdp_media.py", "models/test_fsdp.py", "roles/data/test_media.py",
+    "launch/check/test_full_size.py", "models/test_fsdp_media.py", "models/test_fsdp.py", "roles/data/test_media.py",
     "comm/links/test_collective.py", "comm/bus/test_crash_points.py", "comm/bus/test_model.py",
 )  # fmt: skip
 """Files that take longest, longest first: begun last, one of them would keep a single core busy at the end."""

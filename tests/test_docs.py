@@ -80,8 +80,8 @@ ELSEWHERE = {
     "rondo bus /tmp/bus": "tests/comm/partitions/test_host.py::test_a_signal_ends_the_command_and_leaves_no_process",
     "rondo bench table": "tests/benchmarks/test_table.py::test_the_command_writes_the_figures_of_the_last_runs_into_the_page",
     "rondo bench": "tests/launch/test_bench.py::test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
-    "rondo check examples/full_size/qwen3_4b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
-    "--set model.path=FOLDER": "tests/launch/check/test_target.py::test_qwen3_4b_on_text_fits_a_machine_of_8_devices",
+    "rondo check examples/full_size/qwen3_8b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
+    "--set model.path=FOLDER": "tests/launch/check/test_full_size.py::test_an_example_fits_the_machines_of_its_first_line",
     "rondo sglang install .venv-sglang": "tests/launch/test_sglang.py::"
     "test_an_environment_for_sglang_is_built_in_these_steps",
     "rondo serve runs/quickstart --port 30000": "tests/launch/test_serve.py::"

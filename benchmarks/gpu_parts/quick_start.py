@@ -11,9 +11,15 @@ from typing import Any
 from benchmarks import start
 from benchmarks.gpu import Options
 
+_SHORT = (
+    "train.warmup_steps=1", "sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8", "evaluation.num_prompts=8",
+    "rollout.prompts_per_step=4",
+)  # fmt: skip
+
 
 def measure(options: Options, tell: Callable[[dict[str, Any]], None]) -> None:
-    seconds, summary = start.start(0, 2 if options.tiny else None, sets(options.num_devices))
+    changes = [*sets(options.num_devices), *(_SHORT if options.tiny else ())]
+    seconds, summary = start.start(0, 2 if options.tiny else None, changes)
     tell({"seconds": seconds, "summary": summary})
 
 

@@ -4,10 +4,8 @@
         --set model.path=FOLDER
 
 `data.path` names JSON Lines with `messages`, in whose parts pictures, sounds and videos are written as OpenAI's or Hugging
-Face's chats have them, and a short `answer`. Encoders and experts stay as they are: a process keeps the whole gradient of what
-is trained between the micro-batches of a step, and that of 30 billion parameters fits no device. Attention, routers, norms,
-embeddings and projectors learn. To check, a folder with config.json, tokenizer and processor files is enough; `rondo train`
-starts runs of one machine only.
+Face's chats have them, and a short `answer`. The encoders stay as they are; experts, projectors and all else learn. To check, a
+folder with config.json, tokenizer and processor files is enough; `rondo train` starts runs of one machine only.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from rondo.roles.config import (
     EvalConfig,
     RewardConfig,
     RolloutConfig,
-    TrainConfig,
+    full_size,
 )
 
 
@@ -38,7 +36,7 @@ config = RunConfig(
     num_steps=200,
     max_staleness=1,
     groups=fully_async(rollout_replicas=8, rollout_devices=1, actor_processes=8, actor_devices=1),
-    model=ModelConfig(path="Qwen/Qwen3-Omni-30B-A3B-Instruct", dtype="bfloat16"),
+    model=ModelConfig(path="Qwen/Qwen3-Omni-30B-A3B-Instruct"),
     data=DataConfig(
         path="media/train.jsonl", prompt="messages", label="answer", apply_chat_template=True, held_out=256
     ),
@@ -57,14 +55,14 @@ config = RunConfig(
     rollout=RolloutConfig(
         prompts_per_step=64, samples_per_prompt=8, max_prompt_tokens=6144, max_new_tokens=1024, num_slots=32
     ),
-    train=TrainConfig(
+    train=full_size(
+        31.7e9,
+        ranks=8,
+        device_gib=139,
         lr=1e-6,
         warmup_steps=10,
-        dtype="bfloat16",
         micro_batch_tokens=32768,
-        activation_checkpointing=True,
         freeze=("vision", "audio"),
-        freeze_parameters=(r"\.experts\.",),
         max_log_prob_gap=0.1,
         save_every=50,
     ),

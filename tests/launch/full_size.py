@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 _ROPE = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-_QWEN3_4B = {
-    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+_QWEN3_8B = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+_QWEN3_32B = {
+    **_QWEN3_8B, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
 }  # fmt: skip
 _VISION = {
     "in_channels": 3, "num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2,
@@ -22,31 +25,40 @@ _VISION = {
 }  # fmt: skip
 
 
-def qwen3_4b(folder: Path) -> Path:
-    """Qwen/Qwen3-4B"""
+def qwen3_8b(folder: Path) -> Path:
+    """Qwen/Qwen3-8B"""
+    return _qwen3(folder, _QWEN3_8B)
+
+
+def qwen3_32b(folder: Path) -> Path:
+    """Qwen/Qwen3-32B"""
+    return _qwen3(folder, _QWEN3_32B)
+
+
+def _qwen3(folder: Path, sizes: dict[str, int]) -> Path:
     from rondo.models.tiny.tokenizer import build_tokenizer
 
     folder.mkdir()
     build_tokenizer().save_pretrained(folder)
     rope = {"rope_type": "default", "rope_theta": 1000000.0}
-    config = {"model_type": "qwen3", **_QWEN3_4B, "max_position_embeddings": 40960, "rope_parameters": rope}
-    _write(folder, {**config, "tie_word_embeddings": True})
+    config = {"model_type": "qwen3", **sizes, "max_position_embeddings": 40960, "rope_parameters": rope}
+    _write(folder, {**config, "tie_word_embeddings": False})
     return folder
 
 
-def qwen3_vl_4b(folder: Path) -> Path:
-    """Qwen/Qwen3-VL-4B-Instruct"""
+def qwen3_vl_8b(folder: Path) -> Path:
+    """Qwen/Qwen3-VL-8B-Instruct"""
     from rondo.models.tiny import qwen3_vl
 
     tiny = _tiny(qwen3_vl.build, folder)
     rope = {**_ROPE, "rope_theta": 5000000.0}
-    text = {"model_type": "qwen3_vl_text", **_QWEN3_4B, "max_position_embeddings": 262144, "rope_parameters": rope}
+    text = {"model_type": "qwen3_vl_text", **_QWEN3_8B, "max_position_embeddings": 262144, "rope_parameters": rope}
     vision = {
-        "model_type": "qwen3_vl", **_VISION, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096,
-        "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17],
+        "model_type": "qwen3_vl", **_VISION, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304,
+        "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24],
     }  # fmt: skip
-    config = {"model_type": "qwen3_vl", "text_config": {**text, "tie_word_embeddings": True}, "vision_config": vision}
-    _write(folder, {**config, **_token_ids(tiny), "tie_word_embeddings": True})
+    config = {"model_type": "qwen3_vl", "text_config": {**text, "tie_word_embeddings": False}, "vision_config": vision}
+    _write(folder, {**config, **_token_ids(tiny), "tie_word_embeddings": False})
     return folder
 
 

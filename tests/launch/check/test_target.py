@@ -1,9 +1,7 @@
-"""Other machines than this one: where role groups go, what they would hold there, and the full-size examples."""
+"""Other machines than this one: where role groups go, and what they would hold there."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from rondo.launch.check.target import Target, judge_devices, judge_target, place
 from rondo.launch.config import RunConfig, load
 from rondo.launch.groups import RoleGroup
 from rondo.roles.config import EvalConfig, SGLangConfig
-from tests.launch import configs, full_size
+from tests.launch import configs
 
 GIB = 1 << 30
 BLOCKS = Blocks(num=2, hidden=8, queries=8, keys=4, feed_forward=16)
@@ -22,9 +20,6 @@ SHAPE = Shape(
     vocab_size=100, decoder=BLOCKS, encoders=(), num_caching=2, decoder_parameters=1000, encoder_parameters=400,
     trained_decoder=600, trained_encoders=100, layer_parameters=300, root_parameters=400,
 )  # fmt: skip
-EXAMPLES = Path(__file__).parents[3] / "examples" / "full_size"
-NUM_ROWS = 256 + 64
-"""What the examples hold out, and one step."""
 
 
 def groups(rollouts: int, ranks: int) -> tuple[RoleGroup, ...]:
@@ -236,41 +231,3 @@ def test_half_a_description_of_machines_is_refused(
 
     assert main(["check", "no.py", *options]) == 2
     assert capsys.readouterr().err == error
-
-
-def checked(name: str, folder: Path, rows: Path, *options: str) -> tuple[int, list[str]]:
-    command = [sys.executable, "-m", "rondo.launch.cli", "check", str(EXAMPLES / f"{name}.py"), *options]
-    command += ["--set", f"model.path={folder}", "--set", f"data.path={rows}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent)
-    assert done.returncode == 0 or done.stdout, done.stderr
-    return done.returncode, done.stdout.splitlines()
-
-
-def test_qwen3_4b_on_text_fits_a_machine_of_8_devices(tmp_path: Path) -> None:
-    folder, rows = full_size.qwen3_4b(tmp_path / "model"), full_size.rows(tmp_path, "text", NUM_ROWS)
-    code, lines = checked("qwen3_4b_text", folder, rows, "--devices", "8", "--device-gib", "80", "--memory-gib", "512")
-    assert code == 0, lines
-    assert "ok     the model has 4,022,468,096 parameters and takes 40960 positions" in lines
-    assert "ok     node 0 takes the processes actor 4, rollout 4, advantages 1, on 8 of 8 devices" in lines
-
-
-def test_qwen3_vl_4b_fits_a_machine_of_8_devices(tmp_path: Path) -> None:
-    folder, rows = full_size.qwen3_vl_4b(tmp_path / "model"), full_size.rows(tmp_path, "image", NUM_ROWS)
-    code, lines = checked("qwen3_vl_4b", folder, rows, "--devices", "8", "--device-gib", "80", "--memory-gib", "512")
-    assert code == 0, lines
-    assert "ok     the model has 4,437,815,808 parameters and takes 262144 positions" in lines
-    looked_at = "ok     data: 4 of 64 rows were looked at, and take up to "
-    assert any(line.startswith(looked_at) and " and media up to " in line for line in lines)
-
-
-def test_qwen3_omni_30b_fits_two_machines_of_8_large_devices_but_cannot_be_started_there(tmp_path: Path) -> None:
-    folder, rows = full_size.qwen3_omni_30b(tmp_path / "model"), full_size.rows(tmp_path, "omni", NUM_ROWS)
-    machines = ("--nodes", "2", "--devices", "8", "--device-gib", "139", "--memory-gib", "2000")
-    code, lines = checked("qwen3_omni_30b", folder, rows, *machines)
-    assert code == 0, lines
-    assert "ok     the model has 31,719,205,488 parameters and takes 65536 positions" in lines
-    assert "ok     node 0 takes the processes actor 8, advantages 1, on 8 of 8 devices" in lines
-    assert "ok     node 1 takes the processes rollout 8, on 8 of 8 devices" in lines
-    assert [line[:50] for line in lines if line.startswith("note")] == [
-        "note   `rondo train` starts all groups on one mach"
-    ]

@@ -1,9 +1,10 @@
-"""One machine with 8 GPUs of 80 GB: Qwen3-4B on word problems with GRPO, four devices to generate and four to train.
+"""One machine with 8 GPUs of 80 GB: Qwen3-8B on word problems with GRPO, four devices to generate with SGLang and four to train.
 
-    rondo check examples/full_size/qwen3_4b_text.py --devices 8 --device-gib 80 --memory-gib 512 --set model.path=FOLDER
+    rondo check examples/full_size/qwen3_8b_text.py --devices 8 --device-gib 80 --memory-gib 1000 --set model.path=FOLDER
 
 `data.path` names JSON Lines with a `question` and an `answer` whose last number is the result, as GSM8K's are; nothing is
-downloaded but the model, unless `model.path` is a folder. To check, a folder with config.json and tokenizer is enough.
+downloaded but the model, unless `model.path` is a folder. `make sglang` builds the environment of the servers. To check, a folder
+with config.json and tokenizer is enough.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rondo.roles.config import (
     EvalConfig,
     RewardConfig,
     RolloutConfig,
-    TrainConfig,
+    SGLangConfig,
+    full_size,
 )
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -36,11 +38,11 @@ def _value(number: str) -> float:
 
 
 config = RunConfig(
-    name="qwen3_4b_text",
+    name="qwen3_8b_text",
     num_steps=200,
     max_staleness=1,
     groups=fully_async(rollout_replicas=4, rollout_devices=1, actor_processes=4, actor_devices=1),
-    model=ModelConfig(path="Qwen/Qwen3-4B", dtype="bfloat16"),
+    model=ModelConfig(path="Qwen/Qwen3-8B"),
     data=DataConfig(
         path="gsm8k/train.jsonl",
         prompt="question",
@@ -53,14 +55,12 @@ config = RunConfig(
     reward=RewardConfig(function=same_number, num_workers=4),
     algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
     rollout=RolloutConfig(
-        prompts_per_step=64, samples_per_prompt=8, max_prompt_tokens=512, max_new_tokens=1536, num_slots=128
+        prompts_per_step=64,
+        samples_per_prompt=8,
+        max_prompt_tokens=512,
+        max_new_tokens=1536,
+        num_slots=128,
+        sglang=SGLangConfig(python=".venv-sglang/bin/python", weights="tensor"),
     ),
-    train=TrainConfig(
-        lr=1e-6,
-        warmup_steps=10,
-        dtype="bfloat16",
-        micro_batch_tokens=16384,
-        activation_checkpointing=True,
-        save_every=50,
-    ),
+    train=full_size(8.2e9, ranks=4, lr=1e-6, warmup_steps=10, save_every=50),
 )

@@ -1,10 +1,10 @@
-"""One machine with 8 GPUs of 80 GB: Qwen3-VL-4B on questions about a picture, four devices to generate and four to train.
+"""One machine with 8 GPUs of 80 GB: Qwen3-VL-8B on questions about a picture, four devices to generate with SGLang, four train.
 
-    rondo check examples/full_size/qwen3_vl_4b.py --devices 8 --device-gib 80 --memory-gib 512 --set model.path=FOLDER
+    rondo check examples/full_size/qwen3_vl_8b.py --devices 8 --device-gib 80 --memory-gib 1000 --set model.path=FOLDER
 
 `data.path` names JSON Lines with a `question`, a short `answer`, and in `image` the path of a picture, from the file's own
-folder. The vision tower stays as it is; its projector learns along. To check, a folder with config.json, tokenizer and processor
-files is enough.
+folder. The vision tower stays as it is; its projector learns along. `make sglang` builds the environment of the servers. To
+check, a folder with config.json, tokenizer and processor files is enough.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from rondo.roles.config import (
     EvalConfig,
     RewardConfig,
     RolloutConfig,
-    TrainConfig,
+    SGLangConfig,
+    full_size,
 )
+
+TRAIN = {"lr": 1e-6, "warmup_steps": 10, "freeze": ("vision",), "max_log_prob_gap": 0.1, "save_every": 50}
 
 
 def names_the_answer(response: str, label: str, *, prompt: object, metadata: dict[str, object]) -> float:
@@ -31,11 +34,11 @@ def names_the_answer(response: str, label: str, *, prompt: object, metadata: dic
 
 
 config = RunConfig(
-    name="qwen3_vl_4b",
+    name="qwen3_vl_8b",
     num_steps=200,
     max_staleness=1,
     groups=fully_async(rollout_replicas=4, rollout_devices=1, actor_processes=4, actor_devices=1),
-    model=ModelConfig(path="Qwen/Qwen3-VL-4B-Instruct", dtype="bfloat16"),
+    model=ModelConfig(path="Qwen/Qwen3-VL-8B-Instruct"),
     data=DataConfig(
         path="pictures/train.jsonl",
         prompt="question",
@@ -50,17 +53,13 @@ config = RunConfig(
     reward=RewardConfig(function=names_the_answer, num_workers=4),
     algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
     rollout=RolloutConfig(
-        prompts_per_step=64, samples_per_prompt=8, max_prompt_tokens=1280, max_new_tokens=768, num_slots=64
+        prompts_per_step=64,
+        samples_per_prompt=8,
+        max_prompt_tokens=1280,
+        max_new_tokens=768,
+        num_slots=64,
+        sglang=SGLangConfig(python=".venv-sglang/bin/python", weights="tensor"),
     ),
-    train=TrainConfig(
-        lr=1e-6,
-        warmup_steps=10,
-        dtype="bfloat16",
-        micro_batch_tokens=16384,
-        activation_checkpointing=True,
-        freeze=("vision",),
-        max_log_prob_gap=0.1,
-        save_every=50,
-    ),
+    train=full_size(8.8e9, ranks=4, **TRAIN),
     bus=BusConfig(ring_bytes=1 << 30),
 )

@@ -1,0 +1,88 @@
+"""The examples of full size fit the machines that their first lines name, and no fewer."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rondo.launch.check.findings import Facts
+from rondo.launch.check.target import Target, judge_target
+from rondo.launch.config import load
+from tests.launch import full_size
+from tests.strength import LONG
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "full_size"
+NUM_ROWS = 256 + 64
+"""What the examples hold out, and one step."""
+Make = Callable[[Path], Path]
+MODELS: dict[str, tuple[Make, str, str]] = {
+    "qwen3_8b_text": (full_size.qwen3_8b, "text", "8,190,735,360"),
+    "qwen3_8b_text_colocate": (full_size.qwen3_8b, "text", "8,190,735,360"),
+    "qwen3_vl_8b": (full_size.qwen3_vl_8b, "image", "8,767,123,696"),
+    "qwen3_vl_8b_colocate": (full_size.qwen3_vl_8b, "image", "8,767,123,696"),
+    "qwen3_omni_30b": (full_size.qwen3_omni_30b, "omni", "31,719,205,488"),
+}
+"""Name of the example -> (its model, kind of rows, the model's parameters)."""
+PLACES = {
+    "qwen3_8b_text": ["actor 4, rollout 4, advantages 1, on 8 of 8"],
+    "qwen3_8b_text_colocate": ["actor 8, on 8 of 8"],
+    "qwen3_vl_8b": ["actor 4, rollout 4, advantages 1, on 8 of 8"],
+    "qwen3_vl_8b_colocate": ["actor 8, on 8 of 8"],
+    "qwen3_omni_30b": ["actor 8, advantages 1, on 8 of 8", "rollout 8, on 8 of 8"],
+}
+QUICK = {"qwen3_8b_text", "qwen3_vl_8b_colocate"}
+"""Checked as a whole by every run of the tests, which takes some seconds each."""
+
+
+def machines(name: str) -> list[str]:
+    """The options of `rondo check` as the example itself shows them."""
+    told = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
+    (line,) = re.findall(r"rondo check examples/full_size/(.+?) --set", " ".join(told.replace("\\", " ").split()))
+    file, *options = line.split()
+    assert file == f"{name}.py"
+    return options
+
+
+def checked(name: str, folder: Path, rows: Path, *options: str) -> tuple[int, list[str]]:
+    command = [sys.executable, "-m", "rondo.launch.cli", "check", str(EXAMPLES / f"{name}.py"), *options]
+    command += ["--set", f"model.path={folder}", "--set", f"data.path={rows}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent)
+    assert done.returncode == 0 or done.stdout, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_every_example_is_looked_at() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == MODELS.keys() == PLACES.keys()
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.skipif(
+    not LONG, reason="takes seconds, as those that are checked: RONDO_TEST_LONG=1"
+)) for name in MODELS])  # fmt: skip
+def test_an_example_fits_the_machines_of_its_first_line(name: str, tmp_path: Path) -> None:
+    make, kind, parameters = MODELS[name]
+    options = machines(name)
+    assert "--device-gib" in options and "--memory-gib" in options
+    code, lines = checked(name, make(tmp_path / "model"), full_size.rows(tmp_path, kind, NUM_ROWS), *options)
+    assert code == 0, lines
+    assert any(line.startswith(f"ok     the model has {parameters} parameters") for line in lines)
+    for node, place in enumerate(PLACES[name]):
+        assert f"ok     node {node} takes the processes {place} devices" in lines
+    notes = [line for line in lines if line.startswith("note   `rondo train` starts all groups on one machine")]
+    assert len(notes) == len(PLACES[name]) - 1  # what runs of an example on two machines is this check
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_is_refused_on_half_of_its_devices(name: str) -> None:
+    config = load(EXAMPLES / f"{name}.py")
+    nodes = len(PLACES[name])
+    whole, half = (Target(nodes, devices, 80 << 30, 1 << 40) for devices in (8, 4))
+    assert [finding.text for finding in judge_target(config, whole, Facts()) if finding.level == "error"] == []
+    (refused,) = [finding.text for finding in judge_target(config, half, Facts()) if finding.level == "error"]
+    assert refused.startswith(f"groups must find their devices on {nodes} node") and "4 devices each" in refused
+    assert refused.endswith("Lower processes or replicas, or use more nodes")
