@@ -11,6 +11,7 @@ Owns the way from its start to its end: it serves one actor until it is asked to
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -34,6 +35,14 @@ async def answer(me: Membership, actor: Actor, *beside: Coroutine[Any, Any, None
     await server.close()
 
 
+def walk_all_seldom() -> None:
+    """The garbage collector never walks what was imported, and what a service holds a hundred times more seldom than by itself:
+    100,000 rows take it a tenth of a second, in which nobody is answered."""
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, 1000)
+
+
 def main(run: Callable[[Membership], Coroutine[Any, Any, None]]) -> None:
     """The process of a service, from its start to its end."""
     me = Membership.join()
@@ -44,6 +53,7 @@ def main(run: Callable[[Membership], Coroutine[Any, Any, None]]) -> None:
         async with me.living():
             await run(me)
 
+    walk_all_seldom()
     with me.segments:
         uvloop.run(living())
     timeline.end()
