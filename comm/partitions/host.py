@@ -37,7 +37,7 @@ from rondo.runtime.actors.actor import Actor, Server, endpoint, serve
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import ConfigError, PeerGone, Refused, WorkerDied
 from rondo.runtime.memory.segments import SegmentServer
-from rondo.runtime.processes.process import exit_text, stat
+from rondo.runtime.processes.process import exit_text, stat, when_over
 from rondo.runtime.supervision.launcher import start as start_process
 from rondo.runtime.waits import waiting
 
@@ -81,7 +81,7 @@ class Host(Actor):
         self._dead: list[list[Any]] = []
         self._changed = asyncio.Condition()
         self._beside: set[asyncio.Task[None]] = set()  # what keeps the coordinator, and tells it of deaths
-        self._pidfds: set[int] = set()
+        self._watches: set[Callable[[], None]] = set()  # what ends each
         self._ready = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._open = contextlib.ExitStack()
@@ -125,10 +125,9 @@ class Host(Actor):
         for task in self._beside:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
-        for pidfd in self._pidfds:
-            asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
-        self._pidfds.clear()
+        for stop in self._watches:
+            stop()
+        self._watches.clear()
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
@@ -148,21 +147,17 @@ class Host(Actor):
 
     def _when_ended(self, pid: int, then: Callable[[], None]) -> None:
         """Call `then` once this process has ended; also when it has already."""
-        loop = asyncio.get_running_loop()
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            loop.call_soon(then)
-            return
 
         def ended() -> None:
-            loop.remove_reader(pidfd)
-            self._pidfds.remove(pidfd)
-            os.close(pidfd)
+            self._watches.discard(stop)
             then()
 
-        self._pidfds.add(pidfd)
-        loop.add_reader(pidfd, ended)
+        try:
+            stop = when_over(pid, ended)
+        except ProcessLookupError:
+            asyncio.get_running_loop().call_soon(then)
+        else:
+            self._watches.add(stop)
 
     def _begin_anew(self) -> str:
         """What a host before this one left is of no use: its memory is gone. Returns the token of this one."""
