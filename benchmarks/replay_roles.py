@@ -31,14 +31,13 @@ from rondo.comm.bus.bus import Bus, Round
 from rondo.comm.ring.records import Column
 from rondo.comm.ring.spans import Span
 from rondo.models.media.inputs import MediaInputs
-from rondo.models.mesh import Mesh
 from rondo.roles.actor import ActorRole, Read, Taken
 from rondo.roles.advantages import AdvantagesRole
 from rondo.roles.config import DataConfig
 from rondo.roles.data.datasets import Row
 from rondo.roles.engines.engine import Completion, EngineStats, Request
 from rondo.roles.engines.replica import Replica
-from rondo.roles.forward import ActorForwardRole, ReferenceRole
+from rondo.roles.forward import ActorForwardRole, ReferenceRole, Scored
 from rondo.roles.job import Job
 from rondo.roles.rollout import RolloutRole
 from rondo.roles.sampling.groups import PromptGroups
@@ -259,7 +258,7 @@ class ReplayScorer:
         self._replay, self._stage = replay, stage
         self._device = Device()
         self._weights: dict[str, torch.Tensor] = {}
-        self.version, self.mesh = 0, Mesh()
+        self.version = 0
 
     def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         def copy() -> None:
@@ -270,13 +269,16 @@ class ReplayScorer:
         self._device.work(0.0 if self._replay.colocated else self._replay.stages_s["publish"], copy)
         self.version = version
 
-    def score(self, rows: Sequence[Any]) -> tuple[int, list[np.ndarray]]:
+    def score(self, rows: Sequence[Any], *, needs: int, stops: bool) -> Scored:
+        if needs > self.version:
+            return Scored(self.version, None, stops)
+
         def to_device() -> None:
             np.concatenate([row.tokens for row in rows])
             _read_media([row.media for row in rows])
 
         self._device.work(self._replay.stage_s(self._stage, sum(len(row.tokens) for row in rows)), to_device)
-        return self.version, [np.full(row.response, -1.0, np.float32) for row in rows]
+        return Scored(self.version, [np.full(row.response, -1.0, np.float32) for row in rows], stops)
 
 
 def _read_media(media: Sequence[MediaInputs | None]) -> None:
@@ -287,12 +289,12 @@ def _read_media(media: Sequence[MediaInputs | None]) -> None:
 
 
 class ReplayReference(ReferenceRole):
-    def _open_scorer(self, path: str, job: Job, *, sharded: bool = False) -> ReplayScorer:  # type: ignore[override]
+    def _open_scorer(self, path: str, job: Job) -> ReplayScorer:  # type: ignore[override]
         return ReplayScorer(Replay.read(self._ctx.run_dir), "reference")
 
 
 class ReplayActorForward(ActorForwardRole):
-    def _open_scorer(self, path: str, job: Job, *, sharded: bool = False) -> ReplayScorer:  # type: ignore[override]
+    def _open_scorer(self, path: str, job: Job) -> ReplayScorer:  # type: ignore[override]
         return ReplayScorer(Replay.read(self._ctx.run_dir), "actor_fwd")
 
 

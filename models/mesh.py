@@ -59,13 +59,13 @@ class Mesh:
         """What FSDP2 cuts a model over: one dimension, or with several copies both."""
         return None if self.ranks is None else self.ranks if self.ranks.size(0) > 1 else self.ranks[SHARD]
 
-    def any(self, fact: bool) -> bool:
-        """Whether it holds on any rank (collective)."""
+    def most(self, *values: int) -> list[int]:
+        """The greatest of each over the ranks (collective)."""
         if self.ranks is None:
-            return fact
-        found = torch.tensor(float(fact), device=self.ranks.device_type)
-        dist.all_reduce(found)
-        return bool(found)
+            return list(values)
+        found = torch.tensor(values, device=self.ranks.device_type)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [int(value) for value in found.tolist()]
 
     def all_beside(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks that nothing else uses (collective)."""

@@ -97,6 +97,23 @@ class ActorRole:
     async def run(self) -> None:
         ctx = self._ctx
         self._job = job = await open_job(ctx)
+        async with job.turns.training():  # collective from here on, and so is what scores in this process
+            version = await self._load()
+        if version is None:
+            await ctx.report("unsaved", {"cause": "stopped in the warm-up: there is no version to save yet"})
+            return
+        async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
+            self._tasks = tasks
+            await self._publish(version, self._taken())
+            await ctx.ready()
+            await self._train_and_save(version)
+        # Only where all went well: after an error the process ends, and must not wait for a gathering that no peer will join.
+        if self._publisher is not None:
+            self._publisher.close()
+
+    async def _load(self) -> int | None:
+        """The trainer, its memory, and the committed version; None where there is none yet, and none is made any more."""
+        job, ctx = self._job, self._ctx
         with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, job.device)
             self._trainer = await ctx.compute(self._open_trainer)
@@ -107,18 +124,7 @@ class ActorRole:
             if job.lent is not None and self._trainer.lent is not None:
                 job.lent.set_result(self._trainer.lent)
             self._open_memory()
-            version = await self._restore()
-            if version is None:
-                await ctx.report("unsaved", {"cause": "stopped in the warm-up: there is no version to save yet"})
-                return
-        async with asyncio.TaskGroup() as tasks:  # a publication that fails beside a step ends the role with its error
-            self._tasks = tasks
-            await self._publish(version, self._taken())
-            await ctx.ready()
-            await self._train_and_save(version)
-        # Only where all went well: after an error the process ends, and must not wait for a gathering that no peer will join.
-        if self._publisher is not None:
-            self._publisher.close()
+            return await self._restore()
 
     def _open_trainer(self) -> Backend[PolicyObjective]:
         """On the compute thread."""
@@ -133,20 +139,22 @@ class ActorRole:
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             with self._ctx.span("step", step=step):
-                with job.turns.training():
+                async with job.turns.training():
                     metrics = await self._train(step)
                 if metrics is not None and self._saves_at(step + 1):
                     await self._save(step + 1, final=False)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
-                await self._settled()
-                done = (await job.bus.call("committed"))["done"]
-                # Said at several moments; true on one rank is true. All ranks must save the same.
-                (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
-                await self._save(step, final=num_done > 0)
-                with self._ctx.section(SAVE, self._job.config.supervision.save_s):
-                    await self._settle_saving()
+                async with job.turns.training():
+                    await self._settled()
+                    done = (await job.bus.call("committed"))["done"]
+                    # Said at several moments; true on one rank is true. All ranks must save the same.
+                    (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
+                    await self._save(step, final=num_done > 0)
+                    with self._ctx.section(SAVE, self._job.config.supervision.save_s):
+                        await self._settle_saving()
                 return
-        await self._save(config.num_steps, final=True)
+        async with job.turns.training():
+            await self._save(config.num_steps, final=True)
 
     def _saves_at(self, version: int) -> bool:
         every = self._job.config.train.save_every
@@ -235,7 +243,7 @@ class ActorRole:
         stream = self._job.bus.stream(self.role, tokens=tokens, step=step, then=then, prepare=self._prepare)
         async with aclosing(timed(self._ctx, stream)) as rounds:
             while True:
-                with self._job.turns.waiting():
+                async with self._job.turns.waiting():
                     made = await anext(rounds, None)
                 if made is None:
                     return
@@ -313,13 +321,11 @@ class ActorRole:
     async def _settled(self) -> None:
         """The newest version is committed and copied out of the trainer, which may change it now."""
         if self._settling is not None:
-            with (
-                self._job.turns.waiting(),
-                self._ctx.span("commit", part="wait"),
-            ):  # what of it the trainer stands still for
-                bus = self._job.bus
-                async with waiting("settle", peer="actor", deadline_s=SETTLE_LIMIT_S, moved=lambda: bus.held_up_at):
-                    await self._settling
+            bus = self._job.bus
+            async with self._job.turns.waiting():
+                with self._ctx.span("commit", part="wait"):  # what of it the trainer stands still for
+                    async with waiting("settle", peer="actor", deadline_s=SETTLE_LIMIT_S, moved=lambda: bus.held_up_at):
+                        await self._settling
             self._settling = None
 
     async def _copying(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,26 +1,27 @@
 """reference and actor_fwd: one forward pass over finished samples, one column of log-probs back. One class, two weights.
 
 Owns when a group is scored (as soon as it is put; beside a trainer in its waits, `compute_turns.py`) and under which weights:
-`actor_fwd` with the newest version it has proved, `reference` with weights that never change. Several processes of a group that
-holds the reference alone have a shard of it each, and score every round together; elsewhere each has it whole, since its
-collectives could cross those of others. Decides nothing about rows: rounds come from the coordinator.
+`actor_fwd` with the newest version it has proved, which is no older than any that a row was sampled under; `reference` with
+weights that never change. The processes of a group have a shard of the model each, and score every round together, under one
+version (`group_versions.py`). Decides nothing about rows: rounds come from the coordinator.
 
     round -> pack -> log-probs of the response tokens -> put column -> acknowledge
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rondo.comm.bus.bus import POLL_S, Row
+from rondo.comm.bus.bus import POLL_S, Round, Row
+from rondo.comm.bus.group import NO_VERSION
 from rondo.models.attention import chosen
 from rondo.models.config import MeshConfig
 from rondo.models.logprobs import response_log_probs
@@ -30,15 +31,26 @@ from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Sequence as Packable
 from rondo.models.parallel import compute_in
 from rondo.models.routing import enable_replay
-from rondo.roles.job import Job, follow, groups_of, open_job, timed
+from rondo.roles.job import Job, groups_of, open_job, timed
 from rondo.roles.streams import ROUTED
 from rondo.roles.training.backend import open_model
-from rondo.runtime.waits import totals
+from rondo.roles.training.group_versions import follow_together
+from rondo.runtime.waits import totals, waiting
 from rondo.runtime.worker.context import WorkerContext
 
 REPORT_S = 5.0
 REFERENCE = "reference"
 """Folder in the run directory with the weights of version 0, where a warm-up made them; else the model's own folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """`log_probs` after the temperature, float32 [R] for each row, under policy version `version`; None where that is older than
+    what a rank asked for. `stops`: a rank leaves behind this round, so all do."""
+
+    version: int
+    log_probs: list[np.ndarray] | None
+    stops: bool = False
 
 
 class Scorer:
@@ -59,19 +71,24 @@ class Scorer:
         self._chunk = config.train.log_prob_chunk_tokens
 
     def load(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """This rank's part of `tensors` (disk names), which may go when it returns: all ranks have theirs (collective)."""
         load_disk_tensors(self._model, tensors)
+        self.mesh.most(version)
         self.version = version
 
-    def score(self, rows: Sequence[Packable]) -> tuple[int, list[np.ndarray]]:
-        """(policy version, log-probs after the temperature, float32 [R] for each row). No rows: of several ranks, a dummy through
-        the same modules."""
+    def score(self, rows: Sequence[Packable], *, needs: int = NO_VERSION, stops: bool = False) -> Scored:
+        """The rows of this rank (collective). No rows: of several ranks, a dummy through the same modules. needs: the oldest
+        version that will do for them; stops: this rank leaves behind this round."""
+        needs, stopping = self.mesh.most(needs, stops)
+        if needs > self.version:
+            return Scored(self.version, None, bool(stopping))
         if not rows and self.mesh.size == 1:
-            return self.version, []
+            return Scored(self.version, [], bool(stopping))
         packed = self._packing.pack(rows or [Packable(np.zeros(2, np.int32), 1)]).to(self._device)
         with torch.no_grad():
             flat, _ = response_log_probs(self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk)
         ends = np.cumsum([row.response for row in rows])
-        return self.version, np.split(flat.float().cpu().numpy(), ends)[: len(rows)]
+        return Scored(self.version, np.split(flat.float().cpu().numpy(), ends)[: len(rows)], bool(stopping))
 
 
 def media_of(row: Row) -> MediaInputs | None:
@@ -88,18 +105,27 @@ class _Forward:
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
+        self._installed = asyncio.Event()
         self._reported_at = time.monotonic()
 
     def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """What is put for the rows of a round."""
         raise NotImplementedError
 
-    def _open_scorer(self, path: str, job: Job, *, sharded: bool = False) -> Scorer:
-        """On the compute thread. sharded: over the processes of the group (collective)."""
-        mesh = Mesh()
-        if sharded:
-            self._ctx.init_process_group(job.device)
-            mesh = Mesh.open(MeshConfig(), self._ctx.world_size, job.device)
+    def needs(self, rows: Sequence[Row]) -> int:
+        """The oldest version of the weights that some rows may be scored under."""
+        return NO_VERSION
+
+    async def _open(self, path: str, job: Job) -> Scorer:
+        """The model at `path`, cut over the processes of the group, which open it in one turn."""
+        async with job.turns.scoring(f"load of {self.role}"):
+            with self._ctx.section("load", self._ctx.load_s):
+                return await self._ctx.compute(self._open_scorer, path, job)
+
+    def _open_scorer(self, path: str, job: Job) -> Scorer:
+        """On the compute thread (collective)."""
+        self._ctx.init_process_group(job.device)
+        mesh = Mesh.open(MeshConfig(), self._ctx.world_size, job.device)
         return Scorer(path, job, mesh=mesh, replays=self.replays and job.config.train.router_replay)
 
     async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
@@ -116,20 +142,32 @@ class _Forward:
                 )
                 for row in made.rows
             ]
-            if rows or scorer.mesh.size > 1:
-                async with job.turns.scoring():
-                    with self._ctx.span("forward", step=made.step, groups=groups_of(made)):
-                        version, log_probs = await self._ctx.working("forward", scorer.score, rows)
-            if rows:
-                job.bus.put_columns(made, self.columns(version, log_probs))
-            await job.bus.ack(made)
+            scored = await self._scored(job, scorer, made, rows)
+            if scored.log_probs is not None:
+                if rows:
+                    job.bus.put_columns(made, self.columns(scored.version, scored.log_probs))
+                await job.bus.ack(made)
             self._ctx.progress()
-            stops = self._ctx.stopping.is_set()
-            if scorer.mesh.size > 1:  # a rank that left alone would hang the others in their next round
-                stops = await self._ctx.compute(scorer.mesh.any, stops)
-            if stops:
+            if scored.stops:
                 return
             await self._report()
+
+    async def _scored(self, job: Job, scorer: Scorer, made: Round, rows: Sequence[Packable]) -> Scored:
+        """The rows of a round, under weights that are new enough for those of every rank; not where a rank leaves."""
+        needs = self.needs(made.rows)
+        while True:
+            async with job.turns.scoring(self.role):
+                with self._ctx.span("forward", step=made.step, groups=groups_of(made)):
+                    stops = (
+                        self._ctx.stopping.is_set()
+                    )  # asked of all: who left alone would hang the others in their next round
+                    found = await self._ctx.working("forward", scorer.score, rows, needs=needs, stops=stops)
+            if found.log_probs is not None or found.stops:
+                return found
+            async with waiting("newer weights", peer="actor", deadline_s=None):  # all ranks, for the same
+                while scorer.version <= found.version:
+                    self._installed.clear()
+                    await self._installed.wait()
 
     async def _report(self) -> None:
         """How long this process has waited for what, every few seconds."""
@@ -150,10 +188,7 @@ class ReferenceRole(_Forward):
         if job.config.sft is not None:  # the reference is the warmed-up policy: it exists once version 0 is committed
             await job.bus.call("await_version", 0, deadline_s=POLL_S)
             path = self._ctx.run_dir / REFERENCE
-        with self._ctx.section("load", self._ctx.load_s):
-            sharded = self._ctx.world_size > 1 and job.is_alone
-            scorer = await self._ctx.compute(functools.partial(self._open_scorer, str(path), job, sharded=sharded))
-        await self._score_rounds(job, scorer)
+        await self._score_rounds(job, await self._open(str(path), job))
 
 
 class ActorForwardRole(_Forward):
@@ -163,14 +198,18 @@ class ActorForwardRole(_Forward):
     def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
         return {"log_probs": log_probs, "log_probs_version": [np.array([version], np.int32)] * len(log_probs)}
 
+    def needs(self, rows: Sequence[Row]) -> int:
+        """No older than what sampled any token: pi_old stands between that and the policy in training."""
+        return max((int(row.array("policy_versions").max(initial=NO_VERSION)) for row in rows), default=NO_VERSION)
+
     async def run(self) -> None:
         job = await open_job(self._ctx)
-        with self._ctx.section("load", self._ctx.load_s):
-            scorer = await self._ctx.compute(self._open_scorer, job.model_path, job)
+        scorer = await self._open(job.model_path, job)
 
         async def install(version: int, tensors: Mapping[str, Any]) -> None:
             await self._ctx.compute(scorer.load, version, tensors)
+            self._installed.set()
 
-        async with follow(self._ctx, job, self.role, install) as first:
+        async with follow_together(self._ctx, job, self.role, install) as first:
             await first.wait()
             await self._score_rounds(job, scorer)

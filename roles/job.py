@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from rondo.comm.bus.bus import POLL_S, Bus, Round
 from rondo.comm.bus.member import Member
 from rondo.roles.config import JobConfig
 from rondo.roles.training.compute_turns import Turns
+from rondo.roles.training.turn_order import TurnsFollowed, TurnsTold
 from rondo.runtime.memory.segments import SegmentClient
 from rondo.runtime.reference import relative_to
 from rondo.runtime.section import with_references
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     from rondo.roles.engines.embedded.shared_weights import Lent
 
 SLAB = "weights"
+SCORING = ("actor_fwd", "reference")
 AHEAD_S = 2.0
 """A version that is being written, and of which nothing comes for so long, is waited for without reading ahead."""
 Install = Callable[[int, Mapping[str, Any]], Awaitable[None]]
+Turn = Callable[[Mapping[str, int]], AbstractAsyncContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,6 @@ class Job:
     """Whether anybody reads published weights."""
     has_actor_fwd: bool = False
     """Whether a role of the run scores samples for pi_old."""
-    is_alone: bool = False
-    """Whether this process has one role."""
     takes_turns: bool = False
     """Whether this process generates and trains in turn: all samples of a step are of the version that it trains."""
     rests: bool = False
@@ -85,11 +86,19 @@ async def _open(ctx: WorkerContext) -> Job:
     lent = asyncio.get_running_loop().create_future() if lends else None
     releases = config.train.release_memory
     rests = takes_turns and (device != "cpu" and config.rollout.endpoint is None if releases is None else releases)
+    scores = not roles.get(ctx.role_group, set()).isdisjoint(SCORING)
+    order = await _order(ctx) if scores and ctx.world_size > 1 else None
     return Job(
-        config, bus, model_path, device, Turns(), lent,
+        config, bus, model_path, device, Turns(order), lent,
         publishes=others_read or not lends, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
-        rests=rests, is_alone=len(roles.get(ctx.role_group, ())) == 1,
+        rests=rests,
     )  # fmt: skip
+
+
+async def _order(ctx: WorkerContext) -> TurnsTold | TurnsFollowed:
+    """In which this rank's roles take turns."""
+    store = await asyncio.to_thread(ctx.connect_store)
+    return TurnsFollowed(store, cleans=ctx.rank == 1) if ctx.rank else TurnsTold(store)
 
 
 def _roles(run_dir: Path) -> dict[str, set[str]]:
@@ -132,21 +141,24 @@ def groups_of(made: Round) -> list[int]:
 
 
 @asynccontextmanager
-async def follow(ctx: WorkerContext, job: Job, role: str, install: Install) -> AsyncIterator[asyncio.Event]:
+async def follow(
+    ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn = nullcontext
+) -> AsyncIterator[asyncio.Event]:
     """Install every newly published version while the body runs; the event is set once the first one is proved.
 
-    `install` gets views into the slab, verified by checksum, and must have copied them when it returns.
+    `install` gets views into the slab, verified by checksum, and must have copied them when it returns. It runs inside of `turn`,
+    which is told where they lie: "slot", "attempt", "version" and "checksum".
     """
     first = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:  # a follower that fails ends the body with its error
-        task = tasks.create_task(_follow(ctx, job, role, install, first))
+        task = tasks.create_task(_follow(ctx, job, role, install, turn, first))
         try:
             yield first
         finally:
             task.cancel()
 
 
-async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, first: asyncio.Event) -> None:
+async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn, first: asyncio.Event) -> None:
     from rondo.comm.weights.slab import WeightSlab  # needs torch, which a role without weights does without
 
     version, told, reader = -1, -1, f"{role}.{ctx.rank}"
@@ -169,8 +181,9 @@ async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, fir
             functools.partial(slab.read, held["slot"], **place, checksum=held["checksum"], ahead=ahead)
         )
         version = held["version"]
-        with ctx.span("load weights", beside="weights", version=version):
-            await install(version, tensors)
+        async with turn(held):
+            with ctx.span("load weights", beside="weights", version=version):
+                await install(version, tensors)
         del tensors
         await job.bus.call("proved", reader, version)
         first.set()

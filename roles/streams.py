@@ -35,7 +35,8 @@ def streams_of(config: JobConfig, roles: Collection[str]) -> tuple[Stream, ...]:
     """The streams of a run with these roles."""
     streams = [Stream("advantages", ("loss_mask",), ("advantages",), whole_groups=True)]
     inputs = [*base_columns(config), "advantages"]
-    sees = {"actor_fwd": ("tokens", ROUTED) if config.train.router_replay else ("tokens",), "reference": ("tokens",)}
+    routed = (ROUTED,) if config.train.router_replay else ()
+    sees = {"actor_fwd": ("tokens", "policy_versions", *routed), "reference": ("tokens",)}
     for role, columns in (("actor_fwd", ("log_probs", "log_probs_version")), ("reference", ("ref_log_probs",))):
         if role in roles:
             streams.append(Stream(role, sees[role], columns, media=True, fixed=config.deterministic))

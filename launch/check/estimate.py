@@ -101,7 +101,7 @@ def group_estimate(config: JobConfig, shape: Shape, group: RoleGroup) -> Estimat
         found.append(generating_bytes(config, shape, lent=lent))
     for role in ("actor_fwd", "reference"):
         if role in group.roles:
-            found.append(scoring_bytes(config, shape, group.processes if group.roles == ("reference",) else 1))
+            found.append(scoring_bytes(config, shape, group.processes))
     parts: dict[str, int] = {}
     for each in found:
         for name, size in each.items():

@@ -155,22 +155,30 @@ class WorkerContext:
         """Makes torch's default process group over the ranks of this incarnation: gloo on the CPU, NCCL on a device such as
         "cuda:3". To be called on the compute thread.
 
-        Does nothing in a group of one. `timeout_s` is the deadline of every collective.
+        Does nothing in a group of one, nor where another role of this process has made it. `timeout_s` is the deadline of every
+        collective.
         """
         if self.world_size == 1:
             return
         import torch
-        from torch.distributed import PrefixStore, TCPStore, init_process_group
+        from torch.distributed import init_process_group, is_initialized
 
-        timeout = datetime.timedelta(seconds=timeout_s)
-        host, port = self._process.me.store
-        store = TCPStore(host, port, is_master=False, timeout=timeout)
+        if is_initialized():
+            return
         if device != "cpu":
             torch.cuda.set_device(device)
         init_process_group(
             "gloo" if device == "cpu" else "nccl",
-            store=PrefixStore(f"{self.group}/{self.incarnation}", store),
+            store=self.connect_store(timeout_s),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=timeout_s),
         )
+
+    def connect_store(self, timeout_s: float = 600.0) -> Any:
+        """A connection of its own to the run's store, whose keys are those of this incarnation; blocks."""
+        from torch.distributed import PrefixStore, TCPStore
+
+        host, port = self._process.me.store
+        store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+        return PrefixStore(f"{self.group}/{self.incarnation}", store)

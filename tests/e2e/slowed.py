@@ -83,8 +83,8 @@ class SlowRollout(RolloutRole):
 class _SlowForward:
     _ctx: Any
 
-    def _open_scorer(self, path: str, job: Any, **how: Any) -> Any:
-        scorer = super()._open_scorer(path, job, **how)  # type: ignore[misc]
+    def _open_scorer(self, path: str, job: Any) -> Any:
+        scorer = super()._open_scorer(path, job)  # type: ignore[misc]
         span, of = self._ctx.span, dict[str, int]()
         role, score = self._ctx.role, scorer.score
 
@@ -93,10 +93,10 @@ class _SlowForward:
                 of["step"] = told["step"]
             return span(name, **told)
 
-        def slowly(rows: Sequence[Any]) -> Any:
+        def slowly(rows: Sequence[Any], **asked: Any) -> Any:
             if slow_at(of["step"]) == role:
                 time.sleep(SLOW_S)
-            return score(rows)
+            return score(rows, **asked)
 
         self._ctx.span, scorer.score = noting, slowly
         return scorer

@@ -141,9 +141,12 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     code.write_text(code.read_text().replace("num_rows: int = 6000", "num_rows: int = 5000"))
     refused = subprocess.run([*rondo, "resume", run], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert refused.returncode == 2 and "data had 6000 rows with digest " in refused.stderr
-    accepted = ["--accept-changes", "--set", "groups.1.processes=2"]  # its shards are cut anew
+    # The trainer's shards are cut anew, and so is what scores, beside it and in a group of its own, one rank of which is killed.
+    accepted = ["--accept-changes", *(part for i in (1, 2) for part in ("--set", f"groups.{i}.processes=2"))]
     resumed = start([*rondo, "resume", run, *accepted], tmp_path)
     read_until(resumed, "step=14/")
+    os.kill(worker(stopped.run_dir, "actor_fwd-0"), signal.SIGKILL)
+    read_until(resumed, "recovery_s")
     status = subprocess.run(
         [*rondo, "status", run, "--json"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
@@ -176,7 +179,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
 
 
 def worker(run: Path, group: str) -> int:
-    """The pid of the newest worker of a role group of one process."""
+    """The pid of the newest worker of a role group."""
     pid: int = [
         r["pid"] for r in read_records(run / "events.jsonl") if r["kind"] == "registered" and r["group"] == group
     ][-1]

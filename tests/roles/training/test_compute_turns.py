@@ -33,7 +33,7 @@ class Thread:
 
 async def scoring(turns: Turns, thread: Thread, role: str, num: int, *, held: bool = False) -> None:
     for index in range(num):
-        async with turns.scoring():
+        async with turns.scoring(role):
             await thread.run(f"{role} {index}", held=held)
 
 
@@ -52,8 +52,8 @@ async def test_a_round_that_comes_while_both_roles_have_work_waits_for_one_micro
     turns, thread = Turns(), Thread()
     try:
         async with asyncio.TaskGroup() as tasks:
-            with turns.training():
-                with turns.waiting():
+            async with turns.training():
+                async with turns.waiting():
                     for role in ("reference", "actor_fwd"):
                         tasks.create_task(scoring(turns, thread, role, 3, held=True))
                     await settle()  # one of them is on the thread
@@ -73,15 +73,15 @@ async def test_a_round_that_comes_while_both_roles_have_work_waits_for_one_micro
 async def test_a_round_that_is_there_at_once_lets_nobody_in_between() -> None:
     turns, thread = Turns(), Thread()
     try:
-        with turns.training():
+        async with turns.training():
             task = asyncio.create_task(scoring(turns, thread, "reference", 1))
             for index in range(3):
-                with turns.waiting():
+                async with turns.waiting():
                     pass  # it had been asked for ahead: nothing is awaited
                 await thread.run(f"round {index}")
                 await settle()
             assert thread.log == ["round 0", "round 1", "round 2"]
-            with turns.waiting():
+            async with turns.waiting():
                 await task
     finally:
         thread.close()
@@ -100,7 +100,7 @@ async def test_the_roles_take_turns_in_a_wait_and_a_process_without_a_trainer_ne
 async def test_a_wait_outside_of_a_step_leaves_the_thread_to_the_others() -> None:
     turns, thread = Turns(), Thread()
     try:
-        with turns.waiting():
+        async with turns.waiting():
             pass
         async with asyncio.timeout(60):
             await scoring(turns, thread, "reference", 1)

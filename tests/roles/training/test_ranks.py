@@ -20,13 +20,15 @@ import torch.multiprocessing as mp
 
 from rondo.launch.config import load
 from rondo.models.at_rest import resident
+from rondo.models.load import load_model
 from rondo.models.mesh import Mesh
 from rondo.models.names import local_part
 from rondo.models.packing import Sequence as Packable
+from rondo.models.parallel import full_tensors
 from rondo.roles.actor import ActorRole
 from rondo.roles.algorithms.whitening import contribution
 from rondo.roles.config import JobConfig, MeshConfig
-from rondo.roles.forward import Scorer
+from rondo.roles.forward import Scored, Scorer
 from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.objective import TrainRow, open_policy
 from rondo.runtime.records.timeline import span
@@ -222,15 +224,19 @@ def settled(path: str, rank: int, store: dist.Store, out: Path) -> dict[str, tor
     return whole(actor._trainer)
 
 
-def scored(path: str, rank: int, mesh: Mesh) -> tuple[bool, list[list[float]]]:
-    """Whether this rank has a part of the model alone; the log-probs of its rows, of which the second rank has none."""
+def scored(path: str, rank: int, mesh: Mesh) -> tuple[bool, list[Scored]]:
+    """Whether this rank has a part of the model alone; the log-probs of its rows, of which the second rank has none: under the
+    first weights, where the first rank asks for newer ones, and under those, when the second one leaves."""
     made: Any = SimpleNamespace(config=job(path), device="cpu")
     scorer = Scorer(path, made, mesh=mesh)
+    newer = {name: 1.5 * tensor for name, tensor in full_tensors(load_model(path))}
     sequences = [Packable(row.tokens, len(row.mask)) for row in batch(0)] if rank == 0 else []
-    _, found = scorer.score(sequences)
+    found = [scorer.score(sequences), scorer.score(sequences, needs=3 - 4 * rank)]
+    scorer.load(3, newer)
+    found += [scorer.score(sequences, needs=3 - 4 * rank, stops=rank == mesh.size - 1)]
     held = sum(local_part(parameter).numel() for parameter in scorer._model.parameters())
     whole = sum(parameter.numel() for parameter in scorer._model.parameters())
-    return held < 0.6 * whole, [log_probs.tolist() for log_probs in found]
+    return held < 0.6 * whole, found
 
 
 def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
@@ -256,7 +262,7 @@ def two(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> S
     """What each of two ranks found, and the lines that both wrote."""
     out = tmp_path_factory.mktemp("ranks")
     mp.spawn(_rank, (model, folder, out), nprocs=2)
-    ranks = [torch.load(out / f"{rank}.pt") for rank in range(2)]
+    ranks = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return SimpleNamespace(ranks=ranks, log=(out / "log").read_text().splitlines())
 
 
@@ -275,13 +281,23 @@ def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, mode
         assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
-def test_two_ranks_that_hold_a_shard_of_the_reference_each_score_as_one_does_also_without_rows(
+def test_two_ranks_that_hold_a_shard_each_score_and_take_new_weights_as_one_does_also_without_rows(
     two: Any, model: str
 ) -> None:
     (first_is_a_part, theirs), (second_is_a_part, none) = (found["scored"] for found in two.ranks)
     is_a_part, alone = scored(model, 0, Mesh())
-    assert (first_is_a_part, second_is_a_part, is_a_part, none) == (True, True, False, [])
-    assert len(alone) == 8 and theirs == alone
+    assert (first_is_a_part, second_is_a_part, is_a_part) == (True, True, False)
+    for found in (theirs, none, alone):
+        assert [(each.version, each.log_probs is None, each.stops) for each in found] == [
+            (0, False, False), (0, True, False), (3, False, True)
+        ]  # fmt: skip
+    before, _, after = [None if each.log_probs is None else np.concatenate(each.log_probs) for each in alone]
+    assert before is not None and after is not None and np.abs(before - after).max() > 0.01
+    for ours, other, empty in zip(alone, theirs, none, strict=True):
+        assert (ours.log_probs is None) == (other.log_probs is None) == (empty.log_probs is None)
+        if ours.log_probs is not None and other.log_probs is not None:
+            assert len(ours.log_probs) == 8 and empty.log_probs == []
+            assert all(map(np.array_equal, ours.log_probs, other.log_probs))
 
 
 def test_a_step_is_committed_beside_the_next_and_its_optimizer_waits_for_it_on_every_rank(two: Any, model: str) -> None:
