@@ -30,6 +30,7 @@ from benchmarks.replay_stages import Replay
 from rondo.comm.bus.bus import Bus, Round
 from rondo.comm.ring.records import Column
 from rondo.comm.ring.spans import Span
+from rondo.models.attention import Choice
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.actor import ActorRole, Read, Taken
 from rondo.roles.advantages import AdvantagesRole
@@ -258,7 +259,7 @@ class ReplayScorer:
         self._replay, self._stage = replay, stage
         self._device = Device()
         self._weights: dict[str, torch.Tensor] = {}
-        self.version = 0
+        self.version, self.attention = 0, Choice("none", "a replay computes nothing")
 
     def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         def copy() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
 
 from rondo.roles import sft as sft_role
 from rondo.roles.actor import ActorRole
@@ -172,11 +173,11 @@ async def test_fine_tuning_that_finds_no_room_for_its_result_waits_as_training_d
     config = SimpleNamespace(sft=SimpleNamespace(steps=3), **limits)
     monkeypatch.setattr(room, "LOOK_S", 0.0)
     monkeypatch.setattr(sft_role, "open_settings", lambda ctx: (config, "model", "cpu"))
-    monkeypatch.setattr(sft_role, "open_sft", lambda *_, **__: SimpleNamespace(save=save))
+    monkeypatch.setattr(sft_role, "open_sft", lambda *_, **__: SimpleNamespace(save=save, model=torch.nn.Identity()))
     monkeypatch.setattr(sft_role, "run_warm_up", nothing)
     context: Any = SimpleNamespace(
         rank=0, world_size=1, run_dir=tmp_path, load_s=60.0, report=report, compute=compute, ready=nothing,
         init_process_group=str, section=lambda *_: contextlib.nullcontext(), span=lambda *_: contextlib.nullcontext(),
     )  # fmt: skip
     await sft_role.SftRole(context).run()
-    assert told == ["no_room", "checkpoint"] and (tmp_path / "checkpoints" / "step_000003").is_dir()
+    assert told == ["attention", "no_room", "checkpoint"] and (tmp_path / "checkpoints" / "step_000003").is_dir()
