@@ -34,19 +34,18 @@ def quick_start(f: Figures) -> Iterator[Row]:
 
 def training(f: Figures) -> Iterator[Row]:
     of = f"{f['parameters'] / 1e9:.1f} billion parameters in the shape of Qwen3-4B, {f['ranks']} GPU(s)"
-    peak = "of no known peak" if f["peak_tflop_s"] is None else f"of {f['peak_tflop_s']:.0f} TFLOP/s a GPU"
+    peak = f["peak_tflop_s"]
+    share = "of a large product's rate, no peak being known" if peak is None else f"of {peak:.0f} TFLOP/s a GPU"
+    padded = f["attn"].get("sdpa", {}).get("padded")
     for attn, ways in f["attn"].items():
         if "error" in ways:
             yield f"training, {attn}", f"not done: {ways['error']}"
-            continue
-        packed, padded = ways["packed"], ways["padded"]
-        shares = [way["of_product"] if way["of_peak"] is None else way["of_peak"] for way in (packed, padded)]
-        unit = "of a large product's rate" if f["peak_tflop_s"] is None else peak
-        yield (
-            f"training, {attn}, {of}: tokens/s packed and padded; their share {unit}",
-            f"{packed['tokens_s']:,.0f}, {padded['tokens_s']:,.0f} ({packed['tokens_s'] / padded['tokens_s']:.2f}x); "
-            f"{shares[0]:.1%}, {shares[1]:.1%}",
-        )
+        for way, row in ways.items() if "error" not in ways else ():
+            over = f", {row['tokens_s'] / padded['tokens_s']:.2f}x padded" if padded and way == "packed" else ""
+            yield (
+                f"training, {attn}, {way}, {of}: tokens/s; share {share}",
+                f"{row['tokens_s']:,.0f}{over}; {row['of_product' if peak is None else 'of_peak']:.1%}",
+            )
     yield "one large bfloat16 product", f"{f['product_tflop_s']:.0f} TFLOP/s"
 
 

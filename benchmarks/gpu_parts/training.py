@@ -1,10 +1,11 @@
 """Training: tokens a second and the share of the chip's peak, packed against padded, for every attention.
 
-A Qwen3-4B with random weights, or as many of its layers as fit beside 16 bytes a parameter, cut over all GPUs, trains in bfloat16
-with activation checkpointing: steps of several prompt groups, 8 answers each whose lengths are uniform in [n/8, n]. "packed" is
-what a run does; "padded" has one sample a row and as many rows as fit into the micro-batch at the longest of them. A token is a
-sample's, its prompt's counted for each. The share of the peak counts what must be computed (`Shape.step_flops`), nothing that
-packing, padding or checkpointing computes beside it. "product" is what one large bfloat16 product reaches on this chip.
+A Qwen3-4B with random weights, or as many of its layers as fit beside 16 bytes a parameter, cut over all GPUs, trains in
+bfloat16 with activation checkpointing: steps of several prompt groups, 8 answers each whose lengths are uniform in [n/8, n].
+"packed" is what a run does; "padded" has one sample a row and as many rows as fit into the micro-batch at the longest of
+them, with "sdpa", as what cannot be packed has. A token is a sample's, its prompt's counted for each. The share of the peak
+counts what must be computed (`Shape.step_flops`), nothing that packing, padding or checkpointing computes beside it.
+"product" is what one large bfloat16 product reaches on this chip.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ def work(options: Options, device: str, folder: Path, settings: dict[str, Any]) 
     every = [row for group in groups for row in group]
     packing = trainer.objective._packing
     apart = replace(packing, share_prompts=False, share_rows=False)
-    ways = {"packed": (packing, list(in_order(every, tokens))), "padded": (apart, list(side_by_side(every, tokens)))}
+    ways = {"packed": (packing, list(in_order(every, tokens)))}
+    if settings["attn"] == "sdpa":
+        ways["padded"] = (apart, list(side_by_side(every, tokens)))
     flops = sum(shape.step_flops(prompt, answers) for answers in lengths)
     num_tokens = sum(len(row.tokens) for row in every)
     found = {}

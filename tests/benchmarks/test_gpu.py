@@ -48,9 +48,8 @@ def test_training_is_timed_packed_and_padded_for_every_attention(tmp_path: Path)
     assert packed["tokens_s"] > 0 and packed["micro_batches"] < padded["micro_batches"]
     assert packed["of_peak"] is None and packed["of_product"] > 0  # of a CPU no peak is known
     lines = table(tmp_path, {"training": {"figures": found}})
-    assert any(
-        line.startswith("| `training` | training, sdpa, 0.0 billion") and " GPU(s): tokens/s" in line for line in lines
-    )
+    (told,) = [line for line in lines if line.startswith("| `training` | training, sdpa, packed, 0.0 billion")]
+    assert " GPU(s): tokens/s; share of a large product's rate" in told and "x padded; " in told
     assert "| `training` | training, flash_attention_2 | not done: flash-attn is not installed |" in lines
 
 

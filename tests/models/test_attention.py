@@ -251,3 +251,13 @@ def test_nothing_is_as_large_as_tokens_times_tokens(attn: str, monkeypatch: pyte
     with Largest() as seen, torch.no_grad():
         response_log_probs(model, packing.pack(batch), chunk_tokens=16)
     assert length * 96 <= seen.elements < length * length // 8
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("attn", [FLASH, FLEX])
+def test_a_gpu_has_kernels_that_keep_the_sequences_of_a_batch_apart(attn: str, dtype: torch.dtype) -> None:
+    device = torch.device("cuda:0")
+    if attn not in [choice.name for choice in candidates("auto", "cuda:0", str(dtype).removeprefix("torch."))]:
+        pytest.skip("not on this machine")
+    assert prove(attn, {Call(4, 2, 64, 64, None), Call(32, 8, 128, 128, None)}, device, dtype) == ""
