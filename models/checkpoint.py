@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rondo.models.hf_folder import write_folder
 from rondo.models.load import empty_model, generation_config
-from rondo.models.names import disk_groups, kept_in_float32, local_part, memory_tensors, to_disk
+from rondo.models.names import disk_dtypes, disk_groups, local_part, memory_tensors, to_disk
 from rondo.models.parallel import full_tensors
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
 from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
@@ -297,12 +297,12 @@ def export(folder: Path, out: Path, model_path: str, *, dtype: str = "float32") 
     model = empty_model(model_path)
     model.generation_config = generation_config(model_path) or model.generation_config
     _check(folder, {f"model.{name}": tensor for name, tensor in memory_tensors(model).items()}, "model.")
-    export_hf(out, model, model_path, dtype=dtype, tensors=_stored(folder / SHARDS, model, getattr(torch, dtype)))
+    export_hf(out, model, model_path, dtype=dtype, tensors=_stored(folder / SHARDS, model, dtype))
 
 
-def _stored(shards: Path, model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(shards: Path, model: Any, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(name on disk, whole tensor) of the `model` without memory, out of a checkpoint."""
-    memory, kept, found = memory_tensors(model), kept_in_float32(model), dict[str, torch.Tensor]()
+    memory, dtypes, found = memory_tensors(model), disk_dtypes(model, dtype), dict[str, torch.Tensor]()
     groups, pending = disk_groups(model), []
     for number, group in enumerate(groups, 1):
         pending.append(group)
@@ -312,10 +312,7 @@ def _stored(shards: Path, model: Any, dtype: torch.dtype) -> Iterator[tuple[str,
         with _single_process_allowed():
             dcp.load(found, checkpoint_id=shards)
         for group in pending:
-            tensors = {name: found.pop(f"model.{name}") for name in group.sources}
-            cast = {
-                name: t if name in kept or not t.is_floating_point() else t.to(dtype) for name, t in tensors.items()
-            }
+            cast = {name: found.pop(f"model.{name}").to(dtypes[name]) for name in group.sources}
             yield from to_disk(model, group, cast).items()
         pending = []
 

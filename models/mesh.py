@@ -72,8 +72,8 @@ class Mesh:
         return None if self.ranks is None else dist.new_group(backend="gloo")
 
     def copy_beside(self) -> dist.ProcessGroup | None:
-        """The same of the ranks that hold this rank's copy."""
-        if self.ranks is None:
+        """The same of the ranks that hold this rank's copy; None where each holds one."""
+        if self.ranks is None or self.ranks.size(1) == 1:
             return None
         mine, _ = dist.new_subgroups_by_enumeration(self.ranks.mesh.tolist(), backend="gloo")
         return mine

@@ -76,6 +76,16 @@ def kept_in_float32(model: Any) -> frozenset[str]:
     return frozenset(name for name in memory_tensors(model) if pattern.search(name))
 
 
+def disk_dtypes(model: Any, dtype: str | None) -> dict[str, torch.dtype]:
+    """Name in memory -> its dtype on disk in a folder of `dtype`; None: that of memory."""
+    memory, kept = memory_tensors(model), kept_in_float32(model)
+    cast = getattr(torch, dtype) if dtype is not None else None
+    return {
+        name: tensor.dtype if cast is None or name in kept or not tensor.is_floating_point() else cast
+        for name, tensor in memory.items()
+    }
+
+
 def disk_groups(model: Any) -> tuple[Group, ...]:
     """The plan of `model`, worked out once."""
     if model not in _plans:

@@ -22,7 +22,7 @@ micro-batches. Between two micro-batches a rank holds of a copy's parameters and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rondo.models.mesh import Mesh
-from rondo.models.names import disk_groups, kept_in_float32, local_part, memory_tensors, to_disk
+from rondo.models.names import disk_dtypes, disk_groups, kept_in_float32, local_part, memory_tensors, to_disk
 from rondo.models.packing import can_share_rows
 from rondo.models.routing import the_same_way
 from rondo.models.shared_prompts import share_prompts
@@ -222,72 +222,23 @@ def discard_gradients(model: Any) -> None:
 # ---- whole tensors ------------------------------------------------------------------------------------------------------
 
 
-def full_tensors(
-    model: Any, dtype: str | None = None, *, beside: dist.ProcessGroup | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(model: Any, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """(name on disk, whole tensor), one group of tensors at a time; cast to `dtype` before they are gathered, but for what
     transformers keeps in float32.
 
-    Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own. Which
-    tensors these are is looked up in the call, so that a forward of an unsharded model may run while they are iterated; of a
-    sharded one too with `beside`, a gloo group of the ranks of a copy that nothing else uses meanwhile: shards then go through
-    host memory, and only its first rank gets tensors. Without, they are gathered by the group that forwards use.
+    Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own.
     """
     drop_copies(model)
-    memory, kept = memory_tensors(model), kept_in_float32(model)
-    target = getattr(torch, dtype) if dtype is not None else None
-    return _gathered(model, memory, {name: None if name in kept else target for name in memory}, beside)
-
-
-def _gathered(
-    model: Any,
-    memory: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.dtype | None],
-    beside: dist.ProcessGroup | None,
-) -> Iterator[tuple[str, torch.Tensor]]:
+    memory, dtypes = memory_tensors(model), disk_dtypes(model, dtype)
     for group in disk_groups(model):
-        if beside is None:
-            whole = {name: _whole(memory[name], targets[name]) for name in group.sources}
-            yield from to_disk(model, group, whole).items()
-            continue
-        found = {name: _to_first(memory[name], targets[name], beside) for name in group.sources}
-        if dist.get_rank(beside) == 0:
-            yield from to_disk(model, group, found).items()
+        whole = {name: _whole(memory[name].detach().to(dtypes[name])) for name in group.sources}
+        yield from to_disk(model, group, whole).items()
 
 
-def _to_first(tensor: torch.Tensor, dtype: torch.dtype | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole tensor on the group's first rank, gathered as bytes through host memory; of no use on the others."""
-    cast = _cast(tensor, dtype)
-    if not isinstance(cast, DTensor):
-        return cast
-    *copies, cut = cast.placements
-    if not cut.is_shard(0) or not all(placement.is_replicate() for placement in copies):
-        raise AssertionError(f"a parameter must be cut along its first dimension alone, got {cast.placements}")
-    num_ranks, (num_rows, *rest) = dist.get_world_size(group), cast.shape
-    rows = -(-num_rows // num_ranks)  # of each rank, as FSDP2 cuts them; the last ones have fewer
-    mine = torch.empty(rows, *rest, dtype=cast.dtype)
-    local = cast.to_local()
-    mine[: len(local)] = local
-    whole = mine.new_empty(num_ranks * rows, *rest) if dist.get_rank(group) == 0 else None
-    parts = None if whole is None else list(_bytes(whole).chunk(num_ranks))
-    dist.gather(_bytes(mine), parts, group=group, group_dst=0)
-    return mine if whole is None else whole[:num_rows]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = _cast(tensor, dtype)
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to(tensor.device_mesh.device_type).full_tensor()  # from host memory, where it is at rest
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 # ---- forward of a unit --------------------------------------------------------------------------------------------------

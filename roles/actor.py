@@ -38,6 +38,7 @@ from rondo.comm.ring.spans import Span
 from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
+from rondo.comm.weights.together import other_part
 from rondo.models.attention import chosen
 from rondo.models.checkpoint import HF
 from rondo.roles.algorithms.algorithm import OldLogProbs
@@ -388,16 +389,16 @@ class ActorRole:
             total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             num_bytes = snapshot_bytes(total, len(tensors))
             self._snapshot = HotSnapshot(ctx.segments.segment(f"snapshot/{ctx.group}/{ctx.rank}", num_bytes))
-        weights = [tensor for _, tensor in self._trainer.weights()]
-        total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-        num_slots = config.num_weight_slots
         self._publisher: Publisher | None = None
+        self._slab: WeightSlab | None = None
         self._publishing: asyncio.Task[None] | None = None
-        if ctx.rank == 0 and self._job.publishes:
-            segment = ctx.segments.segment(
-                SLAB, slab_bytes(total, len(weights), num_slots, config.bus.weight_bucket_bytes)
-            )
-            self._publisher = Publisher(WeightSlab(segment, num_slots), bucket_bytes=config.bus.weight_bucket_bytes)
+        if self._trainer.mesh.replica == 0 and self._job.publishes:
+            weights, num_slots = self._trainer.shapes().values(), config.num_weight_slots
+            bucket_bytes, total = config.bus.weight_bucket_bytes, sum(tensor.nbytes for tensor in weights)
+            segment = ctx.segments.segment(SLAB, slab_bytes(total, len(weights), num_slots, bucket_bytes))
+            self._slab = WeightSlab(segment, num_slots)
+            if ctx.rank == 0:
+                self._publisher = Publisher(self._slab, bucket_bytes=bucket_bytes, beside=self._trainer.publishing)
 
     async def _restore(self) -> int | None:
         """The committed version, in this process; version 0 is made (and warmed up) where there is none. None: it was not made,
@@ -458,12 +459,12 @@ class ActorRole:
         return await self._copying(self._trainer.checksum)
 
     async def _publish(self, version: int, taken: Taken) -> None:
-        """Step 5. Every rank takes part in gathering; rank 0 copies into the slab. Sums and sends run beside the next step. Who
-        generates with the trainer's device has its memory before it hears of the version."""
+        """Step 5. Every rank of the first copy writes its part into the slab; sends run beside the next step. Who generates
+        with the trainer's device has its memory before it hears of the version."""
         rests, lent = self._job.rests, self._trainer.lent
         if lent is not None and not rests:
             lent.holds(version)
-        copied = await self._copied(version, taken) if self._job.publishes else None
+        copied = await self._copied(version, taken)
         if rests:
             if taken.state is not None:
                 taken.state[0].clear()  # what else holds the device's memory
@@ -476,19 +477,19 @@ class ActorRole:
 
     async def _copied(self, version: int, taken: Taken) -> Copied | None:
         """The version in its slot, on rank 0."""
-        slot = -1
-        if self._ctx.rank == 0:
-            if self._publishing is not None:  # its slot counts as free until it is told complete
-                await self._publishing
-            slot = (await self._job.bus.call("begin_publish", version, deadline_s=POLL_S))["slot"]
-        return await self._copying(self._copy_weights, slot, version, taken.weights)
-
-    def _copy_weights(self, slot: int, version: int, weights: Iterator[tuple[str, Any]]) -> Copied | None:
-        if self._publisher is None:
-            for _ in weights:
-                pass  # this rank's part of the gathering
+        if self._slab is None:
             return None
-        return self._publisher.copy(slot, attempt=self._ctx.attempt, version=version, tensors=weights)
+        if self._publisher is None:
+            return await self._copying(
+                other_part, self._slab, taken.weights, self._trainer.publishing, attempt=self._ctx.attempt,
+                version=version, bucket_bytes=self._job.config.bus.weight_bucket_bytes,
+            )  # fmt: skip
+        if self._publishing is not None:  # its slot counts as free until it is told complete
+            await self._publishing
+        slot = (await self._job.bus.call("begin_publish", version, deadline_s=POLL_S))["slot"]
+        return await self._copying(
+            self._publisher.copy, slot, attempt=self._ctx.attempt, version=version, tensors=taken.weights
+        )
 
     async def _end_publish(self, copied: Copied) -> None:
         sent, id = asyncio.wrap_future(copied.sent), copied.id

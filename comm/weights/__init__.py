@@ -3,7 +3,8 @@
 one version    manifest (what it is made of), held (a receiver's copy, and when it counts), sums (a bucket's checksum)
 ways           delta (what changed since the version before), broadcast (other nodes and jobs; with topology),
                ipc (the same device)
-when           publisher (copies and sums between two steps; further sendings run beside the next one), copying
+when           publisher (copies and sums between two steps; further sendings run beside the next one); copying by one process,
+               together by all ranks that have parts
 """
 
 from __future__ import annotations

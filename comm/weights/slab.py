@@ -98,6 +98,17 @@ class WeightSlab:
         words.store(_VERSION, version)
         return SlotWriter(words, block, bucket_bytes, summed)
 
+    def join(self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES) -> SlotWriter:
+        """Take part in writing a version that another process has begun in `slot`, and will finish. CorruptData for any other."""
+        words, block = self._slot(slot)
+        found = words.load(_STATE), words.load(_ATTEMPT), words.load(_VERSION)
+        if found != (_WRITING, attempt, version):
+            raise CorruptData(
+                f"weight slot {slot} must be half-written with version {version} of attempt {attempt}, got "
+                f"{_STATES[found[0]]} with version {found[2]} of attempt {found[1]}. Begin it first."
+            )
+        return SlotWriter(words, block, bucket_bytes, summed=True)
+
     def complete(self) -> dict[int, tuple[int, int]]:
         """Version -> (slot, checksum), of all slots that are complete."""
         found = {}

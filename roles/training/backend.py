@@ -37,6 +37,7 @@ from rondo.models.names import local_part
 from rondo.models.optimizer import learning_rate, make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.parts import freeze
+from rondo.models.published import own_weights, published_shapes
 from rondo.models.state import load_training_state, training_state
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import JobConfig, OptimizerConfig, TrainConfig
@@ -306,12 +307,19 @@ class Backend(Generic[AnyObjective]):
         return zlib.crc32(b"".join(int(each).to_bytes(4, "little") for each in parts))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(disk name, whole tensor) one by one, on rank 0; the other ranks of its copy give their shards (collective: every rank
-        iterates to the end). Asked for between two forwards; the next may run while they are iterated on another thread, but not
-        the optimizer."""
-        if self.mesh.replica > 0:
-            return iter(())
-        return parallel.full_tensors(self.model, self._publishes, beside=self._groups.publishing)
+        """(disk name, what this rank gives of it) of all that is published; the ranks of one copy give all of it (collective over
+        `publishing`). Asked for between two forwards; the next may run while they are iterated on another thread, but not the
+        optimizer."""
+        return own_weights(self.model, self._publishes, beside=self.publishing)
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """Disk name -> a tensor without memory, of all that is published."""
+        return published_shapes(self.model, self._publishes)
+
+    @property
+    def publishing(self) -> dist.ProcessGroup | None:
+        """The ranks of this one's copy of the model; None where it is whole here."""
+        return self._groups.publishing
 
     def save(
         self,

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rondo.comm.weights.publisher import Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.comm.weights.together import Tensors, other_part
 from rondo.models import parallel
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import learning_rate
 from rondo.models.packing import Sequence, pack
+from rondo.models.published import own_weights
 from rondo.models.tiny import qwen3
 from rondo.models.tiny.tokenizer import build_tokenizer
 from tests.comm.memory import MemorySegment
@@ -123,13 +126,21 @@ def train_step(
 
 
 def published(model: Any) -> int:
-    """The checksum of a model's weights in a slab, bucket by bucket, as a trainer publishes them; 0 on every rank but the first,
-    which takes part in the gathering."""
-    tensors = parallel.full_tensors(model, "bfloat16")
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
-        return sum(0 for _ in tensors)
+    """The checksum of a whole model's weights in a slab, as a trainer publishes them."""
+    return written(own_weights(model, "bfloat16"), new_slab(model))
+
+
+def new_slab(model: Any) -> WeightSlab:
     num_bytes = sum(8 * parameter.numel() for parameter in model.parameters())
-    publisher = Publisher(WeightSlab(MemorySegment(slab_bytes(num_bytes, 1000, 1)), 1), bucket_bytes=1 << 14)
+    return WeightSlab(MemorySegment(slab_bytes(num_bytes, 1000, 1)), 1)
+
+
+def written(tensors: Tensors, slab: WeightSlab, beside: dist.ProcessGroup | None = None) -> int:
+    """Version 1 in slot 0, in many buckets: its checksum, 0 on every rank of `beside` but the first."""
+    if beside is not None and dist.get_rank(beside) > 0:
+        other_part(slab, tensors, beside, attempt=0, version=1, bucket_bytes=1 << 14)
+        return 0
+    publisher = Publisher(slab, bucket_bytes=1 << 14, beside=beside)
     checksum = publisher.copy(0, attempt=0, version=1, tensors=tensors).id.checksum
     publisher.close()
     return checksum

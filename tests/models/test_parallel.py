@@ -14,6 +14,7 @@ from rondo.models import parallel
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import PackedBatch, Packing, pack
+from rondo.models.published import own_weights
 from rondo.models.units import decoder_layers
 from rondo.runtime.errors import ConfigError
 from tests.models import multimodal
@@ -181,7 +182,7 @@ def test_layers_of_encoders_are_units_too() -> None:
 def test_weights_that_were_asked_for_stay_the_models_own_while_a_forward_runs_on_copies() -> None:
     model = parallel.compute_in(tiny("qwen3"), dtype="bfloat16")
     before = {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
-    asked = parallel.full_tensors(model)
+    asked = own_weights(model)
     seen: dict[str, torch.Tensor] = {}
     model.model.norm.register_forward_pre_hook(lambda *_: seen.update(asked))
     scores(model)

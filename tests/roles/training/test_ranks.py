@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.slab import WeightSlab
 from rondo.launch.config import load
 from rondo.models.at_rest import resident
 from rondo.models.load import load_model
@@ -32,6 +34,7 @@ from rondo.roles.forward import Scored, Scorer
 from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.objective import TrainRow, open_policy
 from rondo.runtime.records.timeline import span
+from tests.comm.memory import MemorySegment
 from tests.roles.training.test_backend import Policy, job, model, rows
 from tests.roles.training.test_sft import config_of, folder, train, weights
 
@@ -113,7 +116,7 @@ def hosts(made: Policy) -> set[int]:
 
 
 def whole(made: Policy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in made.weights()}
+    return {name: tensor.clone() for name, tensor in full_tensors(made.model)}
 
 
 class Bus:
@@ -154,9 +157,9 @@ class Bus:
 
 
 class Actor(ActorRole):
-    """With a real trainer, a compute thread and a copying thread, and neither snapshots nor memory to publish into."""
+    """With a real trainer, a compute thread and a copying thread, a slab that both ranks map, and no snapshots."""
 
-    def __init__(self, path: str, rank: int, store: dist.Store, log: Callable[[str], None]) -> None:
+    def __init__(self, path: str, rank: int, store: dist.Store, log: Callable[[str], None], slab: WeightSlab) -> None:
         computing = ThreadPoolExecutor(1)
 
         async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +183,8 @@ class Actor(ActorRole):
         torch.manual_seed(0)
         self._rank, self._store, self._log = rank, store, log
         self._trainer = open_policy(job(path), path, world_size=2, device="cpu")
-        self._snapshot, self._publisher, self._publishing = None, None, None
+        self._snapshot, self._publishing, self._slab = None, None, slab
+        self._publisher = Publisher(slab, beside=self._trainer.publishing) if rank == 0 else None
         self._parity: Any = SimpleNamespace(write=self._told, taken=tuple, add=lambda _: None)
         config = QUICKSTART.model_copy(update={"num_steps": 2})
         self._job: Any = SimpleNamespace(
@@ -217,11 +221,17 @@ class Actor(ActorRole):
 
 
 def settled(path: str, rank: int, store: dist.Store, out: Path) -> dict[str, torch.Tensor]:
-    """Two steps of an actor; both ranks write what they do into one file, in the order in which they do it."""
-    with (out / "log").open("ab", buffering=0) as file:
-        actor = Actor(path, rank, store, lambda name: file.write(f"{rank} {name}\n".encode()) and None)
+    """Two steps of an actor; both ranks write what they do into one file, in the order in which they do it. What is published."""
+    with (out / "log").open("ab", buffering=0) as file, (out / "slab").open("r+b") as memory:
+        slab = WeightSlab(MemorySegment(fd=memory.fileno()), 1)
+        actor = Actor(path, rank, store, lambda name: file.write(f"{rank} {name}\n".encode()) and None, slab)
         asyncio.run(actor.two_steps())
-    return whole(actor._trainer)
+    if rank > 0:
+        return {}
+    ((version, (slot, checksum)),) = slab.complete().items()
+    return {
+        name: tensor.clone() for name, tensor in slab.read(slot, attempt=0, version=version, checksum=checksum).items()
+    }
 
 
 def scored(path: str, rank: int, mesh: Mesh) -> tuple[bool, list[Scored]]:
@@ -261,6 +271,7 @@ def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
 def two(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """What each of two ranks found, and the lines that both wrote."""
     out = tmp_path_factory.mktemp("ranks")
+    (out / "slab").write_bytes(bytes(1 << 23))
     mp.spawn(_rank, (model, folder, out), nprocs=2)
     ranks = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return SimpleNamespace(ranks=ranks, log=(out / "log").read_text().splitlines())
@@ -271,7 +282,7 @@ def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, mode
     alone = trained(name, model, 0, 1)
     first, second = (found[name] for found in two.ranks)
     before = whole(open_policy(config_of_case(name, model), model, world_size=1, device="cpu"))
-    assert second["weights"] == {} and first["checksum"] == second["checksum"]
+    assert first["checksum"] == second["checksum"]
     for key, tensor in alone["weights"].items():
         torch.testing.assert_close(first["weights"][key], tensor, atol=2e-6, rtol=0)
     assert max((alone["weights"][key] - before[key]).abs().max() for key in before) > 1e-3

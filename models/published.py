@@ -1,0 +1,95 @@
+"""The weights of a model as they are published: under their names on disk, and of each what this rank gives.
+
+Owns which rank of a copy gives what of a version, so that together they give all of it once, and none gathers it: of what is cut
+every rank gives its rows; of what all hold whole, and of what is converted on its way to disk (the experts of a layer, which are
+gathered for that), one rank gives everything, each in its turn. Does not own names and conversions (`names.py`), nor where it is
+written (`comm/weights/together.py`).
+
+    a DTensor    every rank gives its rows of it
+    on meta      another rank gives it
+    else         this rank gives all of it
+
+Invariant: names, shapes, dtypes and their order are the same on every rank.
+
+    for name, tensor in own_weights(model, "bfloat16", beside=group): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from rondo.models.names import Group, disk_dtypes, disk_groups, local_part, memory_tensors, to_disk
+from rondo.models.units import drop_copies
+
+
+def own_weights(
+    model: Any, dtype: str | None = None, *, beside: dist.ProcessGroup | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name on disk, what this rank gives of it), cast to `dtype` but for what transformers keeps in float32. A tensor without a
+    cast may be the model's own.
+
+    `beside`: a gloo group of the ranks of a copy that nothing else uses meanwhile (collective: every rank iterates to the end);
+    what is gathered goes through host memory. Without, this rank has all. Which tensors these are is looked up in the call, so
+    that a forward may run while they are iterated on another thread, but not the optimizer.
+    """
+    drop_copies(model)
+    return _given(model, memory_tensors(model), disk_dtypes(model, dtype), beside)
+
+
+def published_shapes(model: Any, dtype: str | None = None) -> dict[str, torch.Tensor]:
+    """The same names with tensors without memory."""
+    dtypes = disk_dtypes(model, dtype)
+    return {name: empty for group in disk_groups(model) for name, empty in _empty(group, dtypes).items()}
+
+
+def _given(
+    model: Any,
+    memory: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    beside: dist.ProcessGroup | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    num_ranks, rank = (1, 0) if beside is None else (dist.get_world_size(beside), dist.get_rank(beside))
+    for number, group in enumerate(disk_groups(model)):
+        cut = num_ranks > 1 and any(isinstance(memory[name], DTensor) for name in group.sources)
+        in_rows, giver = cut and group.renamed, number % num_ranks
+        found = {name: memory[name].detach() for name in group.sources} if cut or giver == rank else {}
+        found = {name: tensor.to(dtypes[name]) for name, tensor in found.items()}
+        if cut and not in_rows:
+            assert beside is not None
+            found = {name: _gathered(tensor, giver, beside) for name, tensor in found.items()}
+        elif not in_rows:
+            found = {name: local_part(tensor) for name, tensor in found.items()}
+        on_disk = to_disk(model, group, found) if in_rows or giver == rank else _empty(group, dtypes)
+        yield from ((name, on_disk[name]) for name in group.shapes)
+
+
+def _empty(group: Group, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    (dtype,) = {dtypes[name] for name in group.sources}
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in group.shapes.items()}
+
+
+def _gathered(tensor: torch.Tensor, to: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole tensor on rank `to` of the group, gathered as bytes through host memory; of no use on the others."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    *copies, cut = tensor.placements
+    if not cut.is_shard(0) or not all(placement.is_replicate() for placement in copies):
+        raise AssertionError(f"a parameter must be cut along its first dimension alone, got {tensor.placements}")
+    num_ranks, (num_rows, *rest) = dist.get_world_size(group), tensor.shape
+    rows = -(-num_rows // num_ranks)  # of each rank, as FSDP2 cuts them; the last ones have fewer
+    mine = torch.empty(rows, *rest, dtype=tensor.dtype)
+    local = tensor.to_local()
+    mine[: len(local)] = local
+    whole = mine.new_empty(num_ranks * rows, *rest) if dist.get_rank(group) == to else None
+    parts = None if whole is None else list(_bytes(whole).chunk(num_ranks))
+    dist.gather(_bytes(mine), parts, group=group, group_dst=to)
+    return mine if whole is None else whole[:num_rows]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
