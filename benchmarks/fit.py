@@ -1,13 +1,15 @@
 """What a rank holds at its peak, over what it must: while a model loads, in a step, and while a version is published.
 
-    rondo bench fit [--layers 36] [--mesh 1x4] [--rows 4] [--tokens 64]
+    rondo bench fit [--layers 36] [--mesh 1x4] [--rows 1] [--tokens 64]
 
 A Qwen3-shaped random model of 0.6 billion float32 parameters (vocabulary 32,768) trains on four gloo ranks with the product's own
 backend: loaded from a folder, one step of 8 micro-batches a rank, one version copied into a slab as the actor does without a hot
 snapshot. A rank's memory is its RssAnon + RssShmem above what it had before it loaded; each rank is sampled every few
-milliseconds, and the greatest counts. What it must hold: 16 bytes a parameter over the ranks of a copy (weights, gradients, two
-moments), twice the largest unit (gathered, and its gradient), and the activations of a micro-batch by `rondo check`'s formula.
-The slab lies in the supervisor's memory in a run; here it is the first rank's, and counts.
+milliseconds, and the greatest counts, of each part of a step too. What it must hold: 16 bytes a parameter over the ranks of a
+copy (weights, gradients, two moments), twice the largest unit (gathered, and its gradient), and the activations of a micro-batch
+by `rondo check`'s formula. The slab is another process's memory, as in a run; its pages count for the ranks that touch them.
+
+The whole model takes minutes and 16 GB on two cores; `--layers 10`, of 0.19 billion parameters, a third.
 
 The last line is JSON: `load_ratio`, `step_ratio` and `publish_ratio`.
 """
@@ -24,8 +26,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ import torch.distributed as dist
 
 from rondo.comm.weights.publisher import Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.comm.weights.together import other_part
 from rondo.launch.check.estimate import training_bytes
 from rondo.launch.check.shape import shape_of
 from rondo.models.config import MeshConfig, ModelConfig
@@ -41,6 +44,7 @@ from rondo.models.load import empty_model
 from rondo.models.names import disk_groups
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.config import DataConfig, JobConfig, RewardConfig, RolloutConfig, TrainConfig
+from rondo.roles.training.backend import Backend
 from rondo.roles.training.objective import TrainRow, open_policy
 from rondo.runtime.memory.segments import Segment
 
@@ -101,23 +105,45 @@ def held_bytes() -> int:
 
 
 class Peaks:
-    """The most that this process held during each part, above the beginning."""
+    """The most that this process held during each part, above the beginning, and how long the part took."""
 
     def __init__(self) -> None:
-        self._before, self._now = held_bytes(), 0
-        self.of: dict[str, int] = {}
+        self._before, self._part, self._since = held_bytes(), "", time.monotonic()
+        self.of, self.took = dict[str, int](), dict[str, float]()
+        self.begin("load")
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def begin(self, part: str) -> None:
+        """The part before is over."""
+        now = time.monotonic()
+        self._look()
+        self.took[self._part] = self.took.get(self._part, 0.0) + now - self._since
+        self._part, self._since = part, now
 
     def _watch(self) -> None:
         while True:
-            self._now = max(self._now, held_bytes())
+            self._look()
             time.sleep(_EVERY_S)
 
-    @contextmanager
-    def during(self, part: str) -> Iterator[None]:
-        self._now = held_bytes()
-        yield
-        self.of[part] = max(self._now, held_bytes()) - self._before
+    def _look(self) -> None:
+        part = self._part
+        self.of[part] = max(self.of.get(part, 0), held_bytes() - self._before)
+
+
+class Told:
+    """An objective that tells when its forward begins and ends: behind it comes the backward."""
+
+    def __init__(self, objective: Any, peaks: Peaks) -> None:
+        self._objective, self._peaks = objective, peaks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
+
+    def sums(self, *what: Any) -> Any:
+        self._peaks.begin("step: forward")
+        found = self._objective.sums(*what)
+        self._peaks.begin("step: backward")
+        return found
 
 
 def micro_batch(number: int, num_rows: int, num_tokens: int) -> list[TrainRow]:
@@ -131,43 +157,32 @@ def micro_batch(number: int, num_rows: int, num_tokens: int) -> list[TrainRow]:
     return made
 
 
-def train(config: JobConfig, num_rows: int, num_tokens: int, slab: int, out: Path) -> None:
+def train(config: JobConfig, num_rows: int, num_tokens: int, slab: Segment, out: Path) -> None:
     assert config.model.path is not None
-    peaks, took = Peaks(), dict[str, float]()
-
-    @contextmanager
-    def part(name: str) -> Iterator[None]:
-        since = time.monotonic()
-        with peaks.during(name):
-            yield
-        took[name] = time.monotonic() - since
-
-    with part("load"):
-        trainer = open_policy(config, config.model.path, world_size=NUM_RANKS, device="cpu")
-    with part("step"):
-        for number in range(NUM_MICRO_BATCHES):
-            spans = [[number * 1000 + at, 0, 0, 1] for at in range(num_rows)]
-            batch = micro_batch(number, num_rows, num_tokens)
-            trainer.accumulate(0, batch, spans, last=number == NUM_MICRO_BATCHES - 1)
-        trainer.finish(0)
-    with part("publish"):
-        publish(trainer.weights(), slab)
-    (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps({"peaks": peaks.of, "seconds": took}))
+    peaks = Peaks()
+    trainer = open_policy(config, config.model.path, world_size=NUM_RANKS, device="cpu")
+    trainer.objective = Told(trainer.objective, peaks)
+    for number in range(NUM_MICRO_BATCHES):
+        spans = [[number * 1000 + at, 0, 0, 1] for at in range(num_rows)]
+        batch = micro_batch(number, num_rows, num_tokens)
+        trainer.accumulate(0, batch, spans, last=number == NUM_MICRO_BATCHES - 1)
+    peaks.begin("step: optimizer")
+    trainer.finish(0)
+    peaks.begin("publish")
+    publish(trainer, slab)
+    peaks.begin("")
+    told = {name: (peak, peaks.took[name]) for name, peak in peaks.of.items() if name}
+    (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
 
 
-def publish(weights: Iterator[tuple[str, torch.Tensor]], num_bytes: int) -> None:
-    if dist.get_rank() > 0:
-        for _ in weights:
-            pass
-        return
-    descriptor = os.memfd_create("weights")
-    os.posix_fallocate(descriptor, 0, num_bytes)
-    with Segment("weights", num_bytes, descriptor) as segment:
-        slab = WeightSlab(segment, 1)
-        publisher = Publisher(slab)
-        publisher.copy(0, attempt=0, version=1, tensors=weights)
+def publish(trainer: Backend[Any], segment: Segment) -> None:
+    slab = WeightSlab(segment, 1)
+    if dist.get_rank() == 0:
+        publisher = Publisher(slab, beside=trainer.publishing)
+        publisher.copy(0, attempt=0, version=1, tensors=trainer.weights())
         publisher.close()
-        slab.close()
+    elif trainer.mesh.replica == 0:
+        other_part(slab, trainer.weights(), trainer.publishing, attempt=0, version=1)
 
 
 def fork(out: Path, work: Callable[[], None]) -> None:
@@ -195,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--mesh", default="1x4", help="dp_replicate x dp_shard, of 4 ranks")
-    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
+    parser.add_argument("--rows", type=int, default=1, help="of a micro-batch")
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
     options = parser.parse_args()
     replicas, shards = map(int, options.mesh.split("x"))
@@ -205,20 +220,25 @@ def main() -> None:
         config = job(out / "model", replicas, options.rows, options.tokens)
         shape = shape_of(empty_model(str(out / "model")))
         num_bytes = slab_bytes(4 * shape.parameters, 1000, 1)
-        fork(out, lambda: train(config, options.rows, options.tokens, num_bytes, out))
+        descriptor = os.memfd_create("weights")
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        with Segment("weights", num_bytes, descriptor) as slab:
+            fork(out, lambda: train(config, options.rows, options.tokens, slab, out))
         told = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
     computed = training_bytes(config, shape, NUM_RANKS)
     activations = computed["activations"] + computed["log-prob chunk"]
     largest = 4 * max(shape.layer_parameters, shape.root_parameters)
     must = 16 * shape.parameters // shards + 2 * largest + activations
-    peaks = {name: max(each["peaks"][name] for each in told) for name in told[0]["peaks"]}
     mib = 1 << 20
     print(f"{shape.parameters:,} parameters on {options.mesh} ranks; a rank must hold {must // mib:,} MiB, of which:")
     of = {"shards": 16 * shape.parameters // shards, "twice a unit": 2 * largest, "activations": activations}
     print("  " + ", ".join(f"{name} {size // mib:,}" for name, size in of.items()))
-    for name, peak in peaks.items():
-        seconds = max(each["seconds"][name] for each in told)
-        print(f"{name:8} {peak // mib:6,} MiB at most on a rank, {peak / must:.2f} of it, in {seconds:.0f} s")
+    peaks = dict[str, int]()
+    for name in told[0]:
+        peak, seconds = (max(each[name][at] for each in told) for at in range(2))
+        print(f"{name:15} {peak // mib:6,} MiB at most on a rank, {peak / must:.2f} of it, in {seconds:.0f} s")
+        whole = name.partition(":")[0]
+        peaks[whole] = max(peaks.get(whole, 0), peak)
     ratios = {f"{name}_ratio": round(peak / must, 3) for name, peak in peaks.items()}
     print(json.dumps(ratios | {"must_bytes": must, "peak_bytes": peaks, "parameters": shape.parameters}))
 
