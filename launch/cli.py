@@ -236,6 +236,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     _add_sets(add, "place roles otherwise than before: --set groups.1.processes=2")
     text = "go on with data, packages or code that are not those the run began with"
     add("--accept-changes", action="store_true", help=text)
+    _add_checkpoint(add)
     text = "Say which role limits a run, who waits for whom, and what to change."
     verb("explain", _in("rondo.launch.report.explain", "show"), text, run, steps, as_json)
     text = "Write what every process did when as a Chrome trace."
@@ -251,6 +252,21 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     add("source", metavar="RUN|CHECKPOINT", type=Path, help="of a run its newest checkpoint")
     add("out", metavar="OUT", type=Path, help="a folder that is not there yet")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    _add_checkpoint(add)
+    text = "Evaluate a checkpoint, or any model, on evaluation sets."
+    add = verb("eval", _in("rondo.launch.evaluate", "main"), text, plain)
+    add("source", metavar="RUN|CHECKPOINT|MODEL", help="of a run its newest checkpoint; MODEL: a Hugging Face folder")
+    text = "a module whose settings say on what and how; default: those of the run"
+    add("--config", type=Path, metavar="CONFIG.py", help=text)
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="SET",
+        help="this evaluation set, and others named so; default: all",
+    )
+    _add_sets(add, "change a setting: --set evaluation.num_prompts=64")
+    _add_checkpoint(add)
     _add_serving(verb("serve", serve, "Serve a model over HTTP, in SGLang's dialect and OpenAI's."))
     add = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
     add("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")
@@ -266,6 +282,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 def _add_sets(add: Callable[..., Any], text: str) -> None:
     add("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help=text)
+
+
+def _add_checkpoint(add: Callable[..., Any]) -> None:
+    add("--checkpoint", metavar="NAME", help="of a run: best, or step_000050; default: the newest")
 
 
 def _add_serving(add: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ when that process ends, however it ends, so nothing stale is ever left to clean.
     runs/quickstart/
       config.py  code/  config.resolved.json (0600)  environment.json (0600)  format.json  summary.json
       supervisor.json (0600, while it runs)
+      best -> checkpoints/step_000040  best.json  after_save.json
       metrics.jsonl  events.jsonl  timeline/  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
 
 A name that has been used gets the next number (`runs/quickstart-2`); a name whose run is alive is refused.
@@ -31,10 +32,13 @@ from typing import Any
 import orjson
 
 from rondo.runtime import formats
+from rondo.runtime.checkpoints import MARKER, check_format, complete, newest_complete, version_of
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.telling import telling
 
 FORMAT = "format.json"
+BEST = "best"
+"""A link to the best checkpoint, and its name."""
 PRIVATE = 0o600
 """Of what may hold secrets: settings hold environments of servers, and command lines hold settings."""
 _LOCK = struct.Struct("hhqqi4x")
@@ -73,9 +77,11 @@ class RunDir:
         self._claim_fd: int | None = claim_fd
 
     @classmethod
-    def create(cls, parent: Path, name: str, resolved: dict[str, Any], code: Path | None = None) -> RunDir:
-        """Makes and claims a new run directory under `parent`, and moves the folder of `code` there. ConfigError when a run of
-        that name is alive."""
+    def create(
+        cls, parent: Path, name: str, resolved: dict[str, Any], code: Path | None = None, *, latest: bool = True
+    ) -> RunDir:
+        """Makes and claims a new run directory under `parent`, the `latest` there, and moves the folder of `code` into it.
+        ConfigError when a run of that name is alive."""
         number = 1
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +94,8 @@ class RunDir:
                 made.close()
                 number += 1
             made._fill(resolved, code)
-            _point(parent / "latest", made.path.name)
+            if latest:
+                point(parent / "latest", made.path.name)
         except OSError as error:
             raise ConfigError(
                 f"run_dir must be a folder to write to, got {error.filename or parent}: {error.strerror}. Choose another"
@@ -161,6 +168,37 @@ def existing_run(path: Path) -> Path:
     if (path / FORMAT).exists():
         formats.check(read_json(path / FORMAT), formats.RUN, path)
     return path
+
+
+def checkpoint_of(source: Path, name: str | None = None) -> tuple[Path, Path]:
+    """(run, whole checkpoint): of the run `source` the newest, or the one that `name` says, "best" or "step_000050"; or the
+    checkpoint that `source` is. ConfigError where there is none, or only a newer release can read it."""
+    if (source / MARKER).is_file():
+        if name is not None:
+            raise ConfigError(
+                f"--checkpoint must not be set beside a checkpoint, got {name!r} and {source}. Name its run"
+            )
+        found: Path | None = source.resolve()
+        run = existing_run(source.resolve().parent.parent)
+    else:
+        run = existing_run(source)
+        checkpoints = run / "checkpoints"
+        if name is None:
+            found = newest_complete(checkpoints)
+        else:
+            found = next((each for each in complete(checkpoints) if name in (each.name, str(version_of(each)))), None)
+            if name == BEST and (run / BEST / MARKER).is_file():
+                found = (run / BEST).resolve()
+        if found is None and name is None:
+            raise ConfigError(f"RUN must have a whole checkpoint, got {run} without one. Wait for it to save")
+        if found is None:
+            known = [each.name for each in complete(checkpoints)] + [BEST] * (run / BEST).exists()
+            raise ConfigError(
+                f"--checkpoint must name one of {', '.join(known) or 'none'} of {run}, got {name!r}. Name another"
+            )
+    assert found is not None
+    check_format(found)
+    return run, found
 
 
 def newest_run(parent: Path, name: str) -> Path | None:
@@ -263,9 +301,9 @@ def _read_pid(fd: int) -> int:
     return int(os.pread(fd, 32, 0) or 0)
 
 
-def _point(link: Path, target: str) -> None:
+def point(link: Path, target: str) -> None:
     """Makes `link` point to `target`, at once: never missing in between."""
-    aside = link.with_name(f".latest.{os.getpid()}")
+    aside = link.with_name(f".{link.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         aside.unlink()
     aside.symlink_to(target)

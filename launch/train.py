@@ -33,18 +33,20 @@ from rondo.launch.check.findings import Facts
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
+from rondo.launch.keeping import Keeper
 from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
 from rondo.launch.provider import RunProvider, serve_trace
 from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
 from rondo.launch.report.summary import print_table, read, summarize, write
 from rondo.launch.report.view import open_view, say
-from rondo.launch.rundir import RunDir, existing_run, newest_run, owner, read_json, write_json
+from rondo.launch.rundir import RunDir, checkpoint_of, existing_run, newest_run, owner, read_json, write_json
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.admin.endpoint import AdminServer, listen
-from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.checkpoints import newest_complete, set_aside, version_of
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records import timeline
+from rondo.runtime.records.record import JsonLines
 from rondo.runtime.records.telling import PROCESS, tell_every, telling
 from rondo.runtime.supervision.nursery import Nursery
 from rondo.runtime.supervision.orders import EXIT_FAILED
@@ -68,6 +70,9 @@ class TrainOptions:
     kill: tuple[tuple[str, int], ...] = ()
     plain: bool = False
     """Plain lines, also on a terminal."""
+    trains: bool = True
+    """Whether it is a run to follow and to go on with: it is the latest, and there is something to go on from where it has a
+    checkpoint."""
 
 
 def main(
@@ -84,10 +89,10 @@ def main(
     `before` sees the directory before anything is started.
     """
     planned = groups or group_specs(config)
-    with nursery or Nursery() as nursery, _prepared(config, config.name, options, nursery, planned) as (run, admin):
+    with nursery or Nursery() as nursery, prepared(config, config.name, options, nursery, planned) as (run, admin):
         if before is not None:
             before(run)
-        config = _settings_of(run)
+        config = settings_of(run)
         return _run(config, run, options, admin, nursery, groups or group_specs(config), attempt=0)
 
 
@@ -119,37 +124,45 @@ def fine_tune(config: RunConfig, options: TrainOptions, nursery: Nursery) -> int
     assert actor is not None
     group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft:SftRole",), actor.threads)
     placed = {"extra": {"sft-0": 0} if actor.devices else {}, "ranks": {"sft-0": actor.processes}}
-    with _prepared(config, f"{config.name}-sft", options, nursery, (group,), **placed) as (run, admin):
+    with prepared(config, f"{config.name}-sft", options, nursery, (group,), **placed) as (run, admin):
         return _run(config, run, options, admin, nursery, (group,), attempt=0)
 
 
 def resume(
-    path: Path, sets: Sequence[str] = (), *, options: TrainOptions | None = None, accept_changes: bool = False
+    path: Path,
+    sets: Sequence[str] = (),
+    *,
+    options: TrainOptions | None = None,
+    accept_changes: bool = False,
+    checkpoint: str | None = None,
 ) -> int:
-    """Go on with the run at `path` from its newest whole checkpoint, under the next attempt. `sets`: other places for roles.
+    """Go on with the run at `path` from its newest whole checkpoint, or an older one by its name, under the next attempt. `sets`:
+    other places for roles.
 
     ConfigError when data, packages or code are not those that the run has, unless `accept_changes`.
     """
     with RunDir.claim(path) as run, Nursery() as nursery:
-        checkpoint = newest_complete(run.checkpoints)
-        if checkpoint is None:
+        if newest_complete(run.checkpoints) is None:
             raise ConfigError(
                 f"RUN must have a whole checkpoint to go on from, got none in {run.checkpoints}. "
                 "Start it again with `rondo train`; set train.save_every to have checkpoints earlier."
             )
-        config = _settings_of(run)
+        _, found = checkpoint_of(run.path, checkpoint)
+        config = settings_of(run)
         read_json(run.path / PREPARED)
-        _work_where_it_began(run.path)
+        work_where_it_began(run.path)
         _compare(config, run, accept_changes=accept_changes)
         if sets:
             config = _placed_anew(config, run, sets, nursery)
         with listen(config.admin) as admin:
-            say(f"run {run.path.name} goes on from {checkpoint.name}")
+            for newer in set_aside(run.checkpoints, version_of(found)):
+                say(f"set aside: {newer}")
+            say(f"run {run.path.name} goes on from {found.name}")
             options = options or TrainOptions(run.path / "config.py")
             return _run(config, run, options, admin, nursery, group_specs(config), attempt=run.next_attempt())
 
 
-def _settings_of(run: RunDir) -> RunConfig:
+def settings_of(run: RunDir) -> RunConfig:
     """As its processes use them: functions are those of the run's own code."""
     return belonging_to(unresolve(read_json(run.config_json)), run.path)
 
@@ -167,7 +180,7 @@ def _compare(config: RunConfig, run: RunDir, *, accept_changes: bool) -> None:
         accept(run.path, config, found)
 
 
-def _work_where_it_began(run: Path) -> None:
+def work_where_it_began(run: Path) -> None:
     """The settings' relative paths count from there."""
     cwd = read_json(run / "environment.json")["cwd"]
     try:
@@ -217,11 +230,8 @@ def _run(
     attempt: int,
 ) -> int:
     started = time.time()
-    timeline.begin(run.path, "supervisor", incarnation=attempt, attempt=attempt)
     with _stops_kept() as asked:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            outcome = runner.run(_supervise(config, run, options, admin, nursery, attempt, groups, asked))
-        timeline.end()
+        outcome = supervised(config, run, options, admin, nursery, groups, attempt=attempt, asked=asked)
         with telling("steps"):
             Records(run.path).advance(final=True)
         with telling("summary"):
@@ -230,6 +240,27 @@ def _run(
     if outcome.exit_code == 75:
         say(f"stopped before the end: `rondo resume {run.path}` goes on")
     return outcome.exit_code
+
+
+def supervised(
+    config: RunConfig,
+    run: RunDir,
+    options: TrainOptions,
+    admin: socket.socket,
+    nursery: Nursery,
+    groups: tuple[GroupSpec, ...],
+    *,
+    attempt: int,
+    asked: list[str] | None = None,
+) -> Outcome:
+    """Everything of a run from its first process to its last. `asked`: stops that came before, and those that come after."""
+    timeline.begin(run.path, "supervisor", incarnation=attempt, attempt=attempt)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        outcome = runner.run(
+            _supervise(config, run, options, admin, nursery, attempt, groups, [] if asked is None else asked)
+        )
+    timeline.end()
+    return outcome
 
 
 def _sum_up(run: Path, outcome: Outcome, wall_s: float, started: float) -> None:
@@ -262,13 +293,13 @@ def _stops_kept() -> Iterator[list[str]]:
 
 
 @contextmanager
-def _prepared(
+def prepared(
     config: RunConfig,
     name: str,
     options: TrainOptions,
     nursery: Nursery,
     groups: tuple[GroupSpec, ...],
-    **placed: Mapping[str, int],
+    **placed: Any,
 ) -> Iterator[tuple[RunDir, socket.socket]]:
     """A new run directory with all that its processes read, once every check has passed, and the socket of its admin endpoint.
     The folder that a model was built in is gone before anything starts, so that a killed run leaves none."""
@@ -279,7 +310,8 @@ def _prepared(
             facts = require(taken, Path(folder), nursery, say, role_modules(groups))
             kept = resolve(as_kept(taken, Path(folder)))
             admin = stack.enter_context(listen(config.admin))
-            run = stack.enter_context(RunDir.create(config.run_dir, name, kept, Path(folder) / FOLDER))
+            code = Path(folder) / FOLDER
+            run = stack.enter_context(RunDir.create(config.run_dir, name, kept, code, latest=options.trains))
             _prepare(config, run, facts, **placed)
         yield run, admin
 
@@ -291,8 +323,10 @@ def _prepare(
     *,
     extra: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None,
+    num_steps: int | None = None,
 ) -> None:
-    """What roles and coordinator read: where the model's files are, and the rules of the bus."""
+    """What roles and coordinator read: where the model's files are, and the rules of the bus. num_steps: other than the settings
+    say."""
     assert facts.model_path is not None and facts.num_rows is not None
     model_path = facts.model_path
     if config.model.recipe is not None:
@@ -302,6 +336,8 @@ def _prepare(
     write_json(run.path / PREPARED, {"model_path": model_path, "first_devices": devices})
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
     rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
+    if num_steps is not None:
+        rules = replace(rules, rules=replace(rules.rules, num_steps=num_steps))
     write_json(run.path / FINGERPRINTS, facts.fingerprints)
     write_json(run.path / COORDINATOR_CONFIG, rules)
 
@@ -338,6 +374,17 @@ async def _supervise(
     if asked:
         supervisor.request_stop(asked[0])
     rt_dir = begun.result()
+    loop = asyncio.get_running_loop()
+
+    def tell(kind: str, data: Mapping[str, Any]) -> None:
+        """From any thread."""
+        with JsonLines(run.path / "events.jsonl") as events:
+            loop.call_soon_threadsafe(on_event, events.write({"kind": kind, "source": "supervisor", **data}))
+
+    every = config.evaluation.every if config.evaluation is not None else None
+    keeper = Keeper(run.path, config.train, tell, evaluates_every=every, load_s=config.supervision.load_s)
+    listeners.append(keeper.on_event)
+    keeping = asyncio.create_task(keeper.run())
     beside = [asyncio.create_task(view.run()), asyncio.create_task(_tell_steps(run.path))]
     admin: AdminServer | None = None
     with view:
@@ -354,14 +401,18 @@ async def _supervise(
                 rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token"
             )
         try:
-            return await running
+            outcome = await running
+            if outcome.exit_code in (0, 75):
+                num_asked = len(asked)
+                await keeper.finish(keeping, lambda: len(asked) > num_asked)
+            return outcome
         except Exception as error:  # noqa: BLE001  # a mistake of ours: told whole, and the run has its summary
             traceback.print_exception(error)
             return Outcome(EXIT_FAILED, f"supervisor: {error!r}", {}, {}, 0.0, attempt, {}, {}, 0.0)
         finally:
-            for task in beside:
+            for task in (*beside, keeping):
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*beside, keeping, return_exceptions=True)
             if admin is not None:
                 with telling("admin endpoint"):
                     await admin.close()
@@ -388,7 +439,7 @@ def _supervisor_config(
         modules=model_modules(path if config.model.recipe is None else run.path / path),
         kill=options.kill,
         finds_state=config.train.hot_snapshot,
-        can_restart_globally=lambda: newest_complete(run.checkpoints) is not None,
+        can_restart_globally=lambda: not options.trains or newest_complete(run.checkpoints) is not None,
     )
 
 

@@ -53,7 +53,7 @@ from rondo.roles.training.parity import ParityLog, RowSum, row_sum
 from rondo.roles.training.room import save_last, when_there_is_room
 from rondo.roles.training.sft import backend_of
 from rondo.roles.training.warm_up import run_warm_up
-from rondo.runtime.checkpoints import complete, folder_of, newest_complete, rotate
+from rondo.runtime.checkpoints import complete, folder_of, newest_complete
 from rondo.runtime.errors import Fatal, RondoError
 from rondo.runtime.supervision.heartbeat import SAVE
 from rondo.runtime.waits import totals, wait_for, waiting
@@ -558,7 +558,6 @@ class ActorRole:
         """Tell of a whole checkpoint, begun at `since` (room that was waited for left out), for which training stood still for
         `pause_s`, and of the untrained samples in it."""
         if self._ctx.rank == 0:
-            rotate(folder.parent, keep=self._job.config.train.keep_checkpoints)
             took = {"save_s": time.monotonic() - since, "pause_s": pause_s}
             figures = {"version": version, "path": str(folder), "num_samples": num_samples} | took
             await self._ctx.report("checkpoint", figures)

@@ -31,7 +31,7 @@ from rondo.roles.forward import REPORT_S
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.resumed import KeptSamples
 from rondo.roles.rewards.pool import RewardPool
-from rondo.roles.sampling.evaluation import Evaluator, Part
+from rondo.roles.sampling.evaluation import Evaluator, Part, result
 from rondo.roles.sampling.filters import keep_pool
 from rondo.roles.sampling.groups import Lease, PromptGroups, told_of
 from rondo.roles.sampling.leases import Progress
@@ -47,6 +47,8 @@ class RolloutRole:
     role = ROLE
     open_replica = Replica
     open_groups = PromptGroups
+    keeps_all = False
+    """Whether every sample of an evaluation is written down, and not the first of each prompt."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
@@ -89,8 +91,9 @@ class RolloutRole:
                     )  # fmt: skip
                     params = groups.params(config.rollout.temperature)
                     self._evaluator = Evaluator(
-                        config, held_out, tokenizer, stops, self._rewards, groups.prepare, params, workflow
-                    )
+                        config, held_out, tokenizer, stops, self._rewards, groups.prepare, params, workflow,
+                        ctx.run_dir / "samples", self.keeps_all,
+                    )  # fmt: skip
             async with replica.follow() as first:
                 await first.wait()
                 await pools.enter_async_context(self._endpoint())
@@ -131,7 +134,9 @@ class RolloutRole:
                     self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
             elif "evaluate" in answer:
                 with self._ctx.span("evaluate", beside="evaluation", version=answer["evaluate"]["version"]):
-                    await self._evaluate(**answer["evaluate"])
+                    evaluating = tasks.create_task(self._evaluate(**answer["evaluate"]))
+                    await self._unless_leaving(evaluating)
+                    evaluating.cancel()  # of one that leaves
             else:
                 break
         for task in list(self._running.values()):
@@ -219,13 +224,17 @@ class RolloutRole:
         """With the engine itself, before and after the training: it has this version, and gets no other meanwhile. `parts` are
         there where all prompts were asked."""
         if parts is not None:
-            await self._job.bus.call("evaluated", label, self._evaluator.result(version, parts))
+            await self._job.bus.call("evaluated", label, self._result(version, parts))
             return
         num_slots = self._job.config.rollout.num_slots_of_replica
         found = await self._evaluator.evaluate(
             self._replica.engine, label, version, num_slots=num_slots, part=part, of=of
         )
         await self._job.bus.call("evaluated_part", label, part, found)
+
+    def _result(self, version: int, parts: list[Part]) -> dict[str, Any]:
+        assert self._job.config.evaluation is not None
+        return result(self._job.config.evaluation.named_sets(), version, parts)
 
     async def _evaluate_beside(self) -> None:
         """Beside the training, with an engine whose weights change only here."""
@@ -250,4 +259,4 @@ class RolloutRole:
                 found = await self._evaluator.evaluate(
                     self._replica.beside, label, version, num_slots=evaluation.num_slots
                 )
-            await self._job.bus.call("evaluated", label, self._evaluator.result(version, [found]))
+            await self._job.bus.call("evaluated", label, self._result(version, [found]))

@@ -1,7 +1,8 @@
 """Which checkpoints of a run are whole, without reading them; and whether a disk has room for one.
 
 Owns the names, the marker with its format, and the rotation of `checkpoints/step_000050/`; not what lies inside
-(`models/checkpoint.py`). Light, since the coordinator and the command line ask too.
+(`models/checkpoint.py`) or which are worth keeping (`launch/keeping.py`). Light, since the coordinator and the command line ask
+too.
 
 Invariant: a folder has its name only with its `COMPLETE` marker, which is written after everything else is on the disk, and
 before the folder is renamed; so a half-written checkpoint is never picked. One of a newer release is refused, not passed over.
@@ -13,7 +14,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import orjson
@@ -22,6 +23,8 @@ from rondo.runtime import formats
 from rondo.runtime.errors import RondoError
 
 MARKER = "COMPLETE"
+ASIDE = "set_aside"
+"""Where checkpoints lie that a run went back behind."""
 _NAME = re.compile(r"step_(\d{6,})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -44,6 +47,11 @@ def version_of(folder: Path) -> int:
     if match is None:
         raise ValueError(f"a checkpoint's folder must be named step_000050 or so, got {folder.name}.")
     return int(match[1])
+
+
+def is_named(folder: Path) -> bool:
+    """Whether a folder is named as a checkpoint's, whole or not."""
+    return folder.is_dir() and _NAME.fullmatch(folder.name) is not None
 
 
 def publish(aside: Path, folder: Path) -> None:
@@ -111,14 +119,28 @@ def newest_complete(checkpoints: Path) -> Path | None:
     return newest
 
 
-def rotate(checkpoints: Path, keep: int) -> None:
-    """Remove whole checkpoints but the newest `keep`, marker first, so that a half-removed one does not count; and what is older
-    than these and has no marker: what others left who were killed while they removed."""
+def rotate(checkpoints: Path, keep: int, held: Collection[int] = ()) -> None:
+    """Remove whole checkpoints but the newest `keep` and those of the versions `held`, marker first, so that a half-removed one
+    does not count; and what is older and has no marker: what others left who were killed while they removed."""
     kept = complete(checkpoints)[-keep:]
     for folder in checkpoints.iterdir() if kept else ():
-        if _NAME.fullmatch(folder.name) and version_of(folder) < version_of(kept[0]):
+        if _NAME.fullmatch(folder.name) and version_of(folder) < version_of(kept[0]) and version_of(folder) not in held:
             (folder / MARKER).unlink(missing_ok=True)
             shutil.rmtree(folder)
+
+
+def set_aside(checkpoints: Path, newest: int) -> list[Path]:
+    """Whole checkpoints of versions above `newest` count no more: where each lies now."""
+    aside = checkpoints / ASIDE
+    moved = []
+    for folder in complete(checkpoints):
+        if version_of(folder) > newest:
+            aside.mkdir(exist_ok=True)
+            place = aside / folder.name
+            if place.exists():  # of a time before
+                shutil.rmtree(place)
+            moved.append(folder.rename(place))
+    return moved
 
 
 def flush_tree(folder: Path) -> None:

@@ -56,6 +56,10 @@ SCRIPTS = {
 """What of their output says that they did what they are for."""
 STOPPED = "tests/e2e/test_runs.py::test_a_stopped_run_saves_exits_75_and_goes_on_from_there"
 MAKE = "tests/test_make.py::test_make_runs_what_the_readme_says"
+EVALUATED = (
+    "tests/e2e/test_evaluated.py::"
+    "test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_raise_and_hang_and_both_replicas_die"
+)
 ELSEWHERE = {
     "make demo": MAKE,  # and `.ci/run`, in a clean clone, as it is
     "make test": MAKE,
@@ -72,6 +76,10 @@ ELSEWHERE = {
     "rondo resume runs/quickstart --accept-changes": STOPPED,
     "rondo train examples/quickstart.py --resume-or-start": "tests/launch/test_train.py::"
     "test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so",
+    "rondo resume runs/quickstart --checkpoint best": "tests/parity/test_parity.py::"
+    "test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits",
+    "rondo eval runs/quickstart --checkpoint best": EVALUATED,
+    "rondo eval quickstart-hf --config examples/quickstart.py": EVALUATED,
     "rondo resume runs/quickstart --set groups.1.processes=2": STOPPED,
     "rondo timeline --steps 20:25 --out trace.json": "tests/launch/report/test_timeline.py::"
     "test_the_command_writes_a_trace_and_says_what_is_missing",

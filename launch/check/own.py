@@ -36,6 +36,9 @@ def look_at_own(config: RunConfig, report: Report) -> None:
             report.add("ok", f"{setting} works on a dummy batch")
 
         report.look(look, setting)
+    if config.train.after_save is not None:
+        reference = config.train.after_save.function
+        report.look(partial(_try_after_save, reference), "train.after_save.function")
 
 
 def _attempts(config: RunConfig) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -117,6 +120,10 @@ def _try_keep(reference: str) -> None:
     keep = in_worker(f"{open_keep.__module__}:{open_keep.__name__}", {"function": reference})
     for rewards in ([0.0, 1.0], [1.0, 1.0], [None, 0.5]):
         keep([Ended(reward, "stop", 3)._asdict() for reward in rewards])
+
+
+def _try_after_save(reference: str) -> None:
+    _load("train.after_save.function", reference, "path", "step")
 
 
 def _try_role(role: str, reference: str) -> None:

@@ -11,6 +11,7 @@ Invariant: settings that contradict each other, or that could have no effect, ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,13 +24,15 @@ from rondo.roles.algorithms.algorithm import AlgorithmConfig, OldLogProbs, old_l
 from rondo.roles.config.data import DataConfig, EvalConfig, EvalSet, RewardConfig
 from rondo.roles.config.presets import full_size
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
-from rondo.roles.config.training import OptimizerConfig, SftConfig, TrainConfig
+from rondo.roles.config.training import AfterSaveConfig, BestConfig, OptimizerConfig, SftConfig, TrainConfig
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.section import Section
 
 __all__ = [
     "MIN_FIXED_SLOTS",
+    "AfterSaveConfig",
     "AlgorithmConfig",
+    "BestConfig",
     "DataConfig",
     "EndpointConfig",
     "EvalConfig",
@@ -236,6 +239,28 @@ class JobConfig(Section):
                 )
         if evaluation is not None and evaluation.every is not None and evaluation.every > self.num_steps:
             yield f"evaluation.every must be at most num_steps, got {evaluation.every} and {self.num_steps}. Lower it"
+        if train.best is not None and "@" in train.best.metric:
+            yield from self._best_has_no_value(train.best.metric)
+
+    def _best_has_no_value(self, metric: str) -> Iterator[str]:
+        sets = self.evaluation.named_sets() if self.evaluation is not None else {}
+        known = [
+            figure if len(sets) == 1 else f"{name}.{figure}" for name, each in sets.items() for figure in each.figures
+        ]
+        if metric not in known:
+            yield (
+                f"train.best.metric must be a figure of the evaluations, {', '.join(known) or 'of which there are none'}, got "
+                f"{metric!r}. Name one of them, or a metric of every step"
+            )
+            return
+        assert self.evaluation is not None
+        saves, evaluates = self.train.save_every, self.evaluation.every
+        together = None if saves is None or evaluates is None else math.lcm(saves, evaluates)
+        if together is None or together >= self.num_steps:
+            yield (
+                f"train.best must find checkpoints that are evaluated, got train.save_every {saves} and evaluation.every "
+                f"{evaluates}, which meet in none of {self.num_steps} steps. Set evaluation.every to train.save_every"
+            )
 
     def _something_depends_on_time(self) -> Iterator[str]:
         rollout = self.rollout

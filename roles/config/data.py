@@ -132,6 +132,19 @@ class EvalSet(Section):
                 f"got {self.data.held_out}. Remove it"
             )
 
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k that are reported: those named, else the powers of two up to the samples, and these."""
+        if self.pass_at is not None:
+            return self.pass_at
+        powers = (1 << i for i in range(self.samples_per_prompt.bit_length()))
+        return tuple(dict.fromkeys((*powers, self.samples_per_prompt)))
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of what is reported."""
+        return (f"mean@{self.samples_per_prompt}", *(f"pass@{k}" for k in self.ks))
+
 
 class EvalConfig(EvalSet):
     """When and how the policy is measured, by the reward function, on prompts that it is not trained on: one set of them, or

@@ -49,6 +49,26 @@ class OptimizerConfig(Section):
     """Tokens whose logits exist at the same time."""
 
 
+class BestConfig(Section):
+    """Which checkpoint is the best."""
+
+    place = "train.best"
+    metric: str = Field(min_length=1)
+    """A figure of the evaluations as a run prints it, "pass@1", or "math.pass@1" of one of several sets; or a metric of every
+    step, such as "reward_mean"."""
+    mode: Literal["max", "min"] = "max"
+
+
+class AfterSaveConfig(Section):
+    """A function of the user's that every whole checkpoint is handed to, such as an upload."""
+
+    place = "train.after_save"
+    function: FunctionRef
+    """`def saved(path: str, step: int) -> None`, in a process of its own on the node that the run is started on."""
+    deadline_s: float = Field(3600.0, gt=0)
+    """What one call may take; then its process is killed, and the run goes on."""
+
+
 class TrainConfig(OptimizerConfig):
     """The optimizer of the policy, and how a step is cut into updates and micro-batches."""
 
@@ -61,6 +81,10 @@ class TrainConfig(OptimizerConfig):
     save_every: int | None = Field(None, ge=1)
     """A checkpoint after every so many steps; the last step always makes one."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The newest ones that stay."""
+    best: BestConfig | None = None
+    """Keeps the best checkpoint, too."""
+    after_save: AfterSaveConfig | None = None
     wait_for_room_s: float = Field(21_600.0, ge=0)
     """How long the last save waits for room on a full disk before the run ends without it. One during the run waits beside the
     training until the next is due."""
@@ -90,6 +114,11 @@ class TrainConfig(OptimizerConfig):
     greater in a step, in nats; None only measures it."""
 
     def refused(self) -> Iterator[str]:
+        if self.best is not None and self.save_every is None:
+            yield (
+                "train.save_every must be set with train.best, which chooses among a run's checkpoints, got None. Set it, or "
+                "remove train.best"
+            )
         if self.schedule == "constant" and self.min_lr_fraction:
             yield (
                 "train.min_lr_fraction must be 0 with train.schedule 'constant', which never falls, "

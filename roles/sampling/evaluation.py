@@ -1,10 +1,11 @@
 """Evaluation: how well one policy version answers prompts that nobody trains on.
 
-Owns what is asked (every set's prompts, each with its own sampling), the figures of a set, and the check that one version alone
-answered. Does not own which version is due (the coordinator) or the engine, which is handed in.
+Owns what is asked (every set's prompts, each with its own sampling), the figures of a set, the samples that are kept for people
+to read, and the check that one version alone answered. Does not own which version is due (the coordinator) or the engine, which
+is handed in.
 
     part = await evaluator.evaluate(engine, "version_20", 20, num_slots=16, part=0, of=2)      # of two replicas
-    evaluator.result(20, [part, other])
+    result(config.evaluation.named_sets(), 20, [part, other])
       -> {"version": 20, "reward": 0.4, "num_prompts": 64, "num_samples": 256, "num_failed": 0,
           "sets": {"math": {"mean@4": 0.4, "pass@1": 0.4, "pass@4": 0.7, "num_prompts": 64}}}
 
@@ -15,11 +16,13 @@ weights give the same samples wherever and however often they are asked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,8 @@ from rondo.roles.sampling.columns import finish_of
 from rondo.roles.sampling.single_turn import single_turn
 from rondo.roles.sampling.workflow import Client, Context, Made, Workflow
 from rondo.runtime.errors import DeadlineExceeded, RondoError
+from rondo.runtime.records.record import JsonLines
+from rondo.runtime.values import as_json
 from rondo.runtime.waits import PROCESS, waiting
 
 Part = dict[str, Any]
@@ -58,14 +63,6 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_solved + 1, num_samples + 1))
 
 
-def ks_of(config: EvalSet) -> tuple[int, ...]:
-    """The k that a set reports: those it names, else the powers of two up to its samples, and these."""
-    if config.pass_at is not None:
-        return config.pass_at
-    powers = (1 << i for i in range(config.samples_per_prompt.bit_length()))
-    return tuple(dict.fromkeys((*powers, config.samples_per_prompt)))
-
-
 def figures(config: EvalSet, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
     """Of a set whose prompts' samples got these rewards, None where one failed: `mean@n`, the mean of those that have one, and
     every `pass@k`, over the prompts of which k have. A figure that nothing is known of is left out."""
@@ -74,16 +71,35 @@ def figures(config: EvalSet, rewards: Sequence[Sequence[float | None]]) -> dict[
     if any(scored):
         found[f"mean@{config.samples_per_prompt}"] = float(np.mean([reward for each in scored for reward in each]))
     solved = [(len(each), sum(reward >= config.solved_from for reward in each)) for each in scored]
-    for k in ks_of(config):
+    for k in config.ks:
         if passes := [pass_at_k(n, c, k) for n, c in solved if n >= k]:
             found[f"pass@{k}"] = float(np.mean(passes))
     return found
 
 
+def result(sets: Mapping[str, EvalSet], version: int, parts: Sequence[Part]) -> dict[str, Any]:
+    """What all parts together say. Samples whose reward failed are counted and told, and in no mean; without any reward the mean
+    is None."""
+    told = sorted((name, index, rewards) for part in parts for name, index, rewards in part["rewards"])
+    found = {}
+    for name, config in sets.items():
+        rewards = [each for of, _, each in told if of == name]
+        found[name] = {**figures(config, rewards), "num_prompts": len(rewards)}
+    means = [value for each in found.values() for figure, value in each.items() if figure.startswith("mean@")]
+    every = [reward for _, _, rewards in told for reward in rewards]
+    num_failed = every.count(None)
+    told_of: dict[str, Any] = {
+        "version": version, "reward": float(np.mean(means)) if means else None, "num_prompts": len(told),
+        "num_samples": len(every), "num_failed": num_failed, "sets": found,
+    }  # fmt: skip
+    return told_of | ({"first_failed": min(part["failed"] for part in parts if part["failed"])} if num_failed else {})
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Asks the prompts of every set and scores the answers. `prepare` makes a row's tokens and media, or raises RowError;
-    `params` are the rollout's sampling, of which each set changes some."""
+    `params` are the rollout's sampling, of which each set changes some. Into the folder `samples` goes the first answer to
+    each prompt, and every one that failed; with `keeps_all` every one."""
 
     config: JobConfig
     sets: Mapping[str, Rows]
@@ -93,48 +109,42 @@ class Evaluator:
     prepare: Prepare
     params: SamplingParams
     workflow: Workflow = single_turn
+    samples: Path | None = None
+    keeps_all: bool = False
 
     async def evaluate(
         self, engine: Engine, label: str, version: int, *, num_slots: int, part: int = 0, of: int = 1
     ) -> Part:
-        """Every `of`-th prompt under exactly this version, which the engine has and keeps; one wave decodes, one waits."""
+        """Every `of`-th prompt under exactly this version, which the engine has and keeps; one wave decodes, one waits. The
+        answers go to `samples/LABEL.PART.jsonl`, in the place of those of whoever was at this part before."""
         configs = self._configs
         room = asyncio.Semaphore(max(1, -(-2 * num_slots // max(c.samples_per_prompt for c in configs.values()))))
         first_failed: list[str] = []
+        lines: JsonLines | None = None
+        if self.samples is not None:
+            path = self.samples / f"{label}.{part}.jsonl"
+            path.unlink(missing_ok=True)
+            lines = JsonLines(path, what="samples")
 
         async def one(name: str, index: int) -> list[Any]:
             async with room:
                 try:
-                    rewards, failed = await self._prompt(engine, label, version, name, configs[name], index)
+                    rewards, failed, told = await self._prompt(engine, label, version, name, configs[name], index)
                 except RowError as error:
                     rewards, failed = [None] * configs[name].samples_per_prompt, str(error)
+                    told = [{"reward": None, "error": failed}] * len(rewards)
+            for number, line in enumerate(told):
+                if lines is not None and (self.keeps_all or number == 0 or "error" in line):
+                    lines.write({"set": name, "number": index, "sample": number, **line})
             if failed:
                 first_failed.append(failed)
             return [name, index, rewards]
 
         every = [(name, index) for name in configs for index in range(len(self.sets[name]))]
-        async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(one(*each)) for each in every[part::of]]
+        with lines or contextlib.nullcontext():
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(one(*each)) for each in every[part::of]]
         return {"rewards": [task.result() for task in asked], "failed": min(first_failed, default="")}
-
-    def result(self, version: int, parts: Sequence[Part]) -> dict[str, Any]:
-        """What all parts together say. Samples whose reward failed are counted and told, and in no mean; without any reward the
-        mean is None."""
-        told = sorted((name, index, rewards) for part in parts for name, index, rewards in part["rewards"])
-        found = {}
-        for name, config in self._configs.items():
-            rewards = [each for of, _, each in told if of == name]
-            found[name] = {**figures(config, rewards), "num_prompts": len(rewards)}
-        means = [value for each in found.values() for figure, value in each.items() if figure.startswith("mean@")]
-        every = [reward for _, _, rewards in told for reward in rewards]
-        num_failed = every.count(None)
-        result: dict[str, Any] = {
-            "version": version, "reward": float(np.mean(means)) if means else None, "num_prompts": len(told),
-            "num_samples": len(every), "num_failed": num_failed, "sets": found,
-        }  # fmt: skip
-        return result | (
-            {"first_failed": min(part["failed"] for part in parts if part["failed"])} if num_failed else {}
-        )
 
     @property
     def _configs(self) -> Mapping[str, EvalSet]:
@@ -143,8 +153,8 @@ class Evaluator:
 
     async def _prompt(
         self, engine: Engine, label: str, version: int, name: str, config: EvalSet, index: int
-    ) -> tuple[list[float | None], str]:
-        """The rewards of one prompt's samples, and why the first of those failed that did."""
+    ) -> tuple[list[float | None], str, list[dict[str, Any]]]:
+        """The rewards of one prompt's samples, why the first of those failed that did, and a line of each for people to read."""
         row = await asyncio.to_thread(self.sets[name].row, index)
         prompt, media = await self.prepare(row, config.data or self.config.data)
         assert self.config.evaluation is not None
@@ -166,7 +176,9 @@ class Evaluator:
             )
         results = await scored(self.rewards, self.tokenizer, row, made, most)
         errors = [told_error(row, each, result.error) for each, result in enumerate(results) if result.score is None]
-        return [result.score for result in results], errors[0] if errors else ""
+        rewards = [result.score for result in results]
+        lines = [shown(self.tokenizer, row, each.completion, one) for each, one in zip(made, results, strict=True)]
+        return rewards, errors[0] if errors else "", lines
 
     async def _made(
         self,
@@ -237,6 +249,17 @@ async def scored(
     items = [_item_of(tokenizer, row, each.completion, max_new_tokens) for each in made if each.error is None]
     results = iter(await rewards.score(items) if items else ())
     return [next(results) if each.error is None else RewardResult(None, error=each.error) for each in made]
+
+
+def shown(tokenizer: Any, row: Row, done: Completion, result: RewardResult) -> dict[str, Any]:
+    """A sample as people read it."""
+    line = {
+        "prompt": as_json(row.prompt), "label": as_json(row.label), "reward": result.score,
+        "response": tokenizer.decode(done.tokens.tolist()), "details": as_json(result.details),
+        "finish_reason": finish_of(done), "num_tokens": len(done.tokens),
+        "versions": sorted(set(done.policy_versions.tolist()) - {NO_VERSION}),
+    }  # fmt: skip
+    return line if result.error is None else line | {"error": result.error}
 
 
 def told_error(row: Row, number: int, error: str | None) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.bus.group import FINISH, FINISHES, NO_VERSION, RESPONSE, REWARD
+from rondo.comm.bus.group import FINISH, FINISHES, RESPONSE, REWARD
 from rondo.comm.ring.records import Column
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
@@ -39,15 +39,14 @@ from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.job import Job
 from rondo.roles.resumed import KeptSamples, put_kept
 from rondo.roles.rewards.function import UserFunction
-from rondo.roles.rewards.pool import RewardPool
+from rondo.roles.rewards.pool import RewardPool, RewardResult
 from rondo.roles.sampling.columns import columns_of, finish_of, info_of
-from rondo.roles.sampling.evaluation import sample_seed, scored, told_error
+from rondo.roles.sampling.evaluation import sample_seed, scored, shown, told_error
 from rondo.roles.sampling.filters import Ended, equal_rewards, kept
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.single_turn import single_turn
 from rondo.roles.sampling.workflow import Client, Context, Made, Workflow
 from rondo.runtime.records.record import JsonLines
-from rondo.runtime.values import as_json
 from rondo.runtime.worker.context import WorkerContext
 
 
@@ -67,13 +66,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion with its reward; None with the `error` where that failed."""
+    """One completion with what its reward became."""
 
     number: int
     completion: Completion
-    reward: float | None
-    details: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
+    result: RewardResult
 
 
 @dataclass
@@ -128,7 +125,7 @@ class PromptGroups:
                 ):
                     samples = await self._score(row, finished)
                 ended |= {sample.number: _ended(sample) for sample in samples}
-                errors += [told_error(row, each.number, each.error) for each in samples if each.error]
+                errors += [told_error(row, each.number, each.result.error) for each in samples if each.result.error]
                 if ended.keys() >= every and (outcome := await self._outcome(list(ended.values()), errors)) is not None:
                     await self.job.bus.call("settle", lease.group, lease.epoch, *outcome)
                     return
@@ -199,10 +196,7 @@ class PromptGroups:
         slowest_s = 2 * config.reward.deadline_s * config.rollout.samples_per_prompt + self.ctx.load_s
         with self.ctx.work("reward", slowest_s):
             results = await scored(self.rewards, self.tokenizer, row, made, config.rollout.max_new_tokens)
-        return [
-            Sample(each.number, each.completion, result.score, result.details, result.error)
-            for each, result in zip(made, results, strict=True)
-        ]
+        return [Sample(each.number, each.completion, result) for each, result in zip(made, results, strict=True)]
 
     def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, Ended]:
         """What the checkpoint that this run goes on from has of the group, on the bus again: sample -> reward."""
@@ -217,9 +211,9 @@ class PromptGroups:
         self.job.bus.put_media(lease.ring, lease.group, lease.epoch, columns, media.encoder_positions)
 
     def _put(self, lease: Lease, prompt: np.ndarray, samples: Sequence[Sample]) -> None:
-        scored = [sample.reward is not None for sample in samples]
+        scored = [sample.result.score is not None for sample in samples]
         columns = self._columns(prompt, [sample.completion for sample in samples], scored)
-        info = [info_of(prompt, sample.completion, sample.reward) for sample in samples]
+        info = [info_of(prompt, sample.completion, sample.result.score) for sample in samples]
         numbers = [sample.number for sample in samples]
         self.job.bus.put_samples(lease.ring, lease.group, lease.epoch, numbers, columns, info)
 
@@ -229,22 +223,12 @@ class PromptGroups:
     def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
         """The group's first sample, and every one that failed, for people to read: a line each in samples/step_N.jsonl."""
         path = self.ctx.run_dir / "samples" / f"step_{lease.step:06d}.jsonl"
-        lines = [self._line(lease, row, sample) for sample in samples if sample.number == 0 or sample.error]
-        if lines:
+        chosen = [sample for sample in samples if sample.number == 0 or sample.result.error]
+        if chosen:
             with JsonLines(path, what="samples") as file:
-                for line in lines:
-                    file.write(line)
-
-    def _line(self, lease: Lease, row: Row, sample: Sample) -> dict[str, Any]:
-        done = sample.completion
-        line = {
-            "group": lease.group, "sample": sample.number, "prompt": as_json(row.prompt), "label": as_json(row.label),
-            "reward": sample.reward,
-            "response": self.tokenizer.decode(done.tokens.tolist()), "details": as_json(sample.details),
-            "finish_reason": finish_of(done), "num_tokens": len(done.tokens),
-            "versions": sorted(set(done.policy_versions.tolist()) - {NO_VERSION}),
-        }  # fmt: skip
-        return line if sample.error is None else line | {"error": sample.error}
+                for each in chosen:
+                    line = shown(self.tokenizer, row, each.completion, each.result)
+                    file.write({"group": lease.group, "sample": each.number, **line})
 
 
 def told_of(reward: Any, response: Any, finish: Any) -> Ended:
@@ -253,4 +237,4 @@ def told_of(reward: Any, response: Any, finish: Any) -> Ended:
 
 
 def _ended(sample: Sample) -> Ended:
-    return Ended(sample.reward, finish_of(sample.completion), len(sample.completion.tokens))
+    return Ended(sample.result.score, finish_of(sample.completion), len(sample.completion.tokens))

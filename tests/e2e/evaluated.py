@@ -1,14 +1,24 @@
 """A run on words, on two replicas, with two evaluated sets every fourth step, samples that new weights interrupt, a reward that
-raises for one row and hangs for another. For the tests."""
+raises for one row and hangs for another; its function after each save fails once. For the tests."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import hybrid
 from rondo.models.config import ModelConfig
-from rondo.roles.config import DataConfig, EvalConfig, EvalSet, RewardConfig, RolloutConfig, TrainConfig
+from rondo.roles.config import (
+    AfterSaveConfig,
+    BestConfig,
+    DataConfig,
+    EvalConfig,
+    EvalSet,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 
 
 def words() -> list[dict[str, str]]:
@@ -31,6 +41,12 @@ def moody(response: str, label: str, *, prompt: str, metadata: dict[str, object]
 
 def decides(samples: list[dict[str, object]]) -> bool:
     return {"length", "stop"} >= {sample["finish_reason"] for sample in samples}
+
+
+def saved(path: str, step: int) -> None:
+    (Path(path).parent.parent / f"saw_{step}").mkdir()
+    if step == 4:
+        raise OSError("no bucket")
 
 
 config = RunConfig(
@@ -56,5 +72,8 @@ config = RunConfig(
         on_new_weights="interrupt", max_interruptions=1, mask_old_tokens=True,
         stop=("ab",), keep=decides, mask_truncated=True,
     ),
-    train=TrainConfig(lr=1e-4, micro_batch_tokens=128),
+    train=TrainConfig(
+        lr=1e-4, micro_batch_tokens=128, save_every=4, keep_checkpoints=1, best=BestConfig(metric="own.mean@1"),
+        after_save=AfterSaveConfig(function=saved),
+    ),
 )  # fmt: skip

@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from rondo.launch.report.records import evaluation_records, step_records
+from rondo.runtime.checkpoints import complete
 from tests.e2e.runs import ROOT, command, finish, left_behind, start
 
 
@@ -45,4 +46,26 @@ def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_rais
         orjson.loads(text) for file in (ended.run_dir / "samples").iterdir() for text in file.read_bytes().splitlines()
     ]
     assert any(len(each["versions"]) > 1 for each in logged)  # went on under other weights than it began with
+    # Of two checkpoints that are as good the earlier stays, and the function after each save has seen both.
+    best = orjson.loads((ended.run_dir / "best.json").read_bytes())
+    assert best == {"metric": "own.mean@1", "mode": "max", "step": 4, "value": 0.5}
+    assert [each.name for each in complete(ended.run_dir / "checkpoints")] == ["step_000004", "step_000008"]
+    assert (ended.run_dir / "saw_4").is_dir() and (ended.run_dir / "saw_8").is_dir()
+    [failure] = [event for event in events if event["kind"] == "after_save_failed"]
+    assert (failure["step"], failure["num_failed"]) == (4, 1) and "OSError: no bucket" in failure["why"]
+
+    line = [*command(tmp_path)[:3], "eval", str(ended.run_dir), "--checkpoint", "best", "--only", "own", "--plain"]
+    again = finish(start([*line, "--set", "groups.0.replicas=1"], tmp_path), tmp_path / "evaluated-eval")
+    assert again.code == 0, again.output
+    told = orjson.loads((again.run_dir / "evaluation.json").read_bytes())
+    assert (told["checkpoint"], told["finished"], told["num_samples"]) == ("step_000004", True, 4)
+    assert told["sets"] == {"own": found[0]["sets"]["own"]}
+    kept = {file: file.read_bytes().splitlines() for file in (again.run_dir / "samples").iterdir()}
+    before = ended.run_dir / "samples" / "version_4.0.jsonl"
+    answers = [
+        sorted((each["number"], each["response"]) for each in map(orjson.loads, texts) if each["set"] == "own")
+        for texts in (*kept.values(), before.read_bytes().splitlines())
+    ]
+    assert len(answers) == 2 and answers[0] == answers[1] and len(answers[0]) == 4
+    assert (tmp_path / "latest").resolve() == ended.run_dir.resolve()
     assert left_behind(tmp_path) == []

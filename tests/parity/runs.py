@@ -41,8 +41,8 @@ class Run:
         line += [part for text in chosen for part in ("--set", text)]
         return start([*line, *(part for kill in kills for part in ("--kill", kill))], self.folder)
 
-    def resume(self) -> Running:
-        return start([*RONDO, "resume", str(self.path)], self.folder)
+    def resume(self, *options: str) -> Running:
+        return start([*RONDO, "resume", str(self.path), *options], self.folder)
 
     def ended(self, process: Running) -> Ended:
         """The run that has come to its end, with nothing left."""

@@ -12,6 +12,7 @@ from rondo.launch.report.diff import first_difference
 from rondo.launch.report.records import step_records
 from rondo.roles.data.cursor import Order
 from rondo.roles.training.parity import read
+from rondo.runtime.checkpoints import ASIDE, MARKER, complete
 from tests.parity.runs import NUM_STEPS, TASK, Run, scored_in_waits
 
 STEPS = random.Random(1905)
@@ -52,7 +53,10 @@ def test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits(
     kills = [f"{role}@{STEPS.randint(1, 5)}" for role in ("actor", "rollout")]
     run.stop(run.train("hybrid", kills=kills), at_step=STEPS.randint(5, 7))
     run.kill(run.resume(), at_step=STEPS.randint(9, 11))
-    ended = run.ended(run.resume())
+    older, newest = complete(run.path / "checkpoints")[-2:]
+    ended = run.ended(run.resume("--checkpoint", older.name))
+    assert (run.path / "checkpoints" / ASIDE / newest.name / MARKER).is_file()
+    assert [each.name for each in complete(run.path / "checkpoints")] == ["step_000015", "step_000017"]
     assert first_difference(modes["colocate"].path, run.path) is None
     assert ended.summary["attempt"] == 2
     assert (ended.summary["samples_lost"], ended.summary["samples_trained_twice"]) == (0, 0)

@@ -167,6 +167,20 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             [("rollout.sglang", {"urls": ("http://h:1",)}), ("media", {})],
             "media must be None with rollout.sglang.urls, whose servers are sent text alone",
         ),
+        ([("train.best", {"metric": "reward_mean"})], "train.save_every must be set with train.best"),
+        (
+            [("train.best", {"metric": "pass@2"}), ("train.save_every", 2)],
+            "train.best.metric must be a figure of the evaluations, mean@1, pass@1, got 'pass@2'",
+        ),
+        (
+            [("train.best", {"metric": "a.pass@1"}), ("train.save_every", 2), ("evaluation", None)],
+            "train.best.metric must be a figure of the evaluations, of which there are none, got 'a.pass@1'",
+        ),
+        (
+            [("train.best", {"metric": "pass@1"}), ("train.save_every", 4), ("evaluation.every", 3)],
+            "train.best must find checkpoints that are evaluated, got train.save_every 4 and evaluation.every 3, which meet in "
+            "none of 10 steps",
+        ),
         (
             [("rollout.sglang", {})],
             "rollout.sglang.python and rollout.sglang.urls must be set one without the other, got neither",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.runtime.checkpoints import MARKER, complete, folder_of, newest_complete, rotate
+from rondo.runtime.checkpoints import MARKER, complete, folder_of, newest_complete, rotate, set_aside
 from rondo.runtime.errors import ConfigError
 
 
@@ -35,12 +35,27 @@ def test_only_marked_folders_count_and_the_newest_by_number_is_picked(tmp_path: 
 
 def test_rotation_keeps_the_newest_and_takes_what_a_killed_one_left_half_removed(tmp_path: Path) -> None:
     made(tmp_path, 1, marked=False)  # its marker went first; then its remover was killed
-    for version in (2, 4, 6):
+    for version in (2, 3, 4, 6):
         made(tmp_path, version)
     made(tmp_path, 8, marked=False)  # younger than what is whole: somebody may be writing it
     (tmp_path / ".step_000008.partial").mkdir()
+    rotate(tmp_path, keep=2, held={2})
+    left = [".step_000008.partial", "step_000002", "step_000004", "step_000006", "step_000008"]
+    assert names(tmp_path) == left
     rotate(tmp_path, keep=2)
-    assert names(tmp_path) == [".step_000008.partial", "step_000004", "step_000006", "step_000008"]
+    left.remove("step_000002")
+    assert names(tmp_path) == left
+
+
+def test_what_a_run_goes_back_behind_counts_no_more_and_stays(tmp_path: Path) -> None:
+    for version in (2, 4, 6):
+        made(tmp_path, version)
+    assert set_aside(tmp_path, 2) == [tmp_path / "set_aside" / f"step_00000{version}" for version in (4, 6)]
+    assert [path.name for path in complete(tmp_path)] == ["step_000002"] and set_aside(tmp_path, 2) == []
+    made(tmp_path, 6)
+    assert set_aside(tmp_path, 2) == [tmp_path / "set_aside" / "step_000006"]
+    rotate(tmp_path, keep=1)
+    assert names(tmp_path) == ["set_aside", "step_000002"]
 
 
 def test_nothing_is_removed_where_nothing_is_whole(tmp_path: Path) -> None:

@@ -155,3 +155,17 @@ def test_a_role_of_another_name_is_refused_and_one_without_a_place(tmp_path: Pat
     assert text == "roles.advantages must be a class whose `role` is 'advantages', got 'critic'. Derive it from ours"
     with pytest.raises(ValueError, match="roles must name roles of the run, got 'reference', which no group holds"):
         config_of(tmp_path, f"roles.reference={tmp_path}/own.py:Plain")
+
+
+def test_the_function_after_each_save_is_taken_along_and_must_take_path_and_step(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text("def saved(path, step): ...\ndef other(path): ...\n")
+    right, wrong = (
+        load(write(tmp_path), [f"train.after_save={{'function': '{tmp_path}/hooks.py:{name}'}}"])
+        for name in ("saved", "other")
+    )
+    assert found(right) == []
+    [(level, text)] = found(wrong)
+    assert level == "error" and text.startswith("train.after_save.function must take (path, step), got ")
+    taken = take(right, tmp_path / "demo_config.py", tmp_path / "run" / "code")
+    assert taken.train.after_save is not None
+    assert taken.train.after_save.function == f"{tmp_path}/run/code/hooks.py:saved"

@@ -23,7 +23,7 @@ from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.engines.replica import Replica
 from rondo.roles.engines.stops import Stops
 from rondo.roles.rewards.pool import RewardItem, RewardResult
-from rondo.roles.sampling.evaluation import Evaluator, figures, ks_of, pass_at_k
+from rondo.roles.sampling.evaluation import Evaluator, figures, pass_at_k, result
 from rondo.roles.sampling.workflow import Client, Context
 from rondo.runtime.errors import RondoError
 from rondo.runtime.waits import pending
@@ -46,8 +46,9 @@ def test_the_figures_of_a_set_are_means_over_its_prompts() -> None:
     config = EvalSet(samples_per_prompt=4, solved_from=0.5)
     found = figures(config, [[1.0, 0.0, 0.0, 0.0], [0.5, 0.25, 0.5, 0.5]])
     assert found == {"mean@4": 2.75 / 8, "pass@1": 0.5, "pass@2": (0.5 + 1) / 2, "pass@4": 1.0}
-    assert ks_of(EvalSet(samples_per_prompt=6)) == (1, 2, 4, 6)
-    assert ks_of(EvalSet(samples_per_prompt=6, pass_at=(5,))) == (5,)
+    assert EvalSet(samples_per_prompt=6).figures == ("mean@6", "pass@1", "pass@2", "pass@4", "pass@6")
+    assert EvalSet(samples_per_prompt=6, pass_at=(5,)).ks == (5,)
+    assert tuple(found) == config.figures
 
 
 class Scores:
@@ -107,7 +108,8 @@ async def whole(asking: Evaluator, engine: EmbeddedEngine, *, num_slots: int = 8
     parts = [
         await asking.evaluate(engine, "end", 0, num_slots=num_slots, part=part, of=of) for part in reversed(range(of))
     ]
-    return asking.result(0, orjson.loads(orjson.dumps(parts)))
+    assert asking.config.evaluation is not None
+    return result(asking.config.evaluation.named_sets(), 0, orjson.loads(orjson.dumps(parts)))
 
 
 async def test_equal_weights_get_equal_scores_whoever_asks_and_other_weights_get_others() -> None:

@@ -99,9 +99,7 @@ async def main() -> dict[str, Any]:
         span=lambda name, **_: span(name, "actor"),
     )  # fmt: skip
     role: Any = ActorRole(context)
-    config = SimpleNamespace(
-        train=SimpleNamespace(keep_checkpoints=3, wait_for_room_s=300.0), supervision=SimpleNamespace(save_s=300.0)
-    )
+    config = SimpleNamespace(train=SimpleNamespace(wait_for_room_s=300.0), supervision=SimpleNamespace(save_s=300.0))
     role._job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
     role._trainer = Trainer()
     facts: dict[str, Any] = {}

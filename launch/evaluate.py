@@ -1,0 +1,208 @@
+"""`rondo eval`: a checkpoint, or any folder of a model, on evaluation sets, as a run without a step.
+
+Owns which weights and sets are meant, the settings of that run, and its result. Does not own evaluating: the rollout role does,
+with the engine, workflow, rewards and seeds of a run (`roles/evaluate.py`), so a checkpoint gets the samples that its run's
+evaluation of that version got.
+
+    rondo eval runs/quickstart --checkpoint best --only math
+
+    runs/quickstart-eval/
+      evaluation.json    {"checkpoint": "step_000040", "finished": true, "reward": 0.4, "num_failed": 0,
+                          "sets": {"math": {"mean@4": 0.4, "pass@1": 0.4, ..., "num_prompts": 64}}, ...}
+      samples/           every sample, a line each
+
+Invariant: however it ends, what was found is written and told, and a figure is of whole prompts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rondo.launch import train
+from rondo.launch.code import belonging_to
+from rondo.launch.config import RunConfig, load, override, resolve, unresolve
+from rondo.launch.plan import group_specs
+from rondo.launch.report.records import evaluation_records, read_records
+from rondo.launch.report.view import pairs, say
+from rondo.launch.rundir import checkpoint_of, read_json, write_json
+from rondo.runtime.checkpoints import MARKER, is_named
+from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.section import nearest
+from rondo.runtime.supervision.nursery import Nursery
+from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+
+FILE = "evaluation.json"
+EXIT_INTERRUPTED = 130
+_ROLE = "rondo.roles.evaluate:EvaluateRole"
+_LABEL = "start"
+"""What the evaluation of version 0 is called."""
+_OF_TRAINING = (
+    "endpoint", "filter", "keep", "on_new_weights", "mask_old_tokens", "max_interruptions", "spare_groups",
+    "straggler_deadline_s",
+)  # fmt: skip
+"""Settings of the rollout that an evaluation has nothing of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """The settings, the module that they are from, and the model; of a run, the checkpoint."""
+
+    settings: RunConfig
+    module: Path
+    model: str
+    checkpoint: Path | None = None
+
+
+def main(
+    source: str, config: Path | None, sets: Sequence[str], only: Sequence[str], checkpoint: str | None, *, plain: bool
+) -> int:
+    """0 with every sample, 130 where it was stopped before, 1 where it failed. ConfigError where nothing was started."""
+    meant = _meant(source, config, checkpoint)
+    with _weights(meant) as model, Nursery() as nursery:
+        settings = settings_of(meant.settings, model, only, sets)
+        specs = tuple(
+            replace(spec, roles=(_ROLE,)) for spec in group_specs(settings) if spec.role_names == ("rollout",)
+        )
+        options = train.TrainOptions(meant.module, plain=plain, trains=False)
+        with train.prepared(settings, f"{settings.name}-eval", options, nursery, specs, num_steps=0) as (run, admin):
+            outcome = train.supervised(train.settings_of(run), run, options, admin, nursery, specs, attempt=0)
+            found = found_in(run.path, settings)
+            of = {"source": source, "checkpoint": meant.checkpoint and meant.checkpoint.name, "seed": settings.seed}
+            write_json(run.path / FILE, of | found)
+            _tell(run.path, found)
+    if outcome.exit_code == EXIT_REQUEUE:
+        return EXIT_INTERRUPTED
+    if outcome.exit_code != EXIT_DONE:
+        print(outcome.first_cause, file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+def _meant(source: str, config: Path | None, checkpoint: str | None) -> Meant:
+    path = Path(source)
+    if (path / MARKER).is_file() or (path / "config.resolved.json").is_file():
+        run, found = checkpoint_of(path, checkpoint)
+        if config is not None:
+            return Meant(load(config), config, str(path), found)
+        settings = belonging_to(unresolve(read_json(run / "config.resolved.json")), run)
+        train.work_where_it_began(run)
+        return Meant(settings, run / "config.py", str(path), found)
+    if is_named(path):
+        raise ConfigError(
+            f"MODEL must be a whole checkpoint, got {path} without its {MARKER} marker. It is being written or removed, or was "
+            "cut off: choose another"
+        )
+    if not path.exists():
+        raise ConfigError(
+            f"MODEL must be a run, a checkpoint or a model's folder, got {path}: it is not there. Correct it"
+        )
+    if config is None:
+        raise ConfigError(
+            f"--config must be given with a model that is of no run, got {path} alone. Name a module of settings"
+        )
+    if checkpoint is not None:
+        raise ConfigError(
+            f"--checkpoint must not be given with a model that is of no run, got {checkpoint!r}. Remove it"
+        )
+    return Meant(load(config), config, str(path.resolve()))
+
+
+@contextmanager
+def _weights(meant: Meant) -> Iterator[str]:
+    """Where the model is. Weights of a checkpoint without a Hugging Face folder are written beside the runs while it lasts."""
+    if meant.checkpoint is None or (meant.checkpoint / "hf").is_dir():
+        yield meant.model if meant.checkpoint is None else str(meant.checkpoint / "hf")
+        return
+    parent = meant.settings.run_dir
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".weights-", dir=parent) as folder:
+        out = Path(folder).resolve() / "hf"
+        command = [sys.executable, "-m", "rondo.launch.cli", "export", str(meant.checkpoint), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # torch stays out of this process
+        if done.returncode:
+            raise RondoError(done.stderr.strip() or f"rondo export ended with {done.returncode}")
+        yield str(out)
+
+
+def settings_of(settings: RunConfig, model: str, only: Sequence[str] = (), sets: Sequence[str] = ()) -> RunConfig:
+    """Those of a run that evaluates `model` on the evaluation sets `only`, all without, as `settings` evaluate; with `--set`
+    changes. What trains has none of their devices, and is not started."""
+    source = settings.group_of("rollout")
+    if settings.evaluation is None:
+        raise ConfigError(
+            "the settings must have evaluation sets, got none. Add evaluation=EvalConfig(...), or name a module that has it with "
+            "--config"
+        )
+    assert source is not None
+    named = settings.evaluation.named_sets()
+    for name in only:
+        if name not in named:
+            raise ConfigError(f"--only must name an evaluation set, got {name!r}. {nearest(name, sorted(named))}")
+    tree = resolve(settings)
+    evaluation = tree["evaluation"] | {"at_start": True, "at_end": False, "every": None}
+    evaluation["sets"] = {name: each for name, each in evaluation["sets"].items() if not only or name in only}
+    rollout = {name: value for name, value in tree["rollout"].items() if name not in _OF_TRAINING}
+    served = rollout["sglang"]
+    if served is not None:
+        served |= {"release_memory": None}
+    groups = [
+        {
+            "name": "rollout", "roles": ["rollout"], "replicas": source.replicas * source.processes, "threads": source.threads,
+            "devices": 0 if served is not None and served["urls"] else source.devices,
+        },
+        {"name": "actor", "roles": ["actor", "advantages"]},
+    ]  # fmt: skip
+    less = {
+        "num_steps": 1, "max_staleness": 0, "sft": None, "roles": {}, "algorithm": {}, "admin": {},
+        "train": {"hot_snapshot": False} | {name: tree["train"][name] for name in ("dtype", "micro_batch_tokens")},
+        "bus": {name: value for name, value in tree["bus"].items() if name != "partitions"},
+    }  # fmt: skip
+    made = {
+        "model": {"path": model, **{name: tree["model"][name] for name in ("dtype", "attn")}},
+        "evaluation": {name: value for name, value in evaluation.items() if name not in ("share", "num_slots")},
+        "rollout": rollout | {"prompts_per_step": 1, "samples_per_prompt": max(2, rollout["samples_per_prompt"])},
+        "groups": groups,
+    }
+    found = unresolve(tree | less | made, "the settings of an evaluation")
+    return override(found, sets) if sets else found
+
+
+def found_in(run: Path, settings: RunConfig) -> dict[str, Any]:
+    """The result of the run, or what its samples say where it has none."""
+    assert settings.evaluation is not None
+    whole = evaluation_records(run / "metrics.jsonl")
+    if whole:
+        return {"finished": True} | {
+            name: value for name, value in whole[-1].items() if name not in ("version", "label")
+        }
+    from rondo.roles.sampling.evaluation import result  # loads what engines need
+
+    sets = settings.evaluation.named_sets()
+    lines = [line for file in (run / "samples").glob(f"{_LABEL}.*.jsonl") for line in read_records(file)]
+    rewards: dict[tuple[str, int], list[float | None]] = {}
+    for line in sorted(lines, key=lambda line: int(line["sample"])):
+        rewards.setdefault((line["set"], line["number"]), []).append(line["reward"])
+    part = {
+        "rewards": [[*of, found] for of, found in rewards.items() if len(found) == sets[of[0]].samples_per_prompt],
+        "failed": min((line["error"] for line in lines if "error" in line), default=""),
+    }
+    found = {name: value for name, value in result(sets, 0, [part]).items() if name != "version"}
+    return {"finished": False, "num_asked": sum(each.num_prompts for each in sets.values()), **found}
+
+
+def _tell(run: Path, found: dict[str, Any]) -> None:
+    for name, figures in found["sets"].items():
+        say(f"{name}  {pairs(figures)}")
+    if found["num_failed"]:
+        failed = f"{found['num_failed']} of {found['num_samples']} rewards failed, and are in no mean"
+        say(f"{failed}; the first: {found['first_failed']}")
+    if not found["finished"]:
+        say(f"ended before its end: of {found['num_asked']} prompts {found['num_prompts']} have all their samples")
+    say(f"samples and figures: {run / FILE}")

@@ -1,0 +1,98 @@
+"""`rondo eval`: what is evaluated, under which settings, and what is told of an end before the end. A whole one: tests/e2e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from rondo.launch.cli import EXIT_USAGE, main
+from rondo.launch.config import load, resolve
+from rondo.launch.evaluate import found_in, settings_of
+from rondo.launch.plan import group_specs
+from rondo.runtime.errors import ConfigError
+from tests.launch import configs
+
+SETS = (
+    "evaluation={'every': 2, 'share': 0.5, 'sets': {'math': {'num_prompts': 4, 'samples_per_prompt': 2}, "
+    "'own': {'num_prompts': 2}}}",
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "replicas", "devices"),
+    [
+        ("colocate(processes=2, devices=1)", "sglang=SGLangConfig(python='p', release_memory=True), ", 2, 1),
+        ("colocate(devices=1)", "sglang=SGLangConfig(urls=('http://h:1',)), ", 1, 0),
+        ("hybrid(rollout_replicas=3, rollout_devices=1, devices=1)", "keep='rewards:keep', spare_groups=1, ", 3, 1),
+        ("fully_async(reference_replicas=1, rollout_replicas=2)", "endpoint=EndpointConfig(), ", 2, 0),
+    ],
+)
+def test_the_engines_of_a_run_evaluate_and_nothing_else_is_placed(
+    tmp_path: Path, groups: str, options: str, replicas: int, devices: int
+) -> None:
+    kl = "0.01" if "reference" in groups else "0"
+    file = configs.write(
+        tmp_path,
+        ("groups=fully_async()", f"groups={groups}, algorithm=AlgorithmConfig(kl_coef={kl})"),
+        ("RolloutConfig(prompts", f"RolloutConfig({options}prompts"),
+        ("RolloutConfig, TrainConfig", "EndpointConfig, RolloutConfig, SGLangConfig, TrainConfig"),
+    )
+    found = settings_of(load(file), "hf")
+    rollouts = [spec.name for spec in group_specs(found) if spec.role_names == ("rollout",)]
+    assert rollouts == [f"rollout-{index}" for index in range(replicas)]
+    assert [group.devices for group in found.groups] == [devices, 0] and found.model.path == "hf"
+    assert found.rollout.endpoint is None and found.rollout.keep is None and not found.train.hot_snapshot
+    assert found.rollout.max_new_tokens == 8 and found.reward == load(file).reward
+
+
+def test_sets_are_chosen_by_name_and_settings_changed_as_everywhere(tmp_path: Path) -> None:
+    config = load(configs.write(tmp_path), SETS)
+    found = settings_of(config, "hf", ["math"], ["evaluation.sets.math.num_prompts=3", "groups.0.replicas=2"])
+    assert found.evaluation is not None and found.evaluation.every is None and not found.evaluation.at_end
+    assert {name: each.num_prompts for name, each in found.evaluation.named_sets().items()} == {"math": 3}
+    assert found.groups[0].replicas == 2
+    with pytest.raises(ConfigError, match=r"--only must name an evaluation set, got 'maths'\. Did you mean 'math'"):
+        settings_of(config, "hf", ["maths"])
+    with pytest.raises(ConfigError, match="the settings must have evaluation sets, got none"):
+        settings_of(load(configs.write(tmp_path), ("evaluation=null",)), "hf")
+
+
+def test_what_cannot_be_evaluated_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configs.write(tmp_path)
+    run = tmp_path / "runs" / "demo"
+    torn = run / "checkpoints" / "step_000002"
+    torn.mkdir(parents=True)
+    (run / "config.resolved.json").write_bytes(orjson.dumps(resolve(load(config))))
+    for words, told in (
+        ([str(tmp_path / "nowhere")], "MODEL must be a run, a checkpoint or a model's folder, got "),
+        ([str(tmp_path)], "--config must be given with a model that is of no run, got "),
+        (
+            [str(tmp_path), "--config", str(config), "--checkpoint", "best"],
+            "--checkpoint must not be given with a model",
+        ),
+        ([str(torn)], f"MODEL must be a whole checkpoint, got {torn} without its COMPLETE marker. "),
+        ([str(run)], "RUN must have a whole checkpoint, got "),
+        ([str(run), "--checkpoint", "best"], "--checkpoint must name one of none of "),
+    ):
+        assert main(["eval", *words]) == EXIT_USAGE
+        assert capsys.readouterr().err.startswith(told)
+
+
+def test_an_end_before_the_end_tells_the_figures_of_whole_prompts(tmp_path: Path) -> None:
+    settings = settings_of(load(configs.write(tmp_path), SETS), "hf")
+    (tmp_path / "samples").mkdir()
+    lines = [
+        {"set": "math", "number": 0, "sample": 1, "reward": 1.0},
+        {"set": "math", "number": 0, "sample": 0, "reward": 0.0},
+        {"set": "math", "number": 2, "sample": 0, "reward": None, "error": "reward of row 2, sample 0: planted"},
+        {"set": "math", "number": 2, "sample": 1, "reward": 0.5},
+        {"set": "math", "number": 3, "sample": 0, "reward": 1.0},  # the other had no end
+    ]
+    text = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+    (tmp_path / "samples" / "start.0.jsonl").write_bytes(text + b'{"set": "own", "num')  # it was killed
+    found = found_in(tmp_path, settings)
+    assert (found["finished"], found["num_asked"], found["num_prompts"], found["num_failed"]) == (False, 6, 2, 1)
+    assert found["sets"]["math"] == {"mean@2": 0.5, "pass@1": 0.25, "pass@2": 1.0, "num_prompts": 2}
+    assert found["sets"]["own"] == {"num_prompts": 0} and found["first_failed"] == "reward of row 2, sample 0: planted"

@@ -1,0 +1,48 @@
+"""The rollout role between two answers of the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rondo.roles.rollout import RolloutRole
+from rondo.runtime.records.timeline import span
+
+
+@pytest.mark.parametrize("error", [None, ValueError("planted")])
+async def test_a_replica_that_is_asked_to_leave_leaves_an_evaluation_and_one_that_fails_ends_it(
+    error: Exception | None,
+) -> None:
+    ended = list[str]()
+
+    class Role(RolloutRole):
+        async def _next(self, room: int) -> dict[str, Any]:
+            return {"evaluate": {"version": 0}}
+
+        async def _evaluate(self, **_: Any) -> None:  # type: ignore[override]
+            if error is not None:
+                raise error
+            self._ctx.stopping.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("cancelled")
+
+    ctx: Any = SimpleNamespace(stopping=asyncio.Event(), span=lambda name, **_: span(name, "rollout"))
+    role = Role(ctx)
+    role._job = SimpleNamespace(  # type: ignore[assignment]
+        config=SimpleNamespace(rollout=SimpleNamespace(samples_per_prompt=2, num_slots_of_replica=4))
+    )
+    async with asyncio.timeout(60):
+        if error is None:
+            async with asyncio.TaskGroup() as tasks:
+                await role._work(tasks)
+            assert ended == ["cancelled"]
+            return
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.TaskGroup() as tasks:
+                await role._work(tasks)
+        assert raised.value.exceptions == (error,)
