@@ -15,6 +15,7 @@ Invariant: a kernel that was not proved for this model on its device reads no ba
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,13 @@ from rondo.runtime.errors import ConfigError
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """Of the norm of what one token's heads give, or of a gradient there: more than rounding makes, products of ten bits in float32
 included, and less than one token more or less that is seen."""
-_PROMPTS, _ANSWERS = (150, 5, 1), ((0, 130), (0, 1), (0, 129), (1, 40), (1, 200), (2, 13), (2, 1))
+_Lengths = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+_BATCHES: tuple[_Lengths, ...] = (
+    ((150, 5, 1), ((0, 130), (0, 1), (0, 129), (1, 40), (1, 200), (2, 13), (2, 1))),
+    ((37, 3), ((0, 64), (0, 100), (1, 9))),
+)
 """Lengths of the proof's prompts, and (prompt, length) of their answers: on both sides of the blocks of 64 and 128 that kernels
-work by."""
+work by. Two batches: what is compiled for the second one serves all later lengths."""
 _SPREAD = 2.0
 """Of the scores of the proof: a few keys of hundreds decide what a query gets."""
 
@@ -116,9 +121,9 @@ def prove(name: str, calls: set[Call], device: torch.device, dtype: torch.dtype)
     """Whether a kernel gives each token of a flat batch what it gets alone, forward and backward: "", or what it does."""
     if not calls:
         return "no layer of it attends in a way that is known here"
-    for call in sorted(calls, key=repr):
+    for call, lengths in itertools.product(sorted(calls, key=repr), _BATCHES):
         try:
-            problem = _compared(name, call, device, dtype)
+            problem = _compared(name, call, lengths, device, dtype)
         except (AssertionError, NameError):
             raise
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises: it cannot be used
@@ -128,8 +133,9 @@ def prove(name: str, calls: set[Call], device: torch.device, dtype: torch.dtype)
     return ""
 
 
-def _compared(name: str, call: Call, device: torch.device, dtype: torch.dtype) -> str:
-    segments = [*map(Segment, _PROMPTS), *(Segment(length, prompt) for prompt, length in _ANSWERS)]
+def _compared(name: str, call: Call, lengths: _Lengths, device: torch.device, dtype: torch.dtype) -> str:
+    prompts, answers = lengths
+    segments = [*map(Segment, prompts), *(Segment(length, prompt) for prompt, length in answers)]
     starts, shared = lay_out(segments, name)
     spans = [torch.arange(start, start + one.length) for start, one in zip(starts, segments, strict=True)]
     draw = torch.Generator().manual_seed(0)
@@ -146,9 +152,11 @@ def _compared(name: str, call: Call, device: torch.device, dtype: torch.dtype) -
     weight = drawn(call.num_heads, call.value_dim)
     whole = shared.to(device)
     found = _with_gradients(lambda *x: _through(whole, x, call.scaling), inputs, weight)
-    alone = [spans[prompt] for prompt in range(len(_PROMPTS))]
+    with torch.no_grad():
+        scored = _through(whole, inputs, call.scaling)
+    alone = spans[: len(prompts)]
     rows = [torch.arange(len(span)) for span in alone]  # whose outcome is kept
-    for (prompt, _), own in zip(_ANSWERS, spans[len(_PROMPTS) :], strict=True):
+    for (prompt, _), own in zip(answers, spans[len(prompts) :], strict=True):
         rows.append(torch.arange(len(spans[prompt]), len(spans[prompt]) + len(own)))
         alone.append(torch.cat([spans[prompt], own]))
     places = torch.cat([span[kept] for span, kept in zip(alone, rows, strict=True)]).argsort().to(device)
@@ -161,11 +169,11 @@ def _compared(name: str, call: Call, device: torch.device, dtype: torch.dtype) -
         return torch.cat(parts)[places]
 
     expected = _with_gradients(each_alone, tuple(one.float() for one in inputs), weight.float())
-    for what, one, other in zip(("outcome", "queries", "keys", "values"), found, expected, strict=True):
+    names = ("outcome", "gradient of queries", "gradient of keys", "gradient of values", "score")
+    for what, one, other in zip(names, (*found, scored), (*expected, expected[0]), strict=True):
         gap = _gap(one.float(), other)
         if not gap <= TOLERANCE[dtype]:
-            of = what if what == "outcome" else f"gradient of {what}"
-            return f"the {of} of a token in a packed batch is {gap:.2g} of its norm off that alone"
+            return f"the {what} of a token in a packed batch is {gap:.2g} of its norm off that alone"
     return ""
 
 

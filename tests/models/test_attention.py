@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rondo.models import attention
+from rondo.models import attention, parallel
 from rondo.models.acceptance import accept
 from rondo.models.attention import candidates, choose, prove
 from rondo.models.kernels import FLASH, FLEX
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 def gradients(model: Any, log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of a weighted sum; the model's are empty after."""
     weight = torch.randn(len(log_probs), generator=torch.Generator().manual_seed(1))
-    (weight * log_probs).sum().backward()
+    (weight.to(log_probs.device) * log_probs).sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
@@ -223,23 +224,26 @@ def test_rows_are_kept_apart_in_batches_of_several_or_not_shared(monkeypatch: py
     assert len(packed.input_ids) == len(batch)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that any operation makes."""
+class Made(TorchDispatchMode):
+    """The most elements of a tensor that any operation makes, and how often the host waits for a value."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.elements = self.waits = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for one in found if isinstance(found, tuple | list) else [found]:
             if isinstance(one, torch.Tensor):
                 self.elements = max(self.elements, one.untyped_storage().nbytes() // one.element_size())
+        self.waits += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
         return found
 
 
 @pytest.mark.parametrize("attn", [FLASH, FLEX])
-def test_nothing_is_as_large_as_tokens_times_tokens(attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_is_as_large_as_tokens_times_tokens_and_the_host_waits_for_no_value(
+    attn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     length = 8192
     model = tiny("qwen3").eval()
     emulated.install(monkeypatch, attn)
@@ -248,16 +252,51 @@ def test_nothing_is_as_large_as_tokens_times_tokens(attn: str, monkeypatch: pyte
     emulated.install(monkeypatch, attn, stubs[attn])
     shared = sequences([(length // 2, 1)])[0].tokens
     batch = [Sequence(shared, 1000), Sequence(shared[::-1].copy(), 1000), Sequence(shared, 1001)]
-    with Largest() as seen, torch.no_grad():
-        response_log_probs(model, packing.pack(batch), chunk_tokens=16)
-    assert length * 96 <= seen.elements < length * length // 8
+    with Made() as made, torch.no_grad():
+        packed = packing.pack(batch)
+        assert packed.shared is not None
+        moved = replace(packed, shared=packed.shared.to("cpu"))
+        assert made.elements < length * length // 8
+        made.waits = 0  # a batch is laid out on the host
+        response_log_probs(model, moved, chunk_tokens=16)
+    assert length * 64 <= made.elements < length * length // 8
+    assert made.waits == 0
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("attn", [FLASH, FLEX])
-def test_a_gpu_has_kernels_that_keep_the_sequences_of_a_batch_apart(attn: str, dtype: torch.dtype) -> None:
-    device = torch.device("cuda:0")
-    if attn not in [choice.name for choice in candidates("auto", "cuda:0", str(dtype).removeprefix("torch."))]:
-        pytest.skip("not on this machine")
-    assert prove(attn, {Call(4, 2, 64, 64, None), Call(32, 8, 128, 128, None)}, device, dtype) == ""
+def test_kernels_of_this_gpu_are_proved_and_the_host_waits_for_no_layer(attn: str) -> None:
+    if attn == FLASH:
+        pytest.importorskip("flash_attn")
+    calls = {Call(4, 2, 64, 64, None), Call(40, 8, 128, 128, 0.1), Call(28, 4, 128, 128, None)}
+    for dtype in (torch.bfloat16, torch.float16, *([torch.float32] if attn == FLEX else [])):
+        assert prove(attn, calls, torch.device("cuda"), dtype) == ""
+    model = tiny("qwen3").eval().cuda()
+    packing = accept(model, attn=attn, dtype="bfloat16")
+    parallel.compute_in(model, "bfloat16")
+    response_log_probs(model, packing.pack(groups()).to("cuda"))[0].sum().backward()  # compiles
+    packed = packing.pack(groups(seed=1)).to("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        response_log_probs(model, packed)[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_whole_gradients_on_a_gpu_are_those_of_every_sequence_alone(family: str) -> None:
+    model, batch = tiny(family, tied=False).eval(), groups()
+    log_probs = torch.cat([unpacked(model, one)[0] for one in batch])
+    expected = gradients(model, log_probs)
+    model.cuda()
+    packing = accept(model, attn="auto")
+    assert packing.attn == FLEX
+    found, _ = response_log_probs(model, packing.pack(batch).to("cuda"), chunk_tokens=7)
+    torch.testing.assert_close(found.cpu(), log_probs, rtol=0, atol=1e-4)
+    made = gradients(model, found)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert max(float((made[name].cpu() - g).abs().max()) for name, g in expected.items()) <= 1e-4 * scale
