@@ -65,7 +65,7 @@ test-sglang: $(READY)  ## against a real SGLang server, without a GPU
 gpu:  ## tests and parts of ten minutes at most, into benchmarks/results/gpu.json; PARTS="training gap" runs these alone
 	@$(MAKE) --no-print-directory $(READY) || echo "NOT INSTALLED: rondo's packages. The reason stands above. What follows has those of $(PYTHON)"
 	@$(if $(filter-out tests quick_start training copies,$(or $(PARTS),all)),test ! -e $(READY) || $(MAKE) --no-print-directory sglang || echo "NOT INSTALLED: SGLang. The reason stands above. Parts that need it say so")
-	@if test -e $(READY); then run=$(BIN)/python; else run=$(PYTHON); fi; \
+	@if test -e $(READY); then run=$(BIN)/python; else run=$(PYTHON); $$run benchmarks/gpu_parts/packages.py; fi && \
 		PYTHONPATH=$(CURDIR)/.typing $$run -m rondo.launch.cli bench gpu $(PARTS) $(OPTIONS)
 
 # The servers' own environment: about two and a half minutes, and nothing when it is there.

@@ -195,11 +195,11 @@ def _why_none() -> str:
         return (
             f"torch {torch.__version__} is built without CUDA. Install the build for your driver "
             f"({driver() or 'nvidia-smi does not answer'}) as https://pytorch.org/get-started/locally/ says: "
-            "make gpu TORCH_INDEX=https://download.pytorch.org/whl/cu130"
+            "rm -r .venv; make gpu TORCH_INDEX=https://download.pytorch.org/whl/cu130"
         )
     return (
         f"torch {torch.__version__} for CUDA {torch.version.cuda} sees none with driver {driver()}. An older driver needs a "
-        "build for an older CUDA: make gpu TORCH_INDEX=https://download.pytorch.org/whl/cu126"
+        "build for an older CUDA: rm -r .venv; make gpu TORCH_INDEX=https://download.pytorch.org/whl/cu126"
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import Options
-from benchmarks.gpu_parts import copies, gap, quick_start, ranks, rows, shapes, tests, training
+from benchmarks.gpu_parts import copies, gap, packages, quick_start, ranks, rows, shapes, tests, training
 from rondo.launch.bench import ROOT
 from rondo.launch.config import load
 from tests.strength import LONG
@@ -133,6 +133,13 @@ def test_a_step_counts_products_scores_and_logits_of_answers_with_the_prompt_onc
 def test_the_published_shape_has_the_published_size_and_less_memory_holds_fewer_layers() -> None:
     assert shapes.QWEN3_4B.parameters == pytest.approx(4.02e9, rel=1e-3)
     assert copies.largest(4 << 30).layers == 1 and copies.largest(1 << 40).layers == 12
+
+
+def test_packages_that_could_not_be_installed_are_named(tmp_path: Path) -> None:
+    (tmp_path / "setup.cfg").write_text("[options]\ninstall_requires =\n    numpy>=2.0,<3\n    no-such-thing[x]>=1\n")
+    missing, there = packages.lacking(tmp_path / "setup.cfg")
+    assert missing == ["no-such-thing[x]>=1"] and there[0].startswith("numpy>=2.0,<3 (2.")
+    assert packages.lacking()[0] == []
 
 
 # ---- what becomes of parts ----------------------------------------------------------------------------------------------
