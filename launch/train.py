@@ -36,6 +36,7 @@ from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.keeping import Keeper
 from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
 from rondo.launch.provider import RunProvider, serve_trace
+from rondo.launch.report.answers import answers
 from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
 from rondo.launch.report.summary import print_table, read, summarize, write
@@ -273,6 +274,9 @@ def _sum_up(run: Path, outcome: Outcome, wall_s: float, started: float) -> None:
         _plot(run)
     with telling("stdout"):
         print_table(summary)
+    with telling("answers"):
+        for line in answers(run):
+            say(line)
 
 
 @contextmanager

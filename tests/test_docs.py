@@ -79,6 +79,7 @@ ELSEWHERE = {
     "rondo resume runs/quickstart --checkpoint best": "tests/parity/test_parity.py::"
     "test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits",
     "rondo eval runs/quickstart --checkpoint best": EVALUATED,
+    "rondo eval runs/quickstart": EVALUATED,
     "rondo eval quickstart-hf --config examples/quickstart.py": EVALUATED,
     "rondo resume runs/quickstart --set groups.1.processes=2": STOPPED,
     "rondo timeline --steps 20:25 --out trace.json": "tests/launch/report/test_timeline.py::"
