@@ -145,9 +145,16 @@ class RunConfig(JobConfig):
                 f"{source.processes}. Put rollout into a group of its own (modes.hybrid), or set rollout.sglang.python instead, "
                 "with which each process starts a server of its own"
             )
-        takes = 1 if sglang is None else 0 if sglang.urls else sglang.num_servers * sglang.tensor_parallel
+        takes = 1 if sglang is None else sglang.num_devices
         for group in self.groups:
-            if "rollout" not in group.roles or group.devices in (0, takes):
+            if "rollout" not in group.roles:
+                continue
+            if sglang is not None and sglang.weights == "distributed" and group.devices and not sglang.urls:
+                yield (
+                    "rollout.sglang.weights must be 'tensor' or 'disk' for servers that are started on devices, since NCCL takes "
+                    "none twice and their replica computes on the first one, got 'distributed'. Change it"
+                )
+            if group.devices in (0, takes):
                 continue
             if sglang is None:
                 yield (
@@ -157,7 +164,8 @@ class RunConfig(JobConfig):
             if group.roles == ("rollout",):
                 yield (
                     f"groups[{group.name}].devices must be 0, or the {takes} that the SGLang servers of a replica take "
-                    f"(num_servers x tensor_parallel; none with urls), got {group.devices}. Change one of them"
+                    f"(num_servers x tensor_parallel; with urls none, or 1 for weights 'distributed'), got {group.devices}. "
+                    "Change one of them"
                 )
         trains = self.group_of("actor")
         turns = trains is self.group_of("rollout") and self.max_staleness == 0

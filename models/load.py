@@ -32,7 +32,7 @@ from rondo.models.names import disk_shapes, named_as
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RECIPE = "build.json"
 
 
@@ -130,13 +130,16 @@ def load_model(
     path: str, *, dtype: str = "float32", device: str = "cpu", attn: str = "sdpa", cut: Cut = lambda _: None
 ) -> Any:
     """The model at `path`, of text or of a multimodal family, in evaluation mode, all its weights in `dtype`. `cut` is called
-    with it before it has any weights (`filling.py`); collective where it shards.
+    with it before it has any weights (`filling.py`); collective where it shards. From now on `device` is also what this thread
+    takes where code names none.
 
     Raises ConfigError for weights that are not exactly the model's.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}. Change model.dtype or train.dtype")
     config = load_config(path)
+    if device != "cpu":
+        torch.cuda.set_device(device)  # else a kernel of a library's runs on the first one
     transformers.logging.disable_progress_bar()
     try:
         model_class, config = _model_class(config)

@@ -63,6 +63,12 @@ class SGLangConfig(Section):
     update_deadline_s: float | None = Field(None, gt=0)
     """One server's weight update; None: four times what updates took so far, and ten minutes or more for the first one."""
 
+    @property
+    def num_devices(self) -> int:
+        """Of a replica: those of the servers that it starts; with servers that run already, the one that a process group sends
+        from."""
+        return int(self.weights == "distributed") if self.urls else self.num_servers * self.tensor_parallel
+
     def refused(self) -> Iterator[str]:
         if (self.python is None) == (not self.urls):
             yield (

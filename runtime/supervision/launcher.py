@@ -109,6 +109,8 @@ class Surroundings:
             "OMP_NUM_THREADS": str(spec.threads),
             "MKL_NUM_THREADS": str(spec.threads),
             "GLOO_SOCKET_IFNAME": "lo",
+            # One of the user's own stays: a server on another node is sent weights from here.
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
             # Else torchrun opens a store of its own, for everyone on the network.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }

@@ -460,6 +460,12 @@ def test_a_trainer_gives_its_memory_only_to_what_generates_in_turn_with_it(
             "the 4 that the SGLang servers of a replica take.*got 2",
         ),
         (1, "sglang=SGLangConfig(urls=('http://h:1',)),", "the 0 that the SGLang servers of a replica take.*got 1"),
+        (1, "sglang=SGLangConfig(urls=('http://h:1',), weights='distributed'),", None),
+        (
+            1,
+            "sglang=SGLangConfig(python='p', weights='distributed'),",
+            "weights must be 'tensor' or 'disk' for servers that are started on devices.*got 'distributed'",
+        ),
         (8, "sglang=SGLangConfig(python='p', tensor_parallel=4, num_servers=2),", None),
         (0, "sglang=SGLangConfig(python='p', tensor_parallel=4),", None),
     ],

@@ -185,12 +185,28 @@ def test_weights_that_the_config_ties_are_equal_or_refused(tmp_path: Path) -> No
         load_model(path)
 
 
+def test_a_device_that_is_asked_for_is_the_one_of_whatever_names_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+
+    def choose(device: str) -> None:
+        chosen.append(device)
+        raise InterruptedError  # there is none here
+
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    with pytest.raises(InterruptedError):
+        load_model(str(folder), device="cuda:3")
+    load_model(str(folder))
+    assert chosen == ["cuda:3"]
+
+
 def test_the_dtype_is_the_one_asked_for(folder: Path) -> None:
     model = load_model(str(folder), dtype="bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not model.training
-    with pytest.raises(ConfigError, match=r"dtype must be one of float32, bfloat16, got 'float16'\."):
-        load_model(str(folder), dtype="float16")
+    with pytest.raises(ConfigError, match=r"dtype must be one of float32, bfloat16, float16, got 'float64'\."):
+        load_model(str(folder), dtype="float64")
 
 
 @pytest.mark.parametrize("tied", [True, False])

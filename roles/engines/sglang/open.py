@@ -45,6 +45,7 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Reload) -> list[KeptEn
             settings=settings,
             folder=ctx.rt_dir / _name(ctx, index),
             model_path=job.model_path,
+            device=job.device,
             processed_media=not settings.urls,
             tells_experts=job.config.train.router_replay,
             max_prompt_tokens=job.config.rollout.max_prompt_tokens,
@@ -76,6 +77,7 @@ async def connect_engine(
     settings: SGLangConfig,
     folder: Path,
     model_path: str,
+    device: str = "cpu",
     processed_media: bool,
     tells_experts: bool = False,
     max_prompt_tokens: int = 1,
@@ -88,7 +90,7 @@ async def connect_engine(
     if tells_experts and found.experts is None:
         raise silent_about_experts(client.url)
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-    weights = ServerWeights(settings, client, folder=folder, model_path=model_path)
+    weights = ServerWeights(settings, client, folder=folder, model_path=model_path, device=device)
     engine = SGLangEngine(client, weights=weights, pause=settings.pause, capabilities=found)
     await weights.open()
     return engine

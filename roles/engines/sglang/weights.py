@@ -76,8 +76,11 @@ class ServerWeights:
     """How the server behind `client` gets new weights, as `config` asks for it; one update at a time. `folder` is this server's
     own, for weights on disk."""
 
-    def __init__(self, config: SGLangConfig, client: SGLangClient, *, folder: Path, model_path: str) -> None:
-        self._config, self._client = config, client
+    def __init__(
+        self, config: SGLangConfig, client: SGLangClient, *, folder: Path, model_path: str, device: str = "cpu"
+    ) -> None:
+        """device: this process's own, from which a process group sends."""
+        self._config, self._client, self._device = config, client, device
         self._folder, self._model_path = folder, model_path
         self._load_s = max(LOAD_DEADLINE_S, config.update_deadline_s or 0.0)
         self._transfer: Transfer | None = None
@@ -308,8 +311,8 @@ class ServerWeights:
                 )
         if config.weights == "distributed":
             return DistributedTransfer(
-                self._client, tensor_parallel=info["tp_size"], device=info["device"], bucket_bytes=config.bucket_bytes,
-                deadline_s=self._load_s,
+                self._client, tensor_parallel=info["tp_size"], device=self._device, on_device=info["device"] == "cuda",
+                bucket_bytes=config.bucket_bytes, deadline_s=self._load_s,
             )  # fmt: skip
         if not _on_this_node(self._client.url):
             raise ConfigError(

@@ -38,19 +38,27 @@ FORM_DEADLINE_S = 120.0
 
 
 class DistributedTransfer(Transfer):
-    """Sends versions to the server behind `client`; `device` is the server's kind ("cpu" or "cuda")."""
+    """Sends versions to the server behind `client`, which is `on_device` or computes on the CPU, from `device` ("cpu", "cuda:3"),
+    this process's own."""
 
     def __init__(
-        self, client: SGLangClient, *, tensor_parallel: int, device: str, bucket_bytes: int, deadline_s: float
+        self,
+        client: SGLangClient,
+        *,
+        tensor_parallel: int,
+        device: str,
+        on_device: bool,
+        bucket_bytes: int,
+        deadline_s: float,
     ) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
+        if on_device and device == "cpu":
             raise ConfigError(
-                "sglang.weights must be 'disk' or 'tensor' for a server on a GPU where this process sees none, got "
-                "'distributed'. Change it, or give the rollout process a GPU: NCCL wants one for each rank"
+                "sglang.weights must be 'disk' or 'tensor' for a server on a GPU where this process has none, got "
+                "'distributed'. Change it, or give the rollout's group devices=1: NCCL wants one for each rank"
             )
         self._client = client
         self._size = 1 + tensor_parallel
-        self._device = device
+        self._device = device if on_device else "cpu"
         self._bucket_bytes = bucket_bytes
         self._deadline_s = deadline_s
         self._group: _Group | None = None
@@ -147,7 +155,7 @@ class _Group(Communicator):
             address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         members = tuple(f"{name}/{rank}" for rank in range(size))
-        spec = GroupSpec(name, members, "nccl" if device == "cuda" else "gloo")
+        spec = GroupSpec(name, members, "gloo" if device == "cpu" else "nccl")
         meeting = (address, self.port)
         super().__init__(spec, Epoch(name, 1, ()), members[0], meeting, device=device, deadline_s=FORM_DEADLINE_S)
 

@@ -34,7 +34,7 @@ def test_torchrun_never_restarts_and_meets_in_the_runs_store_under_this_incarnat
     wanted = {
         "RONDO_RT_DIR": str(tmp_path / "rt"), "RONDO_RUN_DIR": str(tmp_path / "run"), "RONDO_GROUP": "actor-0",
         "RONDO_INCARNATION": "7", "RONDO_ATTEMPT": "1", "RONDO_STORE": "127.0.0.1:2900", "OMP_NUM_THREADS": "3",
-        "RONDO_LOAD_S": "90.0", "GLOO_SOCKET_IFNAME": "lo",
+        "RONDO_LOAD_S": "90.0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
     assert {name: job.environment[name] for name in wanted} == wanted

@@ -11,6 +11,7 @@ from rondo.roles.config import JobConfig, SGLangConfig
 from rondo.roles.engines.sglang.open import connect_engine, launch_of, one_engine, read_key, releases_memory
 from rondo.roles.engines.sglang.restarts import kept
 from rondo.roles.engines.sglang.server import SGLangServer
+from rondo.roles.engines.sglang.weights_distributed import DistributedTransfer
 from rondo.runtime.errors import ConfigError
 from tests.roles.engines.sglang.pretender import launch
 from tests.roles.engines.sglang.test_restarts import Rig, in_flight, request
@@ -144,3 +145,11 @@ def test_the_key_of_servers_that_run_already_is_read_from_its_file(tmp_path: Pat
 def test_servers_are_started_or_found_and_not_both() -> None:
     with pytest.raises(ValueError, match="one without the other, got both"):
         SGLangConfig(python="python", urls=("http://h:1",))
+
+
+def test_a_process_group_to_a_server_on_a_gpu_sends_from_a_device_of_this_process() -> None:
+    how: Any = {"client": None, "tensor_parallel": 1, "bucket_bytes": 1, "deadline_s": 1.0}
+    with pytest.raises(ConfigError, match=r"where this process has none, got 'distributed'.*devices=1"):
+        DistributedTransfer(device="cpu", on_device=True, **how)
+    assert DistributedTransfer(device="cuda:3", on_device=True, **how)._device == "cuda:3"
+    assert DistributedTransfer(device="cuda:3", on_device=False, **how)._device == "cpu"
