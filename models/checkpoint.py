@@ -36,11 +36,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rondo.models.hf_folder import write_folder
 from rondo.models.load import empty_model, generation_config
-from rondo.models.names import disk_dtypes, disk_groups, local_part, memory_tensors, to_disk
+from rondo.models.names import disk_dtypes, disk_groups, local_part, memory_tensors, to_disk, with_local_part
 from rondo.models.parallel import full_tensors
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
 from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
 from rondo.runtime.errors import CorruptData, PeerGone, RondoError
+from rondo.runtime.memory.to_host import to_host
 
 SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
 Beside = Callable[[Path], None]
@@ -61,7 +62,14 @@ def stage(model: Any, optimizer: torch.optim.Optimizer) -> Staged:
     """Copies of this rank's state in host memory; no collective. The only part of a saving that training waits for."""
     tensors = _state(model, optimizer)
     with torch.no_grad():
-        return Staged({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, options(optimizer))
+        return Staged({name: _copied(tensor) for name, tensor in tensors.items()}, options(optimizer))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_part(tensor)
+    host = torch.empty_like(local, device="cpu")
+    to_host(host, local)
+    return with_local_part(tensor, host)
 
 
 def write(

@@ -228,6 +228,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local`, on any device, as what `tensor` is: this rank's part of one that is sharded as it is, or a whole one."""
+    # Not by `from_local`, which would bring it to the device of the mesh.
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+
+
 def named_as(model: Any, names: Iterable[str]) -> None:
     """The tensors of `model`, which has not been loaded, are named on disk as these files of a folder name them."""
     conversions = get_model_conversion_mapping(model)

@@ -23,6 +23,7 @@ import torch
 
 from rondo.comm.weights.slab import SlotWriter
 from rondo.comm.weights.sums import bucket_sum
+from rondo.runtime.memory.to_host import host_bytes
 
 _Part = tuple[int, np.ndarray]
 """Where in the block the bytes go, and the bytes."""
@@ -59,7 +60,7 @@ def copy_and_sum(
         for name, tensor in tensors:
             begins, ends = writer.place(name, tensor)
             parts += [
-                part for part in ((end, np.zeros(begins - end, np.uint8)), (begins, _bytes_of(tensor))) if part[1].size
+                part for part in ((end, np.zeros(begins - end, np.uint8)), (begins, host_bytes(tensor))) if part[1].size
             ]
             end = ends
             while end - start >= bucket_bytes:
@@ -73,10 +74,6 @@ def copy_and_sum(
 
 def _is_done(found: Future[int] | int) -> bool:
     return found.done() if isinstance(found, Future) else True
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    return np.asarray(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _take(parts: deque[_Part], until: int) -> list[_Part]:

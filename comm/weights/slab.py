@@ -38,6 +38,7 @@ from rondo.comm.ring.words import LINE_BYTES, Words
 from rondo.comm.weights.manifest import BUCKET_BYTES, BYTES_PER_TENSOR, Manifest, manifest_checksum
 from rondo.comm.weights.sums import bucket_sum, in_threads
 from rondo.runtime.errors import Closed, CorruptData, OutOfSpace
+from rondo.runtime.memory.to_host import to_host
 from rondo.runtime.waits import blocking
 
 _PAGE_BYTES = 4096
@@ -219,7 +220,7 @@ class SlotWriter:
         start, end = self.place(name, tensor)
         if end > start:
             into = torch.from_numpy(self.block[start:end]).view(tensor.dtype).view(tensor.shape)
-            into.copy_(tensor.detach())
+            to_host(into, tensor)
 
     def place(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
         """As `add`, but the caller copies: the bytes of `tensor` belong to `block` from the first to the second."""
