@@ -1,8 +1,8 @@
 """The optimizer and its learning rate.
 
 Owns which parameters decay and which are stepped together, and that moments exist from the start: so the size of a snapshot
-is known before the first step, and every rank holds the same tensors at every version. Does not own gradients (`parallel.py`)
-or when to step.
+is known before the first step, and every rank holds the same tensors at every version. Does not own gradients (`parallel.py`),
+when to step, or how moments in host memory come to the device (`offload.py`).
 
     optimizer = make_optimizer(model, lr=1e-6)
     for group in optimizer.param_groups:
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from rondo.models.families import family_of
+from rondo.models.offload import OffloadedAdamW
 from rondo.models.parts import LANGUAGE, part_of
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -30,8 +31,10 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
     eps: float = 1e-8,
+    offload: bool = False,
 ) -> torch.optim.AdamW:
-    """AdamW over the trained parameters of `model`, sharded or not; those that are no weights of products do not decay.
+    """AdamW over the trained parameters of `model`, sharded or not; those that are no weights of products do not decay. With
+    `offload` its moments lie in host memory.
 
     Fused: the fastest of torch's three on CPU too (0.3 ms a step for 0.33 million parameters; for-each takes 0.8).
     """
@@ -45,7 +48,10 @@ def make_optimizer(
         for language in (True, False)
         for decays, decay in ((True, weight_decay), (False, 0.0))
     ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    groups = [group for group in groups if group["params"]]
+    if offload:
+        return OffloadedAdamW(groups, lr=lr, betas=betas, eps=eps)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     for parameter in trained.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

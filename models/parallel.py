@@ -5,10 +5,11 @@ their own), which dtype its computation has, and how gradients are summed, scale
 (`mesh.py`), how a cut model gets its weights (`filling.py`), forward passes (`logprobs.py`) or the optimizer
 (`optimizer.py`).
 
-Precision: parameters, gradients and moments are float32; with `compute_in(model, "bfloat16")` a unit computes with bfloat16
-copies of its parameters and gradients flow back through the cast. FSDP2's mixed precision does that over several processes; one
-process without it does the same by lending each unit the copies while its forward runs. torch.autocast is not used: it would keep
-norms and the residual stream in float32, and so give other log-probs than several processes, or a scoring model in bfloat16.
+Precision: parameters, gradients and moments are float32; with `compute_in(model, "bfloat16")`, or "float16", a unit computes with
+copies of its parameters in that, and gradients flow back through the cast. FSDP2's mixed precision does that over several
+processes; one process without it does the same by lending each unit the copies while its forward runs. torch.autocast is not
+used: it would keep norms and the residual stream in float32, and so give other log-probs than several processes, or a scoring
+model in bfloat16.
 
 Invariants: after `scale_gradients` a gradient is the sum over ranks times the factor, however the step is cut into ranks and
 micro-batches. Between two micro-batches a rank holds of a copy's parameters and gradients its shards alone.
@@ -34,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from rondo.models.compiling import check_compiler, compile_layers
 from rondo.models.mesh import Mesh
 from rondo.models.names import disk_dtypes, disk_groups, kept_in_float32, local_part, memory_tensors, to_disk
 from rondo.models.packing import can_share_rows
@@ -67,7 +69,7 @@ def shard(model: Any, mesh: Mesh, *, param_dtype: str = "float32", encoders: str
         policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
         fully_shard(unit, mesh=mesh.sharded_over, mp_policy=policy, **options)
 
-    for unit in _apart(model, _kept(model)) if param_dtype != "float32" else ():
+    for unit in _apart(model, _kept(model), param_dtype) if param_dtype != "float32" else ():
         cut(unit)
         _in_float32.add(unit)
     for unit in (*layers, *(towers if encoders == "shard" else ())):
@@ -76,9 +78,11 @@ def shard(model: Any, mesh: Mesh, *, param_dtype: str = "float32", encoders: str
     cut(model, ignored_params=ignored or None)
 
 
-def compute_in(model: Any, dtype: str = "float32", *, activation_checkpointing: bool = False) -> Any:
-    """`model`, whose forwards compute in `dtype` from now on; with checkpointing, a backward runs its layers again. Once, after
-    what is tried out of it in float32.
+def compute_in(
+    model: Any, dtype: str = "float32", *, activation_checkpointing: bool = False, compiled: bool = False
+) -> Any:
+    """`model`, whose forwards compute in `dtype` from now on; with checkpointing, a backward runs its layers again; the decoder's
+    run `compiled`. Once, after what is tried out of it in float32.
 
     What FSDP2 has cut is cast as it is gathered; of the rest, each unit is lent copies. In one process, in float32 and without
     checkpointing, the model stays untouched.
@@ -86,14 +90,24 @@ def compute_in(model: Any, dtype: str = "float32", *, activation_checkpointing: 
     # What is found out by trying stays so (collective where it is not known yet).
     can_share_rows(model)
     share_prompts(model)
-    layers, towers = decoder_layers(model), towers_of(model)
-    if activation_checkpointing and not layers:
+    layers, towers, device = decoder_layers(model), towers_of(model), next(model.parameters()).device
+    if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(
-            f"train.activation_checkpointing must have decoder layers to recompute, got none in {type(model).__name__}. "
-            "Set it to False"
+            f"train.dtype must be float16 or float32 on a device that does not compute in bfloat16, got bfloat16 on "
+            f"{torch.cuda.get_device_name(device)}. Set it to float16"
         )
+    for name, wanted in (("activation_checkpointing", activation_checkpointing), ("compile", compiled)):
+        if wanted and not layers:
+            raise ConfigError(
+                f"train.{name} must have decoder layers to act on, got none in {type(model).__name__}. Set it to False"
+            )
     compute, kept = getattr(torch, dtype), _kept(model)
     _gather_in(model, compute)
+
+    if compiled:
+        check_compiler(device)
+        encoders = {module for tower in towers for module in tower.modules()}
+        compile_layers(layer for layer in layers if layer not in encoders)
 
     def lend(unit: Any, but: list[nn.Module] | None = None) -> None:
         places = [place for place in owned([unit], but or ()) if place[2] not in kept and place[2].dtype != compute]
@@ -128,7 +142,7 @@ def _kept(model: Any) -> set[nn.Parameter]:
     return {model.get_parameter(name) for name in kept_in_float32(model) & dict(model.named_parameters()).keys()}
 
 
-def _apart(model: Any, kept: set[nn.Parameter]) -> list[nn.Module]:
+def _apart(model: Any, kept: set[nn.Parameter], dtype: str) -> list[nn.Module]:
     """The modules of the parameters that stay in float32, outermost, as units of their own."""
     units, inside = [], set[nn.Module]()
     for unit in model.modules():
@@ -139,7 +153,7 @@ def _apart(model: Any, kept: set[nn.Parameter]) -> list[nn.Module]:
         if any(parameter not in kept for parameter in unit.parameters()):
             raise ConfigError(
                 f"train.dtype must be float32 for {type(model).__name__} in several processes: {type(unit).__name__} has "
-                "parameters that stay in float32 beside others that do not, got bfloat16. Set it to float32"
+                f"parameters that stay in float32 beside others that do not, got {dtype}. Set it to float32"
             )
     return units
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from rondo.models.names import Group, disk_dtypes, disk_groups, local_part, memory_tensors, to_disk
 from rondo.models.units import drop_copies
+from rondo.runtime.memory.to_host import to_host
 
 
 def own_weights(
@@ -84,7 +85,7 @@ def _gathered(tensor: torch.Tensor, to: int, group: dist.ProcessGroup) -> torch.
     rows = -(-num_rows // num_ranks)  # of each rank, as FSDP2 cuts them; the last ones have fewer
     mine = torch.empty(rows, *rest, dtype=tensor.dtype)
     local = tensor.to_local()
-    mine[: len(local)] = local
+    to_host(mine[: len(local)], local)
     whole = mine.new_empty(num_ranks * rows, *rest) if dist.get_rank(group) == to else None
     parts = None if whole is None else list(_bytes(whole).chunk(num_ranks))
     dist.gather(_bytes(mine), parts, group=group, group_dst=to)

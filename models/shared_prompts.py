@@ -301,6 +301,11 @@ def _mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) 
     return None
 
 
+def stay_outside_of_graphs() -> None:
+    """What torch.compile makes of a layer calls `attention` as it is."""
+    AttentionInterface.register(NAME, torch.compiler.disable(attention))
+
+
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, _mask)
 

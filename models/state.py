@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from rondo.models.names import local_part, memory_tensors
+from rondo.models.scaling import OF_A_SCALE
 from rondo.models.units import drop_copies
 from rondo.runtime.errors import CorruptData
 
@@ -67,13 +68,16 @@ def load_training_state(
 
 
 def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What changes in an optimizer beside tensors, as JSON values."""
-    return {"format": FORMAT, "lr": [float(group["lr"]) for group in optimizer.param_groups]}
+    """What changes in an optimizer beside tensors, as JSON values; with a loss scale, also that (`scaling.py`)."""
+    scale = {name: value for name, value in optimizer.param_groups[0].items() if name in OF_A_SCALE}
+    return {"format": FORMAT, "lr": [float(group["lr"]) for group in optimizer.param_groups]} | scale
 
 
 def set_options(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     for group, lr in zip(optimizer.param_groups, state["lr"], strict=True):
         group["lr"] = lr
+    first = optimizer.param_groups[0]
+    first |= {name: state[name] for name in OF_A_SCALE if name in first and name in state}
 
 
 def random_states(model: Any) -> dict[str, torch.Tensor]:

@@ -332,7 +332,7 @@ class ActorRole:
     async def _copying(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What reads the trainer's tensors and changes none, beside the compute thread. On a thread that nobody joins: after an
         error it may hang in a collective with a peer that is gone."""
-        call = functools.partial(function, *args, **kwargs)
+        call = functools.partial(self._trainer.beside, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._copier, call)
 
     async def _judge_gap(self, metrics: dict[str, Any]) -> None:

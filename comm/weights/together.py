@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rondo.comm.weights.manifest import BUCKET_BYTES
 from rondo.comm.weights.slab import SlotWriter, WeightSlab
 from rondo.comm.weights.sums import bucket_sum
+from rondo.runtime.memory.to_host import to_host
 
 _STRETCH_BUCKETS = 16
 """How many are written from one meeting of the ranks to the next: 256 MiB, copied in longer than ranks take to meet."""
@@ -97,4 +98,4 @@ def _copy(tensor: torch.Tensor, into: torch.Tensor) -> None:
         if any(start[1:]) or shape[1:] != tensor.shape[1:]:
             raise AssertionError(f"a tensor must be cut along its first dimension alone, got {mine.placements}")
         place, mine = place[start[0] : start[0] + shape[0]], mine.to_local()
-    place.copy_(mine)
+    to_host(place, mine)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rondo.launch.groups import RoleGroup
 from rondo.roles.config import JobConfig
 
-WIDTHS = {"float32": 4, "bfloat16": 2}
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT = 4
 _PREFILL_TOKENS = 8192
 """Prompt tokens that the engine takes in one step."""
@@ -117,7 +117,11 @@ def training_bytes(config: JobConfig, shape: Shape, num_ranks: int) -> dict[str,
     parts = 1 if whole_encoders else num_shards
     held = -(-shape.decoder_parameters // num_shards) + -(-shape.encoder_parameters // parts)
     trained = -(-shape.trained_decoder // num_shards) + -(-shape.trained_encoders // parts)
-    found = {"weights": _FLOAT * held, "gradients": _FLOAT * trained, "moments": 2 * _FLOAT * trained}
+    found = {
+        "weights": _FLOAT * held,
+        "gradients": _FLOAT * trained,
+        "moments": 0 if train.offload_optimizer else 2 * _FLOAT * trained,
+    }
     if not alone:
         # Two units at a time, the next one coming while one computes, and the root's from forward to backward; in the backward
         # the gradients of one unit, and of the root.

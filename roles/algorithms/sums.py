@@ -60,8 +60,10 @@ class LossSums:
 
     def metrics(self) -> dict[str, float]:
         """How many tokens and samples, the means of all other sums over the tokens, and the greatest of the rest."""
-        sums = {name: float(value) for name, value in self.sums.items()}
+        # Read back at once: a device is waited for once a step, not once a figure.
+        read = torch.stack([*self.sums.values(), *self.maxes.values()]).tolist()
+        sums = dict(zip(self.sums, read, strict=False))
         tokens = max(1.0, sums["tokens"])
         means = {name: value / tokens for name, value in sums.items() if name not in ("tokens", "samples")}
         counts = {name: sums[name] for name in ("tokens", "samples")}
-        return counts | means | {name: float(value) for name, value in self.maxes.items()}
+        return counts | means | dict(zip(self.maxes, read[len(sums) :], strict=True))

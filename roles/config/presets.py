@@ -22,11 +22,14 @@ def full_size(parameters: float, *, ranks: int, device_gib: float = 80, **settin
     """`TrainConfig(**settings)` for a model of so many `parameters`, a copy of which is cut over `ranks` devices of `device_gib`
     each; of what `settings` name themselves, nothing is changed.
 
-    Layers are computed again in the backward, micro-batches are long and logits come in small chunks.
+    Layers are computed again in the backward, micro-batches are long and logits come in small chunks. Where weights, gradients
+    and moments would take more than half of a device, the moments lie in host memory.
     """
+    state_bytes = 16 * parameters / ranks
     found = {
         "activation_checkpointing": True,
         "micro_batch_tokens": _TOKENS,
         "log_prob_chunk_tokens": _CHUNK_TOKENS,
+        "offload_optimizer": state_bytes > device_gib * 2**30 / 2,
     }
     return TrainConfig(**found | settings)

@@ -75,9 +75,14 @@ class TrainConfig(OptimizerConfig):
     mesh: MeshConfig = MeshConfig()
     """How the processes that train share copies of the model."""
     activation_checkpointing: bool = False
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of forward and backward; weights and optimizer keep float32. "auto" is bfloat16 where the actor has devices, else
-    float32."""
+    """Layers keep their inputs alone, and are computed again in the backward."""
+    compile: bool = False
+    """The decoder's layers run as torch.compile makes them."""
+    offload_optimizer: bool = False
+    """Adam's moments, 8 bytes a parameter, lie in host memory, and pass through the device once an optimizer step."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of forward and backward; weights and optimizer keep float32. "auto" is bfloat16 where the actor has devices, else float32.
+    With float16 the loss is scaled, and an update whose gradient overflows is skipped."""
     save_every: int | None = Field(None, ge=1)
     """A checkpoint after every so many steps; the last step always makes one."""
     keep_checkpoints: int = Field(2, ge=1)

@@ -18,10 +18,10 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,16 @@ from rondo.models.optimizer import learning_rate, make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.parts import freeze
 from rondo.models.published import own_weights, published_shapes
+from rondo.models.scaling import LossScale
 from rondo.models.state import load_training_state, training_state
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import JobConfig, OptimizerConfig, TrainConfig
 from rondo.roles.engines.embedded.shared_weights import Lent
 from rondo.roles.training.determinism import settle
+from rondo.runtime.memory.to_host import host_bytes
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Key = tuple[int, ...]
 """(group, sample, part) of a row."""
 
@@ -104,7 +108,9 @@ def open_model(config: JobConfig, path: str, mesh: Mesh, *, device: str, dtype: 
 def make_ready(model: Any, train: TrainConfig) -> Any:
     """`model` as it trains: parts of it frozen, in the precision of the settings."""
     freeze(model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters)
-    return parallel.compute_in(model, train.dtype, activation_checkpointing=train.activation_checkpointing)
+    return parallel.compute_in(
+        model, train.dtype, activation_checkpointing=train.activation_checkpointing, compiled=train.compile
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +139,33 @@ class Backend(Generic[AnyObjective]):
         mini_batches: int = 1,
         passes: int = 1,
         publishes: str = "float32",
+        offload: bool = False,
+        scales: bool = False,
         lent: Lent | None = None,
         beside: Backend[Any] | None = None,
     ) -> None:
         """model: cut over `mesh`, or whole. num_steps: of the learning rate's schedule. mini_batches, passes: of a step.
-        publishes: the dtype of published weights. lent: the model to the engine of this process. beside: a backend of the same
-        model, which rests while this one is used, and whose mesh and groups it takes (collective without)."""
+        publishes: the dtype of published weights. offload: moments lie in host memory. scales: the loss, as float16 needs it.
+        lent: the model to the engine of this process. beside: a backend of the same model, which rests while this one is used,
+        and whose mesh, groups, offload and scales it takes (collective without)."""
         self.model, self.objective = model, objective
         self.mesh: Mesh = beside.mesh if beside is not None else mesh or Mesh()
         self.device = next(model.parameters()).device
         self.lent = lent
         self._settings, self._num_steps, self._publishes = optimizer, num_steps, publishes
         self._mini_batches, self._passes = mini_batches, passes
+        self._offload: bool = offload if beside is None else beside._offload
         self.optimizer = make_optimizer(
-            model, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, eps=optimizer.eps
-        )
+            model, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, eps=optimizer.eps,
+            offload=self._offload,
+        )  # fmt: skip
+        tokens = optimizer.micro_batch_tokens
+        self._scales: bool = scales if beside is None else beside._scales
+        self._scale = LossScale(self.optimizer, micro_batch_tokens=tokens) if self._scales else None
         self._at_rest = AtRest()
         self._groups: Groups = beside._groups if beside is not None else Groups.beside(self.mesh)
         self._parameters = list(model.parameters())  # as they are between two forwards
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._sums: LossSums | None = None
         self._trained: list[Span] = []
         self._updates: list[Update] = []
@@ -170,7 +185,7 @@ class Backend(Generic[AnyObjective]):
             self._uses[key] = use.passes + 1
         parallel.set_last(self.model, last)
         sums = self.objective.sums(self.model, rows, use)
-        sums.loss.backward()
+        (sums.loss if self._scale is None else sums.loss * self._scale.value).backward()
         self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()
         if use.passes == 0:
             self._trained += spans
@@ -195,7 +210,7 @@ class Backend(Generic[AnyObjective]):
             raise AssertionError("update needs at least one accumulated round")
         total = self._sums.reduced(dist.group.WORLD if self.mesh.size > 1 else None)
         denominator = self.objective.denominator(total)
-        parallel.scale_gradients(self.model, 1 / denominator)
+        parallel.scale_gradients(self.model, 1 / (denominator * (1 if self._scale is None else self._scale.value)))
         grad_norm = parallel.clip_grad_norm(self.model, self._settings.clip_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
@@ -203,11 +218,18 @@ class Backend(Generic[AnyObjective]):
             self.lent.moves()
         if math.isfinite(grad_norm):
             self.optimizer.step()
+        if self._scale is not None:
+            self._scale.after(math.isfinite(grad_norm))
         made = Update(total, float(total.loss) / denominator, grad_norm)
         self._updates.append(made)
         parallel.discard_gradients(self.model)
         self._sums = None
         return made
+
+    def is_lost(self, made: Update) -> bool:
+        """Whether its gradient is not finite, and a smaller loss scale would not mend that."""
+        mends = self._scale is not None and not self._scale.is_least and math.isfinite(made.loss)
+        return not math.isfinite(made.grad_norm) and not mends
 
     def finish(self, step: int) -> tuple[dict[str, float], list[Span]]:
         """The step's last update (collective). Metrics of the whole step, and every row that it trained, as spans.
@@ -228,6 +250,7 @@ class Backend(Generic[AnyObjective]):
             "lr": self.lr(step),
             "skipped": float(sum(not math.isfinite(norm) for norm in norms)),
             "num_updates": float(len(updates)),
+            **({} if self._scale is None else {"loss_scale": self._scale.value}),
             **metrics,
             "loss": sum(made.loss for made in updates) / len(updates),
         }, spans
@@ -245,14 +268,15 @@ class Backend(Generic[AnyObjective]):
         if self.mesh.size == 1:
             return list(tuples)
         mine = torch.tensor(tuples, dtype=dtype, device=self.device).reshape(-1, width)
-        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.mesh.size)]
-        dist.all_gather(counts, torch.tensor([len(mine)], device=self.device))
-        longest = int(max(counts))
-        padded = torch.full((longest, width), -1, dtype=dtype, device=self.device)
+        gathered = torch.zeros(self.mesh.size, dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(gathered, torch.tensor([len(mine)], device=self.device))
+        counts = gathered.tolist()
+        padded = torch.full((max(counts), width), -1, dtype=dtype, device=self.device)
         padded[: len(mine)] = mine
-        parts = [torch.empty_like(padded) for _ in range(self.mesh.size)]
-        dist.all_gather(parts, padded)
-        return [found for part, count in zip(parts, counts, strict=True) for found in part[: int(count)].tolist()]
+        parts = padded.new_empty(self.mesh.size * len(padded), width)
+        dist.all_gather_into_tensor(parts, padded)
+        of_ranks = parts.view(self.mesh.size, -1, width).tolist() if len(padded) else [[]] * self.mesh.size
+        return [found for part, count in zip(of_ranks, counts, strict=True) for found in part[:count]]
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Each value summed over all ranks (collective)."""
@@ -267,7 +291,8 @@ class Backend(Generic[AnyObjective]):
     def rest(self) -> None:
         """Between two steps: weights, unless they are lent, and moments lie in host memory until `wake`, and can be read there
         (collective, on any thread, in turn with `weights`: on return the devices of all ranks are free). Idempotent."""
-        moments = (each for state in self.optimizer.state.values() for each in state.values() if each.ndim)
+        states = () if self._offload else self.optimizer.state.values()
+        moments = (each for state in states for each in state.values() if each.ndim)
         weights = resident(self.model) if self.lent is None else ()
         on_device = (each for each in (*weights, *map(own_part, moments)) if each.device == self.device)
         self._at_rest.leave(on_device)
@@ -280,8 +305,19 @@ class Backend(Generic[AnyObjective]):
 
     # ---- what lasts -------------------------------------------------------------------------------------------------
 
+    def beside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function` gives, which reads tensors that `state` or `weights` named, on another thread while the next step's
+        forwards run: its copies have a stream of their own, behind what had been computed when those were asked for."""
+        with torch.cuda.stream(self._copies):
+            return function(*args, **kwargs)
+
+    def _named(self) -> None:
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's shard, optimizer and random states; no collective."""
+        self._named()
         return training_state(self.model, self.optimizer)
 
     def load_state(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -292,8 +328,7 @@ class Backend(Generic[AnyObjective]):
         thread."""
         crc = 0
         for parameter in self._parameters:
-            shard = local_part(parameter.detach())
-            part = bucket_sum(shard.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            part = bucket_sum(host_bytes(local_part(parameter.detach())))
             crc = zlib.crc32(part.to_bytes(4, "little"), crc)
         return crc
 
@@ -310,6 +345,7 @@ class Backend(Generic[AnyObjective]):
         """(disk name, what this rank gives of it) of all that is published; the ranks of one copy give all of it (collective over
         `publishing`). Asked for between two forwards; the next may run while they are iterated on another thread, but not the
         optimizer."""
+        self._named()
         return own_weights(self.model, self._publishes, beside=self.publishing)
 
     def shapes(self) -> dict[str, torch.Tensor]:

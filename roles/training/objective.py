@@ -68,7 +68,7 @@ def open_policy(
     return Backend(
         make_ready(model, train), PolicyObjective(config, packing, device, over_ranks=world_size > 1), train,
         num_steps=config.num_steps, mesh=mesh, mini_batches=train.optimizer_steps_per_batch, passes=train.epochs,
-        publishes=config.model.dtype, lent=lent,
+        publishes=config.model.dtype, offload=train.offload_optimizer, scales=train.dtype == "float16", lent=lent,
     )  # fmt: skip
 
 

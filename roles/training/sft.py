@@ -16,7 +16,6 @@ cannot be used is left out, told once, and counted; the next one of the order ta
 from __future__ import annotations
 
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from rondo.models.mesh import Mesh
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.algorithms.sums import LossSums
-from rondo.roles.config import DataConfig, JobConfig, SftConfig
+from rondo.roles.config import DataConfig, JobConfig, SftConfig, TrainConfig
 from rondo.roles.data.cursor import Cursor, Order
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.data.prompts import check_demonstration, encode_answer, render_prompt, without_media_section
@@ -82,15 +81,23 @@ def open_sft(config: JobConfig, path: str, *, world_size: int, device: str) -> B
     seed(config.seed, mesh.rank)
     model, _ = open_model(config, path, mesh, device=device)
     assert config.sft is not None
-    return backend_of(make_ready(model, config.train), config.sft, mesh=mesh)
+    return backend_of(make_ready(model, config.train), config.sft, mesh=mesh, train=config.train)
 
 
 def backend_of(
-    model: Any, config: SftConfig, *, mesh: Mesh | None = None, beside: Backend[Any] | None = None
+    model: Any,
+    config: SftConfig,
+    *,
+    mesh: Mesh | None = None,
+    train: TrainConfig = TrainConfig(),  # noqa: B008  # frozen
+    beside: Backend[Any] | None = None,
 ) -> Backend[AnswerLoss]:
     """Over a model that is cut over `mesh`, with an optimizer of its own (collective without `beside`, whose model it is)."""
     objective = AnswerLoss(model, config.log_prob_chunk_tokens)
-    return Backend(model, objective, config, num_steps=config.steps, mesh=mesh, beside=beside)
+    return Backend(
+        model, objective, config, num_steps=config.steps, mesh=mesh, offload=train.offload_optimizer,
+        scales=train.dtype == "float16", beside=beside,
+    )  # fmt: skip
 
 
 def fine_tune(
@@ -130,7 +137,7 @@ def fine_tune(
             backend.accumulate(step, rows, (), last=number == len(rounds) - 1)
         made = backend.update(step)
         backend.discard()
-        if not math.isfinite(made.grad_norm):
+        if backend.is_lost(made):
             raise Fatal(f"the gradient of sft step {step} must be finite, got norm {made.grad_norm}. Lower sft.lr")
         num_tokens = sum(sequence.response for sequence in batch)
         figures = {"step": step, "loss": made.loss, "lr": backend.lr(step), "grad_norm": made.grad_norm}

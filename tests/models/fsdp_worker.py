@@ -107,13 +107,15 @@ def mesh_of(dp_replicate: int = 1) -> Mesh:
     return Mesh.open(MeshConfig(dp_replicate=dp_replicate), dist.get_world_size())
 
 
-def sharded(path: str, *, replay: bool = False, dp_replicate: int = 1, **options: Any) -> tuple[Any, Any]:
+def sharded(
+    path: str, *, replay: bool = False, dp_replicate: int = 1, offload: bool = False, **options: Any
+) -> tuple[Any, Any]:
     dtype = options.get("dtype", "float32")
     cut = functools.partial(parallel.shard, mesh=mesh_of(dp_replicate), param_dtype=dtype)
     model = load_model(path, cut=cut)
     if replay:
         enable_replay(model)
-    return parallel.compute_in(model, **options), make_optimizer(model, lr=LR, eps=EPS)
+    return parallel.compute_in(model, **options), make_optimizer(model, lr=LR, eps=EPS, offload=offload)
 
 
 def steps(model: Any, optimizer: Any, which: range = range(3), **options: Any) -> list[list[float]]:
@@ -260,7 +262,7 @@ def in_meshes() -> None:
         whole(model, name)
         if dist.get_rank() == 0:
             save_file(gradients, OUT / f"{name}.gradients.safetensors")
-        others, other = sharded(DENSE, dp_replicate={1: 4, 2: 1, 4: 2}[dp_replicate])
+        others, other = sharded(DENSE, dp_replicate={1: 4, 2: 1, 4: 2}[dp_replicate], offload=True)
         checkpoint.load(OUT / name / "step_000002", others, other)
         facts[name] = {
             "held": held, "told": told, "published": published, "next": steps(model, optimizer, range(2, 3)),
@@ -301,7 +303,7 @@ def whole_gradients(model: Any) -> dict[str, torch.Tensor]:
 def on_two() -> None:
     facts: dict[str, Any] = {
         "dense": trained("dense", DENSE),
-        "recomputed": trained("recomputed", DENSE, activation_checkpointing=True),
+        "recomputed": trained("recomputed", DENSE, activation_checkpointing=True, offload=True),
         "moe": trained("moe", MOE),
         "replayed": trained("replayed", MOE, replay=True, activation_checkpointing=True),
         "bfloat16": trained("bfloat16", DENSE, dtype="bfloat16"),

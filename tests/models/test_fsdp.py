@@ -146,6 +146,12 @@ def test_a_mixture_of_experts_goes_from_mesh_to_mesh_to_one_process_with_its_mom
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-6)
 
 
+def test_recomputed_layers_and_moments_in_host_memory_change_no_bit(run: Run) -> None:
+    plain, found = (load_file(run.out / f"{name}.safetensors") for name in ("dense", "recomputed"))
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert run.facts["dense"] == run.facts["recomputed"]
+
+
 def test_two_ranks_that_recompute_replay_experts_as_one_process_does(run: Run) -> None:
     told, weights = run.alone(run.moe, replay=True)
     assert [loss for loss, _ in run.facts["replayed"]] == pytest.approx([loss for loss, _ in told], rel=1e-5)

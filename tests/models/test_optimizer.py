@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers as hf
 
+from rondo.models import offload
 from rondo.models.optimizer import learning_rate, make_optimizer
-from tests.models.builders import SIZES, tiny
+from rondo.models.state import load_training_state, training_state
+from tests.models.builders import SIZES, tiny, train_step
 
 
 def test_steps_are_those_of_plain_adamw_and_vectors_do_not_decay() -> None:
@@ -30,6 +32,30 @@ def test_steps_are_those_of_plain_adamw_and_vectors_do_not_decay() -> None:
         plain.step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_in_host_memory_make_the_same_steps_to_the_bit_and_go_on_from_the_others_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "PIECE_ELEMENTS", 5000)  # some tensors are larger, some pieces hold many
+    models = [tiny("qwen3") for _ in range(2)]
+    plain, offloaded = (
+        make_optimizer(model, lr=1e-2, weight_decay=0.1, offload=number == 1) for number, model in enumerate(models)
+    )
+    assert isinstance(offloaded, offload.OffloadedAdamW) and not isinstance(plain, offload.OffloadedAdamW)
+    optimizers = [plain, offloaded]
+    for step in range(3):
+        told = [train_step(model, optimizer, step) for model, optimizer in zip(models, optimizers, strict=True)]
+        assert told[0] == told[1]
+        states = [training_state(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+        assert all(torch.equal(states[0][0][name], states[1][0][name]) for name in states[0][0])
+        if step == 1:  # each goes on with what the other has, and would stop at what it has not
+            models = [tiny("qwen3") for _ in range(2)]
+            optimizers = [
+                make_optimizer(model, lr=1.0, weight_decay=0.1, offload=not i) for i, model in enumerate(models)
+            ]
+            for model, optimizer, (tensors, state) in zip(models, optimizers, states, strict=True):
+                load_training_state(model, optimizer, tensors, state)
 
 
 def test_biases_and_norms_do_not_decay_whatever_their_shape() -> None:

@@ -81,9 +81,7 @@ def test_recomputed_layers_give_equal_gradients_and_run_twice(param_dtype: str) 
 
 
 def test_recomputation_needs_layers() -> None:
-    with pytest.raises(
-        ConfigError, match=r"must have decoder layers to recompute, got none in Linear\. Set it to False"
-    ):
+    with pytest.raises(ConfigError, match=r"must have decoder layers to act on, got none in Linear\. Set it to False"):
         parallel.compute_in(torch.nn.Linear(2, 2), activation_checkpointing=True)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from rondo.models.load import load_model, prepare
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
+from rondo.models.scaling import LossScale
 from rondo.roles.config import (
     AlgorithmConfig,
     DataConfig,
@@ -143,6 +145,48 @@ def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
     again.accumulate(0, rows(2), [[1, 0, 0, 1]], last=True)
     again.finish(1)
     assert again.checksum() == after != before
+
+
+def test_float16_trains_as_float32_does_on_a_scaled_loss_and_skips_what_overflows(model: str) -> None:
+    config, half = job(model), job(model)
+    half = half.model_copy(update={"train": half.train.model_copy(update={"dtype": "float16"})})
+    exact, made = trainer(config, model), trainer(half, model)
+    group = made.optimizer.param_groups[0]
+    assert group["loss_scale"] == 2.0**16 / half.train.micro_batch_tokens
+    told = []
+    for backend in (exact, made):
+        backend.accumulate(0, rows(0), [[0, 0, 0, 6]], last=True)
+        told.append(backend.finish(0)[0])
+    assert told[1]["grad_norm"] == pytest.approx(told[0]["grad_norm"], rel=0.02)
+    assert (told[1]["loss_scale"], told[1]["skipped"]) == (1024.0, 0.0) and "loss_scale" not in told[0]
+    before = [parameter.clone() for parameter in made.model.parameters()]
+    group["loss_scale"] = 2.0**60
+    made.accumulate(1, rows(1), [[0, 0, 0, 6]], last=True)
+    metrics, _ = made.finish(1)
+    assert (metrics["skipped"], metrics["loss_scale"]) == (1.0, 2.0**59)
+    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
+
+
+def test_the_scale_grows_after_many_finite_gradients_falls_no_further_than_it_helps_and_is_part_of_the_state(
+    model: str,
+) -> None:
+    config = job(model)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"dtype": "float16"})})
+    made = trainer(config, model)
+    scale = LossScale(made.optimizer, micro_batch_tokens=4096)
+    seen = [scale.value]
+    for finite in (*[True] * 199, False, *[True] * 200):
+        scale.after(finite)
+        seen += [scale.value] if scale.value != seen[-1] else []
+    assert seen == [16.0, 8.0, 16.0]
+    scale.after(True)
+    tensors, state = made.state()
+    other = trainer(config, model)
+    other.load_state({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(state)))
+    assert other.optimizer.param_groups[0]["loss_scale"] == 16.0 and other.optimizer.param_groups[0]["num_finite"] == 1
+    for _ in range(100):
+        scale.after(False)
+    assert scale.is_least and scale.value > 0
 
 
 def test_a_discarded_step_leaves_no_trace(model: str) -> None:

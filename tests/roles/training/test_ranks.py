@@ -115,6 +115,20 @@ def hosts(made: Policy) -> set[int]:
     return {host.untyped_storage().data_ptr() for host in made._at_rest._hosts.values()}
 
 
+def scaled(path: str, rank: int) -> list[dict[str, float]]:
+    """What two steps in float16 told; in the first one the gradient of the second rank's rows alone overflows."""
+    config = job(path)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"dtype": "float16"})})
+    made, told = open_policy(config, path, world_size=2, device="cpu"), []
+    for step in range(2):
+        mine = batch(step, old_log_probs=None)[rank * 4 : rank * 4 + 4]
+        if step == 0 and rank == 1:
+            mine = [replace(row, advantages=row.advantages * 1e9) for row in mine]
+        made.accumulate(step, mine, [[at, 0, 0, 1] for at in range(4)], last=True)
+        told.append(made.finish(step)[0])
+    return told
+
+
 def whole(made: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in full_tensors(made.model)}
 
@@ -257,6 +271,7 @@ def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
     facts: dict[str, Any] = {name: trained(name, path, rank, 2) for name in CASES}
     facts["settled"] = settled(path, rank, store, out)
     facts["scored"] = scored(path, rank, Mesh.open(MeshConfig(), 2))
+    facts["scaled"] = scaled(path, rank)
     seen: list[dict[str, float]] = []
     # 3 demonstrations of 3 rounds over 2 ranks: one rank runs dummies. Only rank 1 asks to stop.
     config = config_of(folder, steps=9, batch_size=3, micro_batch_tokens=20)
@@ -290,6 +305,13 @@ def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, mode
     for (metrics, spans), (wanted, every) in zip(first["told"], alone["told"], strict=True):
         assert spans == every == [[at, 0, 0, 1] for at in range(8)]
         assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_a_gradient_that_overflows_on_one_rank_is_skipped_and_halves_the_scale_on_both(two: Any) -> None:
+    first, second = (found["scaled"] for found in two.ranks)
+    assert [(step["skipped"], step["loss_scale"]) for step in first] == [(1.0, 512.0), (0.0, 512.0)]
+    assert [(step["skipped"], step["loss_scale"]) for step in second] == [(1.0, 512.0), (0.0, 512.0)]
+    assert 0 < first[1]["grad_norm"] == second[1]["grad_norm"] < float("inf")
 
 
 def test_two_ranks_that_hold_a_shard_each_score_and_take_new_weights_as_one_does_also_without_rows(

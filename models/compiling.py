@@ -1,0 +1,42 @@
+"""torch.compile by block: each decoder layer's forward is compiled by itself.
+
+Owns what is compiled, and whether this machine can. Layers of one kind share their code, so that it is made once for all of them;
+lengths are symbols in it, since no two micro-batches are as long. What gathers a layer's weights, lends it copies or computes it
+again stays around it. Attention over a flat batch stays outside too: its blocks are others in every micro-batch.
+
+    check_compiler("cuda:0"); compile_layers(layers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from rondo.models.shared_prompts import stay_outside_of_graphs
+from rondo.runtime.errors import ConfigError
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """In place: what their `forward` is now is compiled when it is first called."""
+    stay_outside_of_graphs()
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def check_compiler(device: str | torch.device) -> None:
+    """ConfigError where torch.compile makes no code for `device` on this machine. Takes seconds."""
+    try:
+        torch.compile(_tried, dynamic=True)(torch.ones(2, device=device))
+    except Exception as error:  # whatever a compiler, or its absence, raises
+        told = str(error).strip().splitlines()
+        raise ConfigError(
+            f"train.compile must be False where torch.compile has no working compiler for {device}, got True "
+            f"({type(error).__name__}: {told[0] if told else 'no message'}). Install one (g++ for the CPU, Triton and gcc for a "
+            "GPU), or set it to False"
+        ) from error
+
+
+def _tried(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) + x
