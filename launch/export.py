@@ -17,15 +17,10 @@ def main(source: Path, out: Path, dtype: str, checkpoint: str | None = None) -> 
     if out.exists():
         raise ConfigError(f"OUT must be a folder that is not there yet, got {out}. Remove it, or name another")
     run, found = checkpoint_of(source, checkpoint)
-    write(run, found, out.absolute(), dtype)
-    print(f"{out}: {found.name} of {run.name} in {dtype}")
-    return 0
-
-
-def write(run: Path, checkpoint: Path, out: Path, dtype: str) -> None:
-    """The weights of a checkpoint of `run` as the folder `out`."""
     told = str(read_json(run / "prepared.json")["model_path"])
     local = run / told  # what was built lies in the run directory, wherever that is by now
     from rondo.models.checkpoint import export  # loads torch
 
-    export(checkpoint, out, str(local) if local.is_dir() else told, dtype=dtype)
+    export(found, out.absolute(), str(local) if local.is_dir() else told, dtype=dtype)
+    print(f"{out}: {found.name} of {run.name} in {dtype}")
+    return 0

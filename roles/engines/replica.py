@@ -132,7 +132,8 @@ class Replica:
     async def _idle(self) -> None:
         """Where the trainer needs the memory: until what the step could do without has ended too."""
         async with waiting("engine to end", peer="engine", deadline_s=STALL_S):
-            while self._job.rests and self._generates():  # noqa: ASYNC110  # the count of any engine, which has no event
+            # One that is asked to leave may never come to its end. Any engine has this count, and none an event of it.
+            while self._job.rests and self._generates() and not self._ctx.stopping.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
 
     def _build(

@@ -92,7 +92,8 @@ async def test_a_replica_in_turn_with_the_trainer_gives_its_memory_once_it_has_n
     job = SimpleNamespace(
         config=job_of(model), model_path=model, device="cpu", takes_turns=True, rests=False, lent=None, turns=Turns()
     )
-    replica = Replica(cast(Any, SimpleNamespace(compute=compute, span=noted)), cast(Any, job))
+    stopping = asyncio.Event()
+    replica = Replica(cast(Any, SimpleNamespace(compute=compute, span=noted, stopping=stopping)), cast(Any, job))
     await replica.open(contextlib.AsyncExitStack())
     engine = cast(EmbeddedEngine, replica.engine)
     engine._slots.add(request("a", 7, 3))
@@ -102,6 +103,12 @@ async def test_a_replica_in_turn_with_the_trainer_gives_its_memory_once_it_has_n
     making = asyncio.create_task(job.turns.make_room())
     await asyncio.sleep(0)
     assert not making.done() and [wait.name for wait in pending()] == ["engine to end"]
+    stopping.set()  # it may never have an end then
+    await making
+    assert not engine.asleep
+    stopping.clear()
+    making = asyncio.create_task(job.turns.make_room())
+    await asyncio.sleep(0)
     while engine._slots.has_work:
         engine._slots.step()
     await making
