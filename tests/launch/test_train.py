@@ -48,7 +48,7 @@ def prepared(config, name, options, nursery, groups):
 def fails(*_, **__):
     raise TimeoutError("it takes too long")
 
-train._supervise, train._prepared = supervise, prepared
+train._supervise, train.prepared = supervise, prepared
 for name in sys.argv[3:]:
     setattr(train, name, fails)
 sys.exit(cli.main(["train", sys.argv[2], "--plain"]))
