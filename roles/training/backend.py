@@ -31,6 +31,7 @@ from rondo.comm.weights.sums import bucket_sum
 from rondo.models import checkpoint, parallel
 from rondo.models.acceptance import accept
 from rondo.models.at_rest import AtRest, own_part, resident
+from rondo.models.host_memory import give_back_freed
 from rondo.models.load import load_model
 from rondo.models.mesh import Mesh
 from rondo.models.names import local_part
@@ -100,6 +101,8 @@ def open_model(config: JobConfig, path: str, mesh: Mesh, *, device: str, dtype: 
     """The model with the weights at `path` in `dtype`, cut over `mesh` and filled (collective); how it wants sequences. It
     computes in float32 until it is told otherwise, and all of it is trained."""
     settle(config)
+    if mesh.ranks is not None:
+        give_back_freed()
     cut = functools.partial(parallel.shard, mesh=mesh, param_dtype=config.train.dtype, encoders=config.train.encoders)
     model = load_model(path, dtype=dtype, device=device, attn=config.model.attn, cut=cut)
     return model, accept(model, attn=config.model.attn, dtype=config.train.dtype)
