@@ -1,5 +1,5 @@
-"""What test_fsdp.py starts with OUT and the folders of a dense model and of two with experts: trains and saves on two ranks, and
-on four in several meshes, and writes what it saw as JSON. Ranks are forked off this process once it has loaded torch and
+"""What test_fsdp.py starts with OUT and the folders of a dense model and of three with experts: trains and saves on two ranks,
+and on four in several meshes, and writes what it saw as JSON. Ranks are forked off this process once it has loaded torch and
 transformers, which takes seconds."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from rondo.models import checkpoint, filling, parallel
+from rondo.models import checkpoint, filling, parallel, random_weights
 from rondo.models.config import MeshConfig
 from rondo.models.load import empty_model, load_model
 from rondo.models.logprobs import response_log_probs
@@ -39,7 +39,7 @@ from rondo.runtime.checkpoints import NoRoom
 from tests.models.builders import EPS, LR, RAGGED, STEPS, new_slab, sequences, train_step, written
 
 OUT = Path(sys.argv[1])
-DENSE, MOE, FUSED = sys.argv[2:5]
+DENSE, MOE, FUSED, DRAWN = sys.argv[2:6]
 SLAB = new_slab(empty_model(MOE))
 """All ranks have it, forked off this process."""
 SCORED = pack(sequences(RAGGED, seed=9))
@@ -100,6 +100,27 @@ def bytes_read() -> dict[str, Any]:
         told[name] = {"parts": [float(part) for part in every], "whole": everywhere(whole)}
     filling.safe_open = safe_open
     return told
+
+
+def drawn_alike() -> bool:
+    """Whether random weights are the same in two meshes as in one process, and this rank draws about its part of them."""
+    alone = dict(parallel.full_tensors(load_model(DRAWN)))
+    normal, most = random_weights._normal, 0
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal most
+        found = normal(*arguments)
+        most += found.numel()
+        return found
+
+    random_weights._normal, same = counted, True
+    for dp_replicate in (1, 2):
+        most, cut = 0, functools.partial(parallel.shard, mesh=mesh_of(dp_replicate))
+        tensors = dict(parallel.full_tensors(load_model(DRAWN, cut=cut)))
+        part = most * 4 / dp_replicate / sum(tensor.numel() for tensor in alone.values())
+        same = same and part < 1.05 and all(torch.equal(tensors[key], alone[key]) for key in alone)
+    random_weights._normal = normal
+    return everywhere(same)
 
 
 @functools.cache
@@ -268,7 +289,7 @@ def in_meshes() -> None:
             "held": held, "told": told, "published": published, "next": steps(model, optimizer, range(2, 3)),
             "next of another": steps(others, other, range(2, 3)),
         }  # fmt: skip
-    facts["read"] = bytes_read()
+    facts["read"], facts["drawn alike"] = bytes_read(), drawn_alike()
     experts_from_mesh_to_mesh()
     if dist.get_rank() == 0:
         (OUT / "meshes.json").write_text(json.dumps(facts))

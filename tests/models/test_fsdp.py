@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rondo.models import checkpoint, parallel
+from rondo.models import checkpoint, parallel, random_weights
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
@@ -50,7 +50,10 @@ class Run:
         self.fused.mkdir()
         qwen3_vl.build(self.fused, num_experts=3, vision_layers=1)
         self.whole, self.whole_optimizer = self.saved_by_one()
-        folders = map(str, (self.out, self.dense, self.moe, self.fused))
+        self.drawn = folder / "drawn"
+        self.drawn.mkdir()
+        random_weights.build(self.drawn, config=self.moe, seed=3)
+        folders = map(str, (self.out, self.dense, self.moe, self.fused, self.drawn))
         command = [sys.executable, str(Path(__file__).with_name("fsdp_worker.py")), *folders]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
@@ -129,6 +132,10 @@ def test_each_of_four_ranks_reads_its_part_of_the_files_alone(run: Run, name: st
     assert read["whole"]
     assert 0.9 < sum(read["parts"]) <= 1
     assert max(read["parts"]) < most  # 3 experts over 4 ranks: one has none, the others a third each
+
+
+def test_random_weights_are_the_same_model_in_every_mesh_and_each_rank_draws_its_part_alone(run: Run) -> None:
+    assert json.loads((run.out / "meshes.json").read_text())["drawn alike"]
 
 
 def test_a_mixture_of_experts_goes_from_mesh_to_mesh_to_one_process_with_its_moments(run: Run) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rondo.models import random_weights
 from rondo.models.config import ModelConfig
 from rondo.models.load import (
     empty_model,
@@ -20,7 +22,7 @@ from rondo.models.load import (
     prepare,
     tensors_of,
 )
-from rondo.models.names import unknown_tensors
+from rondo.models.names import disk_shapes, unknown_tensors
 from rondo.models.tiny import qwen3
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import folder_of
@@ -199,6 +201,32 @@ def test_a_device_that_is_asked_for_is_the_one_of_whatever_names_none(
         load_model(str(folder), device="cuda:3")
     load_model(str(folder))
     assert chosen == ["cuda:3"]
+
+
+def test_a_folder_of_random_weights_loads_as_any_and_holds_none(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "source", "qwen3_moe")
+
+    def made(name: str, **arguments: object) -> Any:
+        build = {"build": random_weights.build, "build_args": {"config": source} | arguments}
+        path = prepare(ModelConfig(**build), tmp_path / name)
+        assert not list(Path(path).glob("*.safetensors"))
+        assert num_parameters(path)[1] == len(disk_shapes(load_model(source))) or "num_hidden_layers" in arguments
+        return load_model(path)
+
+    one, usual = made("one", seed=1), load_model(source)
+    assert one.lm_head.weight is one.model.embed_tokens.weight
+    for (name, tensor), (_, other) in zip(one.named_parameters(), usual.named_parameters(), strict=True):
+        spread = 0.1 if tensor.ndim > 1 else 0.0  # the config's, and ones for norms
+        assert float(tensor.detach().std()) == pytest.approx(spread, rel=0.1), name
+        assert tensor.shape == other.shape and (tensor.ndim > 1 or torch.equal(tensor, other)), name
+    before = torch.get_rng_state()
+    again, others = made("again", seed=1), made("others", seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(map(torch.equal, one.parameters(), again.parameters()))
+    assert not torch.equal(one.lm_head.weight, others.lm_head.weight)
+    short = made("short", seed=1, num_hidden_layers=1)
+    assert len(short.model.layers) == 1 and torch.equal(short.model.norm.weight, one.model.norm.weight)
+    assert torch.equal(short.model.layers[0].mlp.experts.down_proj, one.model.layers[0].mlp.experts.down_proj)
 
 
 def test_the_dtype_is_the_one_asked_for(folder: Path) -> None:
