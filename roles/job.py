@@ -98,7 +98,7 @@ async def _open(ctx: WorkerContext) -> Job:
 async def _order(ctx: WorkerContext) -> TurnsTold | TurnsFollowed:
     """In which this rank's roles take turns."""
     store = await asyncio.to_thread(ctx.connect_store)
-    return TurnsFollowed(store, cleans=ctx.rank == 1) if ctx.rank else TurnsTold(store)
+    return TurnsFollowed(store, ctx.world_size - 1) if ctx.rank else TurnsTold(store)
 
 
 def _roles(run_dir: Path) -> dict[str, set[str]]:

@@ -28,8 +28,6 @@ from rondo.runtime.waits import waiting
 
 _IDLE = datetime.timedelta(days=20)
 """Of one wait for the next turn: longer than a run has nothing to do, and no more milliseconds than 31 bits hold."""
-_KEPT = 64
-"""Turns that the store keeps. Ranks are never so far apart: of two turns behind each other one has a collective in it."""
 
 
 class Store(Protocol):
@@ -38,6 +36,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
+    def add(self, key: str, number: int, /) -> int: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -55,14 +54,14 @@ class TurnsTold:
 
 class TurnsFollowed:
     """The side of any other rank, on its event loop. `store`: a connection of its own, which a thread waits on as long as the
-    process lives. `cleans`: of one rank, which takes out of the store what all have seen."""
+    process lives. `num_others`: the ranks that follow; the last one that has read a turn takes it out of the store."""
 
-    def __init__(self, store: Store, *, cleans: bool) -> None:
+    def __init__(self, store: Store, num_others: int) -> None:
         self._told: deque[tuple[str, Any]] = deque()
         self._asking: dict[str, asyncio.Future[Any]] = {}
         self._free = True
         self._failed: Exception | None = None
-        args = (store, cleans, asyncio.get_running_loop())
+        args = (store, num_others, asyncio.get_running_loop())
         threading.Thread(target=self._read, args=args, name="turns", daemon=True).start()
 
     async def take(self, name: str) -> Any:
@@ -99,14 +98,16 @@ class TurnsFollowed:
             asked.set_exception(error)
         self._asking.clear()
 
-    def _read(self, store: Store, cleans: bool, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self, store: Store, num_others: int, loop: asyncio.AbstractEventLoop) -> None:
         number = 0
         try:
             while not loop.is_closed():
-                store.wait([f"turn/{number}"], _IDLE)
-                loop.call_soon_threadsafe(self._hear, *orjson.loads(store.get(f"turn/{number}")))
-                if cleans and number >= _KEPT:
-                    store.delete_key(f"turn/{number - _KEPT}")
+                turn, seen = f"turn/{number}", f"seen/{number}"
+                store.wait([turn], _IDLE)
+                loop.call_soon_threadsafe(self._hear, *orjson.loads(store.get(turn)))
+                if store.add(seen, 1) == num_others:
+                    store.delete_key(turn)
+                    store.delete_key(seen)
                 number += 1
         except Exception as error:  # noqa: BLE001  # whatever it is, it belongs to whoever waits for a turn
             if not loop.is_closed():
