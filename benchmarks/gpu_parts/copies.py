@@ -30,6 +30,7 @@ from benchmarks.gpu_parts.training import timed
 from rondo.comm.weights.publisher import Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
+from rondo.comm.weights.together import other_part
 from rondo.roles.training.objective import open_policy
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.memory.segments import Segment
@@ -74,31 +75,30 @@ def work(options: Options, device: str, folder: Path, settings: dict[str, Any]) 
     forwards()
     trainer.finish(0)  # there are moments now
     tensors, _ = trainer.state()
-    weights = [(tensor.nbytes, name) for name, tensor in trainer.weights()]
+    weights = trainer.shapes().values()
     sizes = {
         "snapshot": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-        "publication": sum(num_bytes for num_bytes, _ in weights),
+        "publication": sum(tensor.nbytes for tensor in weights),
     }
     pinned = pinned_rate(device, sizes["snapshot"])
     with (
         memory("snapshot", snapshot_bytes(sizes["snapshot"], len(tensors))) as held,
-        memory("slab", slab_bytes(sizes["publication"], max(1, len(weights)), _VERSIONS)) as shared,
+        memory("slab", slab_bytes(sizes["publication"], len(weights), _VERSIONS), trainer.publishing) as shared,
     ):
         snapshot, slab = HotSnapshot(held), WeightSlab(shared, _VERSIONS)
-        publisher = Publisher(slab) if rank == 0 else None
+        publisher = Publisher(slab, beside=trainer.publishing) if rank == 0 else None
         versions = itertools.count(1)
 
         def save() -> None:
             snapshot.write(next(versions), *trainer.state())
 
         def publish(tensors: Any = None) -> None:
-            tensors = tensors or trainer.weights()
-            if publisher is None:
-                for _ in tensors:
-                    pass  # its part of the gathering
-            else:
-                version = next(versions)
+            tensors, version = tensors or trainer.weights(), next(versions)
+            if publisher is not None:
                 publisher.copy(version % _VERSIONS, attempt=0, version=version, tensors=tensors)
+            else:
+                assert trainer.publishing is not None
+                other_part(slab, tensors, trainer.publishing, attempt=0, version=version)
 
         def both_beside() -> None:
             state, live = trainer.state(), trainer.weights()
@@ -131,10 +131,18 @@ def work(options: Options, device: str, folder: Path, settings: dict[str, Any]) 
     return found | {"step_s": middle["step"], "beside_s": middle["beside"], "hidden": hidden, "pinned_gb_s": pinned}
 
 
-def memory(name: str, num_bytes: int) -> Segment:
-    """As the supervisor makes it: its pages are there."""
-    descriptor = os.memfd_create(name)
-    os.posix_fallocate(descriptor, 0, num_bytes)
+def memory(name: str, num_bytes: int, group: dist.ProcessGroup | None = None) -> Segment:
+    """As the supervisor makes it: its pages are there. With a group all of its ranks have the first one's."""
+    if group is None or dist.get_rank(group) == 0:
+        descriptor = os.memfd_create(name)
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        place = torch.tensor([os.getpid(), descriptor])
+    else:
+        place = torch.zeros(2, dtype=torch.int64)
+    if group is not None:
+        dist.broadcast(place, group=group, group_src=0)
+        if dist.get_rank(group):
+            descriptor = os.open(f"/proc/{int(place[0])}/fd/{int(place[1])}", os.O_RDWR)
     return Segment(name, num_bytes, descriptor)
 
 

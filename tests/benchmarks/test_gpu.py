@@ -90,8 +90,10 @@ def test_the_quick_start_and_several_ranks_run(tmp_path: Path) -> None:
     found = measured(quick_start)
     assert found["seconds"]["ended"] > found["seconds"]["first step"] > 0 and found["summary"]["samples_lost"] == 0
     folder = shapes.write_model(tmp_path / "model", shapes.TINY)
-    settings = {"attn": "sdpa", "shape": asdict(shapes.TINY), "micro_batch_tokens": 256}
+    shape = {"shape": asdict(shapes.TINY)}
+    settings = shape | {"attn": "sdpa", "micro_batch_tokens": 256}
     assert ranks.run(training.work, CPU, folder, settings, num_ranks=2)["packed"]["tokens_s"] > 0
+    assert ranks.run(copies.work, CPU, folder, shape | {"tokens": 256}, num_ranks=2)["publication"]["gb_s"] > 0
 
 
 def test_marked_tests_are_found_and_counted(tmp_path: Path) -> None:
