@@ -78,10 +78,18 @@ async def running(how: Launch, aside: Path) -> AsyncIterator[SGLangClient]:
 
 @asynccontextmanager
 async def path(
-    client: SGLangClient, folder: Path, aside: Path, way: Any, pause: Any = "retract", *, checksums: bool = True
+    client: SGLangClient,
+    folder: Path,
+    aside: Path,
+    way: Any,
+    pause: Any = "retract",
+    *,
+    checksums: bool = True,
+    device: str = "cpu",
 ) -> AsyncIterator[ServerWeights]:
+    """`device`: this process's own, from which a process group sends."""
     config = SGLangConfig(urls=(client.url,), weights=way, pause=pause, checksums=checksums)
-    weights = ServerWeights(config, client, folder=aside / "weights", model_path=str(folder))
+    weights = ServerWeights(config, client, folder=aside / "weights", model_path=str(folder), device=device)
     await weights.open()
     try:
         yield weights
@@ -97,7 +105,7 @@ def memcpy_s(num_bytes: int) -> float:
 
 
 async def measure_paths(
-    client: SGLangClient, folder: Path, aside: Path, repetitions: int, ways: Sequence[str] = WAYS
+    client: SGLangClient, folder: Path, aside: Path, repetitions: int, ways: Sequence[str] = WAYS, device: str = "cpu"
 ) -> dict[str, dict[str, float]]:
     both = versions(folder)
     num_bytes = sum(tensor.nbytes for tensor in both[0].values())
@@ -106,7 +114,7 @@ async def measure_paths(
     for way in ways:
         for checksums in (True, False):
             seen: dict[str, list[float]] = {"total_s": [], "paused_s": [], "memcpy_s": []}
-            async with path(client, folder, aside, way, checksums=checksums) as weights:
+            async with path(client, folder, aside, way, checksums=checksums, device=device) as weights:
                 for repetition in range(repetitions + 1):
                     number += 1
                     copied_s = memcpy_s(num_bytes)

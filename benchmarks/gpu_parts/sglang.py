@@ -66,7 +66,8 @@ async def _measure(options: Options, folder: Path, aside: Path, tell: Tell) -> N
                 continue
             repetitions = 1 if options.tiny else 3
             try:
-                found["paths"] |= await sglang_weights.measure_paths(client, folder, aside, repetitions, [way])
+                device = "cuda:0" if options.num_devices > 1 else "cpu"  # the server has the last one
+                found["paths"] |= await sglang_weights.measure_paths(client, folder, aside, repetitions, [way], device)
             except Exception as error:  # noqa: BLE001  # this way's outcome; the others go on
                 traceback.print_exc()
                 found["paths"][way] = {"error": f"{type(error).__name__}: {error}"}

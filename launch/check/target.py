@@ -65,19 +65,19 @@ def place(groups: Sequence[RoleGroup], target: Target) -> list[Placed] | str:
         wanted, size = group.processes * group.devices, target.num_devices
         if not wanted:
             placed.append(Placed(name, group, {0: group.processes}))
-        elif wanted <= size:
+        elif wanted <= size or group.devices > size:
             node = next((node for node, number in enumerate(free) if number >= wanted), None)
             if node is None:
                 return f"{name} finds no node with {wanted} free"
             free[node] -= wanted
-            placed.append(Placed(name, group, {node: wanted}))
+            placed.append(Placed(name, group, {node: group.processes}))
         else:
             whole = [node for node, number in enumerate(free) if number == size][: -(-wanted // size)] if size else []
             if not whole or wanted % size or len(whole) * size < wanted:
                 return f"{name} with {wanted} takes whole nodes, of which {len(whole)} are free"
             for node in whole:
                 free[node] = 0
-            placed.append(Placed(name, group, dict.fromkeys(whole, size)))
+            placed.append(Placed(name, group, dict.fromkeys(whole, size // group.devices)))
     return placed
 
 

@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[Make, str, str]] = {
     "qwen3_8b_text_colocate": (full_size.qwen3_8b, "text", "8,190,735,360"),
     "qwen3_vl_8b": (full_size.qwen3_vl_8b, "image", "8,767,123,696"),
     "qwen3_vl_8b_colocate": (full_size.qwen3_vl_8b, "image", "8,767,123,696"),
+    "qwen3_32b": (full_size.qwen3_32b, "text", "32,762,123,264"),
     "qwen3_omni_30b": (full_size.qwen3_omni_30b, "omni", "31,719,205,488"),
 }
 """Name of the example -> (its model, kind of rows, the model's parameters)."""
@@ -34,6 +35,7 @@ PLACES = {
     "qwen3_8b_text_colocate": ["actor 8, on 8 of 8"],
     "qwen3_vl_8b": ["actor 4, rollout 4, advantages 1, on 8 of 8"],
     "qwen3_vl_8b_colocate": ["actor 8, on 8 of 8"],
+    "qwen3_32b": ["rollout 1, advantages 1, on 8 of 8", "actor 8, on 8 of 8"],
     "qwen3_omni_30b": ["actor 8, advantages 1, on 8 of 8", "rollout 8, on 8 of 8"],
 }
 QUICK = {"qwen3_8b_text", "qwen3_vl_8b_colocate"}

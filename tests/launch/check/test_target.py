@@ -59,6 +59,13 @@ def test_a_group_larger_than_a_node_takes_whole_nodes() -> None:
     assert (found["actor-0"], found["rollout-0"]) == ({0: 8, 1: 8}, {2: 1})
 
 
+def test_a_process_of_several_devices_is_one_process_and_on_one_node() -> None:
+    group = RoleGroup(name="rollout", roles=("rollout",), replicas=3, devices=4)
+    found = place((group,), Target(2, 8, 80 * GIB, 500 * GIB))
+    assert [dict(replica.processes) for replica in found if not isinstance(replica, str)] == [{0: 1}, {0: 1}, {1: 1}]
+    assert place((group,), Target(8, 2, 80 * GIB, 500 * GIB)) == "rollout-0 finds no node with 4 free"
+
+
 @pytest.mark.parametrize(
     ("rollouts", "ranks", "num_nodes", "why"),
     [
