@@ -84,8 +84,7 @@ async def _open(ctx: WorkerContext) -> Job:
     has_actor_fwd = any("actor_fwd" in each for each in roles.values())
     others_read = has_actor_fwd or config.num_pinned > 0
     lent = asyncio.get_running_loop().create_future() if lends else None
-    releases = config.train.release_memory
-    rests = takes_turns and (device != "cpu" and config.rollout.endpoint is None if releases is None else releases)
+    rests = takes_turns and config.trainer_rests(on_device=device != "cpu")
     scores = not roles.get(ctx.role_group, set()).isdisjoint(SCORING)
     order = await _order(ctx) if scores and ctx.world_size > 1 else None
     return Job(

@@ -171,6 +171,10 @@ def segment_bytes(
         found["hot snapshots"] = _SNAPSHOTS * versions
     if config.train.save_every is not None:
         found["checkpoint being written"] = versions
+    trains = config.group_of("actor")
+    turns = trains is not None and trains is config.group_of("rollout") and config.max_staleness == 0
+    if trains is not None and turns and config.trainer_rests(on_device=trains.devices > 0):
+        found["trainer at rest"] = versions
     if rings:
         longest = group_bytes(config, routed_bytes(config, shape))
         found["one step of the longest samples"] = config.rollout.prompts_per_step * longest

@@ -163,6 +163,11 @@ class JobConfig(Section):
         embedded, same = self.rollout.sglang is None, self.model.dtype == "float32"
         return embedded and same and self.train.optimizer_steps_per_batch == 1
 
+    def trainer_rests(self, *, on_device: bool) -> bool:
+        """Whether a trainer that generates in turn with its training, in one process, gives its memory meanwhile."""
+        chosen = self.train.release_memory
+        return on_device and self.rollout.endpoint is None if chosen is None else chosen
+
     def demonstrated(self) -> DataConfig:
         """How the prompts of the warm-up's demonstrations are written."""
         assert self.sft is not None

@@ -289,6 +289,10 @@ def test_shared_memory_that_does_not_fit_is_told_with_the_numbers(make: Make) ->
 def test_a_checkpoint_that_is_written_beside_training_is_counted_once(make: Make) -> None:
     found = segment_bytes(make("train.save_every=2"), 1000, 0)
     assert found["checkpoint being written"] == 12 * 1000 == found["hot snapshots"] / 2
+    assert "trainer at rest" not in found
+    group = "[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'devices': 1}]"
+    turns = make(f"groups={group}", "max_staleness=0", "algorithm.kl_coef=0")
+    assert segment_bytes(turns, 1000, 0)["trainer at rest"] == 12 * 1000
 
 
 def test_segments_are_counted_for_every_rank_that_writes(make: Make) -> None:
