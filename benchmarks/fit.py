@@ -7,11 +7,12 @@ backend: loaded from a folder, one step of 8 micro-batches a rank, one version c
 snapshot. A rank's memory is its RssAnon + RssShmem above what it had before it loaded; each rank is sampled every few
 milliseconds, and the greatest counts, of each part of a step too. What it must hold: 16 bytes a parameter over the ranks of a
 copy (weights, gradients, two moments), twice the largest unit (gathered, and its gradient), and the activations of a micro-batch
-by `rondo check`'s formula. The slab is another process's memory, as in a run; its pages count for the ranks that touch them.
+as `rondo check` traces them. The slab is another process's memory, as in a run; its pages count for the ranks that touch them.
 
 The whole model takes minutes and 16 GB on two cores; `--layers 10`, of 0.19 billion parameters, a third.
 
-The last line is JSON: `load_ratio`, `step_ratio` and `publish_ratio`.
+The last line is JSON: `load_ratio`, `step_ratio`, `publish_ratio`, and in `trace_error` how far what was traced before is from a
+step's peak, as a part of it.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ import torch.distributed as dist
 from rondo.comm.weights.publisher import Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.together import other_part
-from rondo.launch.check.estimate import training_bytes
-from rondo.launch.check.shape import shape_of
+from rondo.launch.check.trace import Tracer
 from rondo.models.config import MeshConfig, ModelConfig
 from rondo.models.hf_folder import write_folder
 from rondo.models.load import empty_model
 from rondo.models.names import disk_groups
 from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.models.units import decoder_layers
 from rondo.roles.config import DataConfig, JobConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.objective import TrainRow, open_policy
@@ -50,6 +51,7 @@ from rondo.runtime.memory.segments import Segment
 
 NUM_RANKS, NUM_MICRO_BATCHES = 4, 8
 _EVERY_S = 0.004
+_TRACE = "import sys; from benchmarks.fit import Path, trace; trace(Path(sys.argv[1]), *map(int, sys.argv[2:]))"
 _WRITE = "import sys; from benchmarks.fit import Path, write_model; write_model(Path(sys.argv[1]), int(sys.argv[2]))"
 
 
@@ -62,15 +64,21 @@ def reward(response: str, label: str, *, prompt: str, metadata: dict[str, object
 
 
 def job(folder: Path, replicas: int, num_rows: int, num_tokens: int) -> JobConfig:
-    size = num_rows * num_tokens
+    size, half = num_rows * num_tokens, num_tokens // 2
     return JobConfig(
         name="fit", num_steps=1, model=ModelConfig(path=str(folder)), data=DataConfig(rows=rows, label="answer"),
         reward=RewardConfig(function=reward),
-        rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=8),
+        rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_prompt_tokens=half, max_new_tokens=half),
         train=TrainConfig(
             mesh=MeshConfig(dp_replicate=replicas), micro_batch_tokens=size, log_prob_chunk_tokens=size, hot_snapshot=False
         ),
     )  # fmt: skip
+
+
+def trace(folder: Path, replicas: int, num_rows: int, num_tokens: int) -> None:
+    """What a rank would hold in a step, as JSON."""
+    found = Tracer(job(folder, replicas, num_rows, num_tokens), str(folder)).of("actor", NUM_RANKS)
+    print(json.dumps(found.parts))
 
 
 def write_model(folder: Path, layers: int) -> None:
@@ -218,20 +226,23 @@ def main() -> None:
         out = Path(temporary)
         subprocess.run([sys.executable, "-c", _WRITE, temporary, str(options.layers)], check=True)
         config = job(out / "model", replicas, options.rows, options.tokens)
-        shape = shape_of(empty_model(str(out / "model")))
-        num_bytes = slab_bytes(4 * shape.parameters, 1000, 1)
+        arguments = [str(out / "model"), *map(str, (replicas, options.rows, options.tokens))]
+        traced = json.loads(subprocess.check_output([sys.executable, "-c", _TRACE, *arguments]))
+        model = empty_model(str(out / "model"))
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+        parameters = sum(p.numel() for p in model.parameters())
+        num_bytes = slab_bytes(4 * parameters, 1000, 1)
         descriptor = os.memfd_create("weights")
         os.posix_fallocate(descriptor, 0, num_bytes)
         with Segment("weights", num_bytes, descriptor) as slab:
             fork(out, lambda: train(config, options.rows, options.tokens, slab, out))
         told = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-    computed = training_bytes(config, shape, NUM_RANKS)
-    activations = computed["activations"] + computed["log-prob chunk"]
-    largest = 4 * max(shape.layer_parameters, shape.root_parameters)
-    must = 16 * shape.parameters // shards + 2 * largest + activations
+    activations = traced["activations"] + traced["logits"]
+    largest = 4 * max(*layers, parameters - sum(layers))
+    must = 16 * parameters // shards + 2 * largest + activations
     mib = 1 << 20
-    print(f"{shape.parameters:,} parameters on {options.mesh} ranks; a rank must hold {must // mib:,} MiB, of which:")
-    of = {"shards": 16 * shape.parameters // shards, "twice a unit": 2 * largest, "activations": activations}
+    print(f"{parameters:,} parameters on {options.mesh} ranks; a rank must hold {must // mib:,} MiB, of which:")
+    of = {"shards": 16 * parameters // shards, "twice a unit": 2 * largest, "activations": activations}
     print("  " + ", ".join(f"{name} {size // mib:,}" for name, size in of.items()))
     peaks = dict[str, int]()
     for name in told[0]:
@@ -240,7 +251,9 @@ def main() -> None:
         whole = name.partition(":")[0]
         peaks[whole] = max(peaks.get(whole, 0), peak)
     ratios = {f"{name}_ratio": round(peak / must, 3) for name, peak in peaks.items()}
-    print(json.dumps(ratios | {"must_bytes": must, "peak_bytes": peaks, "parameters": shape.parameters}))
+    print("traced before: " + ", ".join(f"{name} {size // mib:,}" for name, size in traced.items()))
+    ratios["trace_error"] = round(sum(traced.values()) / peaks["step"] - 1, 3)
+    print(json.dumps(ratios | {"must_bytes": must, "peak_bytes": peaks, "parameters": parameters}))
 
 
 if __name__ == "__main__":

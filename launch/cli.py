@@ -217,9 +217,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     add("--kill", action="append", default=[], metavar="ROLE[@STEP]", help=text)
     verb("sft", sft, "Fine-tune on demonstrations only.", config, plain)
     verb("check", check, "Look for what would go wrong; starts nothing.", config)
-    machines = verbs.choices["check"].add_argument_group(
-        "other machines than this one", "what a run would take there, by estimate"
-    )
+    machines = verbs.choices["check"].add_argument_group("other machines than this one", "what a run would take there")
     machines.add_argument("--nodes", type=int, metavar="N", help="equal machines (default 1)")
     machines.add_argument("--devices", type=int, metavar="D", help="accelerators of each, 0 for none")
     machines.add_argument("--device-gib", type=float, metavar="GIB", help="memory of an accelerator")

@@ -220,8 +220,7 @@ def empty_model(path: str) -> Any:
     """
     config = load_config(path)
     try:
-        with torch.device("meta"):
-            model = _auto_class(config).from_config(config, dtype=torch.float32)
+        model = without_memory(config)
     except ValueError as error:
         raise ConfigError(
             f"model.path must name a causal LM or a model of a multimodal family ({_known_types()}), got {path!r} of model type "
@@ -230,6 +229,12 @@ def empty_model(path: str) -> Any:
     if names := tensors_of(path):
         named_as(model, names)
     return model
+
+
+def without_memory(config: Any, dtype: str = "float32") -> Any:
+    """The modules of a config on the meta device. ValueError for one that transformers' auto classes do not know."""
+    with torch.device("meta"):
+        return _auto_class(config).from_config(config, dtype=DTYPES[dtype])
 
 
 def _auto_class(config: Any) -> Any:

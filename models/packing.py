@@ -39,7 +39,7 @@ from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.rotations import check_length, longest_alike
 from rondo.models.routing import Routes
-from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out, share_prompts, why_apart
+from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out, share_prompts, share_prompts_as, why_apart
 from rondo.models.trials import Failed, differs, logits_of, trial
 from rondo.runtime.errors import ConfigError
 
@@ -134,6 +134,14 @@ class Packing:
             tokens, media = family.dummy(model.config)
             dummy = Sequence(tokens, 0, media)
         return cls(*ways, dummy, placeholder_ids(model), longest_alike(model), type(model).__name__, chosen(model).name)
+
+    @classmethod
+    def alike(cls, model: Any, other: Any | None) -> Packing:
+        """As `of`, but nothing is tried: what was found out of `other`, a model of the same kind, holds for `model`; None: it
+        would pass every trial."""
+        share_prompts_as(model, other)
+        _alone[model] = "" if other is None else why_alone(other)
+        return cls.of(model)
 
     def pack(self, sequences: Ordered[Sequence], *, train: bool = False) -> PackedBatch:
         """The batch of these sequences; with `train` every tower has work in it. ConfigError as from `pack`, and for a sequence

@@ -339,22 +339,33 @@ def other_attention(model: Any) -> str:
     return f"its layers are {', '.join(others)}" if others else ""
 
 
+def share_prompts_as(model: Any, other: Any | None) -> None:
+    """What was found out of `other`, a model of the same kind, holds for `model`; None: it would pass every trial."""
+    _apart[model] = other_attention(model) if other is None else why_apart(other)
+    if not _apart[model]:
+        _attend_with(model, NAME)
+
+
 def _tried(model: Any) -> str:
     """Switches the attention of `model`, and back where two samples of a prompt, beside each other and another prompt, have other
     logits than alone."""
-    inner = next(
-        (name for name in model.config.sub_configs if getattr(model.config, name) is model.config.get_text_config()),
-        None,
-    )
-    model.set_attn_implementation(NAME if inner is None else {inner: NAME})
+    _attend_with(model, NAME)
     try:
         with trial(model):
             problem = _compared(model, _calls.setdefault(model, set()))
     except Failed as error:
         problem = str(error)
     if problem:
-        model.set_attn_implementation("sdpa" if inner is None else {inner: "sdpa"})
+        _attend_with(model, "sdpa")
     return problem
+
+
+def _attend_with(model: Any, name: str) -> None:
+    inner = next(
+        (each for each in model.config.sub_configs if getattr(model.config, each) is model.config.get_text_config()),
+        None,
+    )
+    model.set_attn_implementation(name if inner is None else {inner: name})
 
 
 def _compared(model: Any, heard: set[Call]) -> str:

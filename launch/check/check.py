@@ -55,7 +55,7 @@ def require(
 ) -> Facts:
     """Checks all; ConfigError with every error, a line each, and a line said for every note. A model that is built stays in
     `folder`, for the run, and what was loaded in `nursery`, which loads `modules` for it meanwhile."""
-    seen = _look(config, folder, nursery, modules)
+    seen = _look(config, folder, nursery, modules, traces=False)
     findings = [*seen.findings, *judge(config, seen.facts, free_memory_bytes())]
     errors = [finding.text for finding in findings if finding.level == "error"]
     if errors:
@@ -70,7 +70,7 @@ def inspect(config: RunConfig, target: Target | None = None, nursery: Nursery | 
     """Looks at everything, for this machine or for those of `target`; never raises for what it finds. `nursery`: one that loads
     already; it ends with the look."""
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder, nursery or Nursery() as nursery:
-        seen = _look(config, Path(folder), nursery)
+        seen = _look(config, Path(folder), nursery, traces=True)
     if target is None:
         return [*seen.findings, *judge(config, seen.facts, free_memory_bytes())]
     return [*seen.findings, *_settings(config, seen.facts), *judge_target(config, target, seen.facts)]
@@ -257,7 +257,7 @@ def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
             "a run on several machines cannot be started"
         )
     elif facts.shape is not None and facts.device_bytes is not None:
-        yield from judge_devices(config, facts.shape, facts.device_bytes, "note")
+        yield from judge_devices(config, facts, facts.device_bytes)
 
 
 def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator[Finding]:
@@ -277,20 +277,21 @@ def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator
         yield ok(f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} that are free ({shown})")
 
 
-def _look(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str] = ()) -> Report:
-    """What other processes find, beside each other: the child, and one more that makes rows where functions do."""
+def _look(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str] = (), *, traces: bool) -> Report:
+    """What other processes find, beside each other: the child, and one more that makes rows where functions do. traces: memory,
+    also where there is plenty."""
     if not is_made(config):
-        return _in_child(config, folder, nursery, modules)
+        return _in_child(config, folder, nursery, modules, traces=traces)
     with Elsewhere(config) as other:
-        report = _in_child(config, folder, nursery, modules)
+        report = _in_child(config, folder, nursery, modules, traces=traces)
         if (found := report.facts.fingerprints) is not None:
             report.look(lambda: look_at_order(found, other), "data")
     return report
 
 
-def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str]) -> Report:
+def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str], *, traces: bool) -> Report:
     """Runs `child.py`; its crash is a finding like any other. A model that is built is written into `folder`."""
-    (folder / QUESTION).write_bytes(orjson.dumps(resolve(config)))
+    (folder / QUESTION).write_bytes(orjson.dumps({"config": resolve(config), "traces": traces}))
     job = Job("rondo.launch.check.child:main", (str(folder),), dict(os.environ), folder / "check.log")
     child: Forked | None = None
 

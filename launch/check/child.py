@@ -1,7 +1,8 @@
 """The part of the check that needs torch, transformers, datasets or the user's code, in a process of its own.
 
-A job of the nursery. Reads a resolved config as JSON in FOLDER/question.json, writes one JSON object to FOLDER/answer.json:
-the `Report`. Owns no rule about numbers: it reports facts, and `check.py` judges them.
+A job of the nursery. Reads a resolved config as JSON in FOLDER/question.json, and whether memory is to be traced where there is
+plenty, writes one JSON object to FOLDER/answer.json: the `Report`. Owns no rule about numbers: it reports facts, and `check.py`
+judges them.
 
     Job("rondo.launch.check.child:main", (FOLDER,), environment, log)
 """
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rondo.launch.check.data import look_at_data
-from rondo.launch.check.findings import Report
+from rondo.launch.check.estimate import PREFILL, at_most, traces
+from rondo.launch.check.findings import Facts, Report
 from rondo.launch.check.own import look_at_own
 from rondo.launch.config import RunConfig, unresolve
 from rondo.roles.data.datasets import Row
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.reference import uncollected
+from rondo.runtime.memory.free import free_memory_bytes
+from rondo.runtime.reference import in_one_line, uncollected
 
 QUESTION = "question.json"
 ANSWER = "answer.json"
@@ -30,31 +33,34 @@ ANSWER = "answer.json"
 if TYPE_CHECKING:
     from rondo.models.families.family import Family
 
+_PLENTY = 10
 _ANSWERS = ("", "1")
 """What the reward function is given as answers to the rows that it is tried on, beside their labels."""
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    config = unresolve(orjson.loads((folder / QUESTION).read_bytes()))
-    report = Report()
-
-    def look_at_rows() -> list[Row]:
-        tokenizers: list[Any] = []
-        rows: list[Row] = []
-        report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
-        report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
-        return rows
-
-    report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
-    report.look(lambda: look_at_workflow(config), "rollout.workflow")
-    look_at_own(config, report)
+    question = orjson.loads((folder / QUESTION).read_bytes())
+    config, report = unresolve(question["config"]), Report()
     if any(group.devices for group in config.groups):
         import torch
 
         report.facts.num_devices = num = torch.cuda.device_count()
         if num:
             report.facts.device_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
+
+    def look_at_rows() -> list[Row]:
+        tokenizers: list[Any] = []
+        rows: list[Row] = []
+        report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
+        report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
+        if question["traces"] or not plenty(config, report.facts):
+            look_at_memory(config, report)
+        return rows
+
+    report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
+    report.look(lambda: look_at_workflow(config), "rollout.workflow")
+    look_at_own(config, report)
     (folder / ANSWER).write_bytes(report.to_json())
 
 
@@ -158,6 +164,37 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
     needs_template = any(data.apply_chat_template for data in config.named_data().values())
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
     report.look(lambda: look_at_stops(config, path, report, tokenizers[0]), "rollout.stop")
+
+
+def look_at_memory(config: RunConfig, report: Report) -> None:
+    """What processes would hold, traced; a note says what cannot be."""
+    if report.facts.model_path is None or report.facts.shape is None:
+        return
+    from rondo.launch.check.trace import Tracer
+
+    tracer = Tracer(config, report.facts.model_path)
+    for group in config.groups:
+        for name in traces(config, group):
+            if name in report.facts.traced:
+                continue
+            num_ranks = 1 if name == PREFILL else group.processes
+            try:
+                report.facts.traced[name] = tracer.of(name, num_ranks, longer=bool(group.devices))
+            except Exception as error:  # noqa: BLE001 - code of any family, which may look at values that no fake tensor has
+                report.add(
+                    "note", f"the memory of {group.name} is not judged: {name} cannot be traced ({in_one_line(error)})"
+                )
+
+
+def plenty(config: RunConfig, facts: Facts) -> bool:
+    """Whether nothing needs a trace: even more than it could take fits many times over."""
+    if facts.shape is None:
+        return True
+    most = at_most(config, facts.shape)
+    on_host = sum(group.replicas * group.processes for group in config.groups if not group.devices)
+    free, _ = free_memory_bytes()
+    devices = facts.device_bytes is None or _PLENTY * most <= facts.device_bytes
+    return devices and _PLENTY * most * on_host <= free
 
 
 def look_at_stops(config: RunConfig, path: str, report: Report, tokenizer: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 import orjson
 from pydantic import TypeAdapter
 
-from rondo.launch.check.estimate import Shape
+from rondo.launch.check.estimate import Shape, Traced
 from rondo.roles.data.fingerprints import Fingerprint
 from rondo.runtime.errors import RondoError
 from rondo.runtime.reference import in_one_line, in_users_words
@@ -39,6 +39,8 @@ class Facts:
     num_tensors: int | None = None
     max_positions: int | None = None
     shape: Shape | None = None
+    traced: dict[str, Traced] = field(default_factory=dict)
+    """What processes would hold, by what they do."""
     num_devices: int | None = None
     device_bytes: int | None = None
     """Memory of the smallest device of this machine."""

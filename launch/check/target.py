@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from rondo.launch.check.estimate import Estimate, Shape, group_estimate, routed_bytes
+from rondo.launch.check.estimate import COMPUTED, OFFLOADED, Shape, Sizes, held_by, routed_bytes
 from rondo.launch.check.findings import Facts, Finding, error, note, ok
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
@@ -111,34 +110,52 @@ def judge_target(config: RunConfig, target: Target, facts: Facts) -> Iterator[Fi
             "`rondo train` starts all groups on one machine: a run on several nodes is judged, but cannot be started"
         )
     if facts.shape is not None:
-        yield from judge_devices(config, facts.shape, target.device_bytes, "error")
+        yield from judge_devices(config, facts, target.device_bytes)
         for node in range(target.num_nodes):
             yield _judge_node(config, target, facts, facts.shape, placed, node)
 
 
-def judge_devices(
-    config: RunConfig, shape: Shape, device_bytes: int, level: Literal["note", "error"]
-) -> Iterator[Finding]:
-    """A finding for each group that computes on devices: "ok", or one of `level`."""
+def judge_devices(config: RunConfig, facts: Facts, device_bytes: int) -> Iterator[Finding]:
+    """Of each group that computes on devices: whether it fits, and what a process that trains sends and takes at most."""
     for group in config.groups:
-        if not group.devices or not _RUNS_A_MODEL & set(group.roles):
+        if not group.devices or not (held := sizes_of(config, facts, group)):
             continue
-        if group.roles == ("rollout",) and config.rollout.sglang is not None:
-            continue  # a server takes what it is told to, and refuses to start where its model has no room
-        estimate = group_estimate(config, shape, group)
-        needed = estimate.needed + _ON_DEVICE
-        shown = _show({**estimate.parts, "context": _ON_DEVICE})
-        if needed <= device_bytes:
-            text = (
-                f"{group.name} takes about {show_bytes(needed)} of {show_bytes(device_bytes)} on each device ({shown})"
+        held = (*held, Sizes(COMPUTED, {"context": _ON_DEVICE}))
+        needed = sum(each.needed for each in held)
+        if needed > device_bytes:
+            yield error(
+                f"a process of {group.name} must fit into the memory of its device, {show_bytes(device_bytes)}, got "
+                f"{show_bytes(needed)}: {_told(held)}. {_way_out(held, group)}"
             )
-            yield ok(text)
         else:
-            yield Finding(
-                level,
-                f"a process of {group.name} must fit into the memory of its device, {show_bytes(device_bytes)}, got about "
-                f"{show_bytes(needed)} by estimate ({shown}). {_way_out(estimate, group)}",
+            yield ok(
+                f"{group.name} takes {show_bytes(needed)} of {show_bytes(device_bytes)} on each device: {_told(held)}"
             )
+        if "actor" in group.roles:
+            yield from _training(config, facts, group, device_bytes - needed)
+
+
+def _training(config: RunConfig, facts: Facts, group: RoleGroup, room: int) -> Iterator[Finding]:
+    """What is known of a step. `room`: bytes that a rank has left."""
+    traced, prompt = facts.traced["actor"], config.rollout.max_prompt_tokens
+    if traced.token_bytes:
+        most = int(traced.tokens + room / traced.token_bytes)
+        most = min(most, facts.max_positions or most)
+        yield ok(
+            f"{group.name} has room for micro-batches, and so for samples, of up to {max(most, 0):,} tokens, responses of "
+            f"{max(most - prompt, 0):,} to a prompt of {prompt:,}: {show_bytes(int(traced.token_bytes))} a token, traced"
+        )
+    if traced.sent:
+        yield ok(
+            f"a rank of {group.name} sends {show_bytes(sum(traced.sent.values()))} in a step of {traced.num_micro_batches} "
+            f"micro-batches, and receives as much, traced: {_show(traced.sent)}"
+        )
+
+
+def sizes_of(config: RunConfig, facts: Facts, group: RoleGroup) -> tuple[Sizes, ...]:
+    """What a process of `group` holds; nothing where it is not known, or another process does it."""
+    assert facts.shape is not None
+    return held_by(config, facts.shape, facts.traced, group) or ()
 
 
 def segment_bytes(
@@ -212,8 +229,10 @@ def _judge_node(
         number = counts[group.name]
         heavy = bool(_RUNS_A_MODEL & set(group.roles))
         programs += number * ((_HEAVY if heavy else _LIGHT) + (workers if "rollout" in group.roles else 0))
+        if group.devices and "actor" in group.roles and config.train.offload_optimizer and "actor" in facts.traced:
+            computing += number * facts.traced["actor"].parts[OFFLOADED]
         if not group.devices:
-            computing += number * group_estimate(config, shape, group).needed
+            computing += number * sum(each.needed for each in sizes_of(config, facts, group))
     parts |= {"processes": programs, "computing on the CPU": computing}
     needed = sum(parts.values())
     if needed > target.memory_bytes:
@@ -227,13 +246,16 @@ def _judge_node(
     )
 
 
-def _way_out(estimate: Estimate, group: RoleGroup) -> str:
-    largest = max(estimate.parts, key=lambda name: estimate.parts[name])
+def _way_out(held: Sequence[Sizes], group: RoleGroup) -> str:
+    parts = Counter[str]()
+    for each in held:
+        parts.update(each.parts)
+    [(largest, _)] = parts.most_common(1)
     ways = {
         "activations": "Set train.activation_checkpointing=True, or lower train.micro_batch_tokens",
-        "log-prob chunk": "Lower train.log_prob_chunk_tokens",
+        "temporaries": "Lower train.micro_batch_tokens",
+        "logits": "Lower train.log_prob_chunk_tokens, or rollout.num_slots",
         "key-value cache": "Lower rollout.num_slots or rollout.max_new_tokens",
-        "logits": "Lower rollout.num_slots",
         "gradients": "Train fewer parameters (train.freeze, train.train_parameters), or use devices with more memory",
     }
     more = f"Raise the processes of {group.name}" if "actor" in group.roles else "Use devices with more memory"
@@ -246,3 +268,8 @@ def _nodes(target: Target) -> str:
 
 def _show(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
+
+
+def _told(held: Sequence[Sizes]) -> str:
+    """What is there, by how it is known."""
+    return "; ".join(f"{each.how} ({_show(each.parts)})" for each in held)

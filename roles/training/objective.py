@@ -58,15 +58,21 @@ def open_policy(
     config: JobConfig, path: str, *, world_size: int, device: str, lends: bool = False
 ) -> Backend[PolicyObjective]:
     """The policy of a job, with the weights at `path` (collective). lends: to the engine of this process, as `lent`."""
-    train = config.train
-    mesh = Mesh.open(train.mesh, world_size, device)
+    mesh = Mesh.open(config.train.mesh, world_size, device)
     seed(config.seed, mesh.rank)
     model, packing = open_model(config, path, mesh, device=device)
-    lent = Lent(model) if lends else None
+    return policy_of(config, model, packing, mesh, device, lent=Lent(model) if lends else None)
+
+
+def policy_of(
+    config: JobConfig, model: Any, packing: Packing, mesh: Mesh, device: str, lent: Lent | None = None
+) -> Backend[PolicyObjective]:
+    """The policy of a job with a `model` that is cut over `mesh` (collective)."""
+    train = config.train
     if train.router_replay:  # of the trainer's own model alone: an engine routes by itself
         enable_replay(model)
     return Backend(
-        make_ready(model, train), PolicyObjective(config, packing, device, over_ranks=world_size > 1), train,
+        make_ready(model, train), PolicyObjective(config, packing, device, over_ranks=mesh.size > 1), train,
         num_steps=config.num_steps, mesh=mesh, mini_batches=train.optimizer_steps_per_batch, passes=train.epochs,
         publishes=config.model.dtype, offload=train.offload_optimizer, scales=train.dtype == "float16", lent=lent,
     )  # fmt: skip

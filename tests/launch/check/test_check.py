@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rondo.launch.check import child as check_child
 from rondo.launch.check.check import Facts, inspect, judge, memory_order
-from rondo.launch.check.estimate import Blocks, Shape, generating_bytes, routed_bytes, training_bytes
+from rondo.launch.check.estimate import PREFILL, Shape, Traced, generating, held_by, routed_bytes
 from rondo.launch.check.findings import Finding
 from rondo.launch.check.target import group_bytes, segment_bytes
 from rondo.launch.config import RunConfig, load
@@ -140,8 +140,11 @@ def test_room_for_the_experts_of_every_token_is_counted_only_where_they_are_repl
     rules = coordinator_config(told, 10, wide.routed_bytes).rules
     assert rules.row_bytes == row_bytes(told.rollout, wide.routed_bytes) and "routed_experts" in rules.base_columns
     for cost, config in ((wide.routed_bytes, told), (0, plain)):
-        assert training_bytes(config, wide, 1).get("routed experts", 0) == cost * config.train.micro_batch_tokens
-        assert generating_bytes(config, wide).get("routed experts", 0) == cost * config.rollout.num_slots * 24
+        held = held_by(config, wide, {"actor": Traced("traced", {})}, config.groups[1])
+        assert held is not None
+        found = sum(each.parts.get("routed experts", 0) for each in held)
+        assert found == cost * config.train.micro_batch_tokens
+        assert generating(config, wide).parts.get("routed experts", 0) == cost * config.rollout.num_slots * 24
 
 
 def test_a_model_without_experts_cannot_replay_them(make: Make, tmp_path: Path) -> None:
@@ -239,16 +242,19 @@ def test_more_ranks_than_devices_are_told(make: Make) -> None:
     assert judged(config, replace(FACTS, num_devices=6)) == []
 
 
-def test_devices_of_this_machine_that_look_too_small_are_a_note_since_it_is_an_estimate(make: Make) -> None:
+def test_devices_of_this_machine_that_are_too_small_are_an_error(make: Make) -> None:
     config = make("groups.0.devices=1")
     shape = Shape(
-        vocab_size=100, decoder=Blocks(2, 8, 8, 4, 16), encoders=(), num_caching=2, decoder_parameters=1000,
-        encoder_parameters=0, trained_decoder=1000, trained_encoders=0, layer_parameters=300, root_parameters=400,
+        vocab_size=100, keys=4, num_caching=2, decoder_parameters=1000, encoder_parameters=0, trained_decoder=1000,
+        trained_encoders=0, widths=100,
     )  # fmt: skip
-    small, large = (replace(FACTS, num_devices=1, shape=shape, device_bytes=n * GIB) for n in (1, 2))
-    told = [finding for finding in judge(config, small, (8 * GIB, "the cgroup")) if finding.level == "note"]
-    assert told[-1].text.startswith("a process of rollout must fit into the memory of its device, 1.0 GiB, got about ")
-    assert judged(config, small) == judged(config, large) == []
+    facts = replace(FACTS, num_devices=1, shape=shape, traced={PREFILL: Traced("traced", {"prompts": GIB})})
+    small, large = (replace(facts, device_bytes=n * GIB) for n in (2, 3))
+    [error] = judged(config, small)
+    assert error.startswith(
+        "a process of rollout must fit into the memory of its device, 2.0 GiB, got 2.0 GiB: traced ("
+    )
+    assert judged(config, large) == []
 
 
 def test_samples_longer_than_the_models_positions_are_told(make: Make) -> None:

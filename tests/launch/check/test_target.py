@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rondo.launch.check.estimate import Blocks, Shape, generating_bytes, group_estimate, training_bytes
+from rondo.launch.check.estimate import PREFILL, Shape, Traced, at_most, generating, held_by, traces
 from rondo.launch.check.findings import Facts, Finding
 from rondo.launch.check.target import Target, judge_devices, judge_target, place, segment_bytes
 from rondo.launch.config import RunConfig, load
@@ -15,11 +16,18 @@ from rondo.roles.config import EvalConfig, SGLangConfig
 from tests.launch import configs
 
 GIB = 1 << 30
-BLOCKS = Blocks(num=2, hidden=8, queries=8, keys=4, feed_forward=16)
 SHAPE = Shape(
-    vocab_size=100, decoder=BLOCKS, encoders=(), num_caching=2, decoder_parameters=1000, encoder_parameters=400,
-    trained_decoder=600, trained_encoders=100, layer_parameters=300, root_parameters=400,
+    vocab_size=100, keys=4, num_caching=2, decoder_parameters=1000, encoder_parameters=400, trained_decoder=600,
+    trained_encoders=100, widths=500,
 )  # fmt: skip
+TRACED = {
+    "actor": Traced(
+        "traced", {"parameters": 8 * GIB, "activations": GIB}, {"all-gather": 3 * GIB}, 4, 4096, float(1 << 20)
+    ),
+    "reference": Traced("traced", {"parameters": 2 * GIB}),
+    PREFILL: Traced("traced", {"prompts": GIB}),
+}
+FACTS = Facts(num_parameters=1400, num_tensors=10, shape=SHAPE, traced=TRACED)
 
 
 def groups(rollouts: int, ranks: int) -> tuple[RoleGroup, ...]:
@@ -95,28 +103,6 @@ def test_several_nodes_are_noted_as_what_cannot_be_started(tmp_path: Path) -> No
     assert [finding.level for finding in two] == ["ok", "ok", "note"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "encoders", "weights", "gradients", "moments"),
-    [
-        (1, "replicate", 4 * 1400, 4 * 700, 8 * 700),
-        (2, "replicate", 4 * (500 + 400), 4 * (300 + 100), 8 * (300 + 100)),
-        (2, "shard", 4 * (500 + 200), 4 * (300 + 50), 8 * (300 + 50)),
-    ],
-)
-def test_training_holds_shards_of_weights_gradients_and_moments(
-    tmp_path: Path, ranks: int, encoders: str, weights: int, gradients: int, moments: int
-) -> None:
-    found = training_bytes(config_of(tmp_path, f"train.encoders={encoders}"), SHAPE, ranks)
-    assert (found["weights"], found["gradients"], found["moments"]) == (weights, gradients, moments)
-
-
-def test_recomputing_activations_takes_less_memory(tmp_path: Path) -> None:
-    kept = training_bytes(config_of(tmp_path), SHAPE, 1)["activations"]
-    recomputed = training_bytes(config_of(tmp_path, "train.activation_checkpointing=True"), SHAPE, 1)["activations"]
-    layer = BLOCKS.kept_bytes(4)
-    assert (kept, recomputed) == (4096 * 2 * layer, 4096 * (2 * 4 * 8 + layer))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_roles_in_one_process_lie_beside_each_other_and_an_engine_of_one_dtype_uses_the_trainers_weights(
     tmp_path: Path, dtype: str
@@ -124,38 +110,51 @@ def test_roles_in_one_process_lie_beside_each_other_and_an_engine_of_one_dtype_u
     config = config_of(tmp_path, f"model.dtype={dtype}")
     alone = [RoleGroup(name="a", roles=(role,)) for role in ("actor", "rollout", "reference")]  # type: ignore[arg-type]
     together = RoleGroup(name="a", roles=("actor", "rollout", "reference"))
-    parts = group_estimate(config, SHAPE, together).parts
-    copy = generating_bytes(config, SHAPE)["weights"] if dtype == "float32" else 0
-    assert sum(parts.values()) + copy == sum(sum(group_estimate(config, SHAPE, g).parts.values()) for g in alone)
+
+    def needed(group: RoleGroup) -> int:
+        held = held_by(config, SHAPE, TRACED, group)
+        assert held is not None
+        return sum(each.needed for each in held)
+
+    copy = generating(config, SHAPE).parts["weights"] if dtype == "float32" else 0
+    assert needed(together) + copy == sum(map(needed, alone))
 
 
-def test_a_copy_of_the_model_is_cut_over_its_own_ranks_alone(tmp_path: Path) -> None:
+def test_snapshots_of_a_copy_of_the_model_are_cut_over_its_own_ranks_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "groups.1.processes=4", "train.mesh.dp_replicate=2")
-    found = training_bytes(config, SHAPE, 4)
-    assert (found["weights"], found["moments"]) == (4 * (500 + 400), 8 * (300 + 100))
     assert segment_bytes(config, 1400, 10, SHAPE)["hot snapshots"] == 2 * 4 * (4 * 500 + 8 * 300 + 4 * 400 + 8 * 100)
 
 
-def test_a_model_that_does_not_fit_in_shards_is_told_with_what_it_would_take(tmp_path: Path) -> None:
-    large = Shape(
-        vocab_size=100, decoder=BLOCKS, encoders=(), num_caching=2, decoder_parameters=4 * GIB, encoder_parameters=0,
-        trained_decoder=4 * GIB, trained_encoders=0, layer_parameters=300, root_parameters=400,
-    )  # fmt: skip
+def test_a_device_that_is_too_small_is_told_with_what_a_process_would_hold_and_what_to_change(tmp_path: Path) -> None:
     config = config_of(tmp_path, "groups.1.devices=1", "groups.1.processes=8")
-    (text,) = errors(list(judge_devices(config, large, 8 * GIB, "error")))
-    assert text.startswith(
-        "a process of actor must fit into the memory of its device, 8.0 GiB, got about 9.0 GiB by estimate"
+    (text,) = errors(list(judge_devices(config, FACTS, 8 * GIB)))
+    assert text == (
+        "a process of actor must fit into the memory of its device, 8.0 GiB, got 10.0 GiB: traced (parameters 8.0 GiB, "
+        "activations 1.0 GiB); computed (context 1.0 GiB). Raise the processes of actor"
     )
-    assert text.endswith("Raise the processes of actor")
-    assert errors(list(judge_devices(config, large, 10 * GIB, "error"))) == []
-    assert [finding.level for finding in judge_devices(config, large, 8 * GIB, "note")] == ["note"]
+    told = [finding.text for finding in judge_devices(config, FACTS, 12 * GIB)]
+    assert told == [
+        "actor takes 10.0 GiB of 12.0 GiB on each device: traced (parameters 8.0 GiB, activations 1.0 GiB); computed (context "
+        "1.0 GiB)",
+        "actor has room for micro-batches, and so for samples, of up to 6,144 tokens, responses of 6,128 to a prompt of 16: "
+        "1 MiB a token, traced",
+        "a rank of actor sends 3.0 GiB in a step of 4 micro-batches, and receives as much, traced: all-gather 3.0 GiB",
+    ]
+
+
+def test_what_could_not_be_traced_is_not_judged(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "groups.1.devices=1")
+    assert list(judge_devices(config, Facts(shape=SHAPE), GIB)) == []
+
+
+def test_what_fits_many_times_over_whatever_it_does_needs_no_trace(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert at_most(config, SHAPE) == 4 * (6 * 1400 + 2 * 4096 * 500 + 3 * 2048 * 100)
 
 
 def test_a_node_whose_memory_does_not_suffice_is_named_with_what_it_would_hold(tmp_path: Path) -> None:
     config = config_of(tmp_path, "groups.0.devices=1", "groups.1.devices=1", "bus.ring_bytes=4294967296")
-    findings = list(
-        judge_target(config, Target(2, 1, 80 * GIB, 5 * GIB), Facts(num_parameters=1400, num_tensors=10, shape=SHAPE))
-    )
+    findings = list(judge_target(config, Target(2, 1, 80 * GIB, 5 * GIB), replace(FACTS, traced={})))
     (text,) = errors(findings)
     # Of two that are equally large the first of the list goes first: the ring lies on node 0, the snapshots on node 1.
     assert text.startswith("what runs on node 0 must fit into its memory, 5.0 GiB, got about ")
@@ -171,31 +170,18 @@ def test_snapshots_hold_moments_of_what_is_trained_and_whole_encoders_of_each_ra
     assert (on_a_node["rollout rings"], on_a_node["weight slab"]) == (0, 2 * (1400 * 4 + 640))
 
 
-def test_weights_moments_and_cache_are_counted_as_the_roles_hold_them(tmp_path: Path) -> None:
+def test_the_cache_is_counted_as_the_engine_holds_it(tmp_path: Path) -> None:
     from rondo.launch.check.shape import shape_of
     from rondo.models.load import empty_model, load_model
-    from rondo.models.optimizer import make_optimizer
-    from rondo.models.parts import freeze
-    from rondo.models.tiny import qwen3, qwen3_vl
+    from rondo.models.tiny import qwen3
     from rondo.roles.engines.embedded.embedded import slot_engine
 
-    qwen3_vl.build(tmp_path / "vl")
     config = config_of(tmp_path)
-    model, empty = load_model(str(tmp_path / "vl")), empty_model(str(tmp_path / "vl"))
-    for each in (model, empty):
-        freeze(each, ("vision",))
-    held = training_bytes(config, shape_of(empty), 1)
-    optimizer = make_optimizer(model, lr=1e-3)
-    moments = sum(s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
-    assert held["weights"] == sum(parameter.nbytes for parameter in model.parameters())
-    assert held["gradients"] == sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    assert held["moments"] == moments
-
     qwen3.build(tmp_path / "text")
     shape = shape_of(empty_model(str(tmp_path / "text")))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     engine = slot_engine(load_model(str(tmp_path / "text")), num_slots=config.rollout.num_slots, max_length=2 * longest)
-    expected = 2 * generating_bytes(config, shape)["key-value cache"]
+    expected = 2 * generating(config, shape).parts["key-value cache"]
     assert engine._forward._cache.nbytes == expected  # type: ignore[attr-defined]
 
 
@@ -206,14 +192,15 @@ def test_beside_servers_only_the_engine_of_evaluations_is_counted(tmp_path: Path
     apart = config.model_copy(
         update={"rollout": config.rollout.model_copy(update={"sglang": SGLangConfig(python="p")})}
     )
-    assert group_estimate(apart, SHAPE, group).needed == 0
+    assert traces(apart, group) == [] and held_by(apart, SHAPE, TRACED, group) == ()
     every = apart.model_copy(update={"evaluation": EvalConfig(every=2, num_slots=4, max_new_tokens=7)})
-    found = generating_bytes(every, SHAPE)
-    assert found["weights"] == 4 * SHAPE.parameters  # one copy in float32
-    assert found["key-value cache"] == 4 * (
+    found = generating(every, SHAPE)
+    assert found.parts["weights"] == 4 * SHAPE.parameters  # one copy in float32
+    assert found.parts["key-value cache"] == 4 * (
         config.rollout.max_prompt_tokens + max(7, config.rollout.max_new_tokens)
-    ) * (SHAPE.num_caching * 2 * SHAPE.decoder.keys * 4)
-    assert group_estimate(every, SHAPE, group).parts == found
+    ) * (SHAPE.num_caching * 2 * SHAPE.keys * 4)
+    held = held_by(every, SHAPE, TRACED, group)
+    assert held is not None and held[-1] == found
 
 
 @pytest.mark.parametrize(
