@@ -119,7 +119,7 @@ class ActorRole:
             await ctx.compute(ctx.init_process_group, job.device)
             self._trainer = await ctx.compute(self._open_trainer)
             if ctx.rank == 0:
-                await ctx.report("attention", asdict(chosen(self._trainer.model)))
+                await ctx.report("attention", asdict(chosen(self._trainer.model)) | {"dtype": job.config.train.dtype})
             if job.config.deterministic:
                 self._parity = ParityLog(ctx.run_dir, ctx.rank)
             if job.lent is not None and self._trainer.lent is not None:

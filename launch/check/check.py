@@ -122,7 +122,7 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
         return
     if num_samples % actor.processes:
         yield note(f"{num_samples} samples a step over {actor.processes} processes: some get one more than others")
-    yield ok(f"a step trains {num_samples} samples on {actor.processes} process(es)")
+    yield ok(f"a step trains {num_samples} samples on {actor.processes} process(es), in {config.train.dtype}")
 
 
 def _learning(config: RunConfig) -> Iterator[Finding]:

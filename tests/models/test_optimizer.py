@@ -58,6 +58,25 @@ def test_moments_in_host_memory_make_the_same_steps_to_the_bit_and_go_on_from_th
                 load_training_state(model, optimizer, tensors, state)
 
 
+@pytest.mark.cuda
+def test_moments_that_pass_through_a_gpu_make_the_steps_of_those_that_stay_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "PIECE_ELEMENTS", 5000)
+    models = [tiny("qwen3").to("cuda") for _ in range(2)]
+    optimizers = [make_optimizer(model, lr=1e-2, offload=number == 1) for number, model in enumerate(models)]
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    for _ in range(3):
+        for mine, other in zip(*(model.parameters() for model in models), strict=True):
+            mine.grad = torch.randn(mine.shape, generator=draw, device="cuda")
+            other.grad = mine.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    moments = [optimizers[1].state[p]["exp_avg"] for p in models[1].parameters()]
+    assert all(moment.device.type == "cpu" and moment.is_pinned() for moment in moments)
+
+
 def test_biases_and_norms_do_not_decay_whatever_their_shape() -> None:
     sizes = SIZES | {"num_hidden_layers": 1}
     gpt_oss = hf.GptOssForCausalLM(hf.GptOssConfig(**sizes, num_local_experts=2, layer_types=["full_attention"]))
