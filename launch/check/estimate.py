@@ -94,23 +94,28 @@ def traces(config: JobConfig, group: RoleGroup) -> list[str]:
 def held_by(
     config: JobConfig, shape: Shape, traced: Mapping[str, Traced], group: RoleGroup
 ) -> tuple[Sizes, ...] | None:
-    """Of one process of `group`: all of its roles beside each other. SGLang's servers are processes of their own. None where a
-    trace is missing."""
+    """Of one process of `group`: all of its roles beside each other, but of a trainer that rests and the engine in turn with it
+    the one that takes more. SGLang's servers are processes of their own. None where a trace is missing."""
     wanted = traces(config, group)
     if not set(wanted) <= traced.keys():
         return None
     on_host = {OFFLOADED} if group.devices and config.train.offload_optimizer else set()
-    found = [
-        Sizes(traced[name].how, {part: size for part, size in traced[name].parts.items() if part not in on_host})
-        for name in wanted
-        if name != PREFILL
-    ]
-    if "actor" in group.roles and (routed := routed_bytes(config, shape)):
-        found.append(Sizes(COMPUTED, {"routed experts": routed * config.train.micro_batch_tokens}))
-    if PREFILL in wanted:
-        lent = "actor" in group.roles and group.processes == 1 and config.can_lend_weights
-        found += [Sizes(traced[PREFILL].how, traced[PREFILL].parts), generating(config, shape, lent=lent)]
-    return tuple(found)
+
+    def of(role: str) -> Sizes:
+        return Sizes(traced[role].how, {part: n for part, n in traced[role].parts.items() if part not in on_host})
+
+    trains = [of("actor")] if "actor" in wanted else []
+    if trains and (routed := routed_bytes(config, shape)):
+        trains.append(Sizes(COMPUTED, {"routed experts": routed * config.train.micro_batch_tokens}))
+    scores = [of(role) for role in wanted if role not in ("actor", PREFILL)]
+    if PREFILL not in wanted:
+        return (*trains, *scores)
+    lent = "actor" in group.roles and group.processes == 1 and config.can_lend_weights
+    generates = [Sizes(traced[PREFILL].how, traced[PREFILL].parts), generating(config, shape, lent=lent)]
+    turns = bool(trains) and config.max_staleness == 0 and not (lent or config.num_pinned)
+    if turns and config.trainer_rests(on_device=group.devices > 0):
+        return (*max(trains, generates, key=lambda sizes: sum(each.needed for each in sizes)), *scores)
+    return (*trains, *scores, *generates)
 
 
 def prefill_tokens(config: JobConfig) -> int:

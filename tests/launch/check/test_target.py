@@ -120,6 +120,20 @@ def test_roles_in_one_process_lie_beside_each_other_and_an_engine_of_one_dtype_u
     assert needed(together) + copy == sum(map(needed, alone))
 
 
+def test_of_a_trainer_that_rests_and_the_engine_in_turn_with_it_the_one_that_takes_more_is_counted(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "model.dtype=bfloat16", "max_staleness=0")
+    for devices, chosen, parts in ((1, None, {"parameters", "activations"}), (1, False, None), (0, None, None)):
+        each = config.model_copy(update={"train": config.train.model_copy(update={"release_memory": chosen})})
+        group = RoleGroup(name="a", roles=("actor", "rollout", "reference"), devices=devices)
+        held = held_by(each, SHAPE, TRACED, group)
+        assert held is not None and sum(sizes.parts == TRACED["reference"].parts for sizes in held) == 1
+        assert (
+            len(held) == 4 if parts is None else [*map(set, (held[0].parts, held[1].parts))] == [parts, {"parameters"}]
+        )
+
+
 def test_snapshots_of_a_copy_of_the_model_are_cut_over_its_own_ranks_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "groups.1.processes=4", "train.mesh.dp_replicate=2")
     assert segment_bytes(config, 1400, 10, SHAPE)["hot snapshots"] == 2 * 4 * (4 * 500 + 8 * 300 + 4 * 400 + 8 * 100)
