@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.roles.forward import ActorForwardRole, Scored
 from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.group_versions import follow_together
 from rondo.roles.training.turn_order import TurnsFollowed, TurnsTold
@@ -263,3 +265,57 @@ async def test_a_run_that_is_stopped_before_its_first_version_ends_all_ranks_ali
             with pytest.raises(ExceptionGroup) as raised:
                 await task
             assert raised.group_contains(Stopping)
+
+
+class Scorer:
+    """Of one rank; what the ranks ask for is compared as their collectives do it."""
+
+    def __init__(self, asked: list[int], together: asyncio.Barrier) -> None:
+        self.version, self.calls = -1, list[int]()
+        self._asked, self._together = asked, together
+
+    def score(self, rows: Any, *, needs: int, stops: bool) -> Scored:
+        self.calls.append(self.version)
+        return Scored(self.version, None if needs > self.version else [])
+
+    async def working(self, name: str, score: Any, rows: Any, *, needs: int, stops: bool) -> Scored:
+        self._asked.append(needs)
+        await self._together.wait()
+        most = max(self._asked)
+        await self._together.wait()
+        self._asked.clear()
+        return score(rows, needs=most, stops=stops)  # type: ignore[no-any-return]
+
+
+async def test_no_row_is_scored_under_older_weights_than_it_was_sampled_under_on_any_rank() -> None:
+    async with two_that_follow() as (published, made, tasks, leave):
+        scorers = [Scorer(asked, barrier) for asked, barrier in [([], asyncio.Barrier(2))] * 2]
+        roles = []
+        for rank, scorer in zip(made, scorers, strict=True):
+            rank.ctx.working, rank.ctx.stopping = scorer.working, asyncio.Event()
+            roles.append(ActorForwardRole(rank.ctx))
+
+            async def install(
+                version: int, tensors: Any, rank: Rank = rank, scorer: Scorer = scorer, role: Any = roles[-1]
+            ) -> None:
+                await Rank.install(rank, version, tensors)
+                scorer.version = version
+                role._installed.set()
+
+            rank.install = install  # type: ignore[method-assign]
+        published.publish(4)
+        await until(lambda: ("proved", 4) in published.calls)
+        # One rank has a row that was sampled under 5, which it has not heard of yet; the other has none.
+        sampled: Any = SimpleNamespace(group=0, array=lambda _: np.array([-1, 3, 5], np.int32))
+        rounds: list[Any] = [SimpleNamespace(step=5, rows=rows) for rows in ([sampled], [])]
+        scoring = [
+            asyncio.create_task(role._scored(rank.job, scorer, each, []))  # type: ignore[arg-type]
+            for role, rank, scorer, each in zip(roles, made, scorers, rounds, strict=True)
+        ]
+        await until(lambda: all(scorer.calls == [4] for scorer in scorers))
+        published.publish(5)
+        assert [found.version for found in await asyncio.gather(*scoring)] == [5, 5]
+        assert all(scorer.calls == [4, 5] for scorer in scorers)
+        for event in leave:
+            event.set()
+        await asyncio.gather(*tasks)
