@@ -38,6 +38,9 @@ _BATCHES: tuple[_Lengths, ...] = (
 )
 """Lengths of the proof's prompts, and (prompt, length) of their answers: on both sides of the blocks of 64 and 128 that kernels
 work by. Two batches: what is compiled for the second one serves all later lengths."""
+_KERNELS = 64
+"""Variants of flex_attention that one process may compile: by heads, precision, gradients, and length known or not. Beyond it
+torch would go on with an attention that makes all scores, after eight unless it is told."""
 _SPREAD = 2.0
 """Of the scores of the proof: a few keys of hundreds decide what a query gets."""
 
@@ -121,6 +124,8 @@ def prove(name: str, calls: set[Call], device: torch.device, dtype: torch.dtype)
     """Whether a kernel gives each token of a flat batch what it gets alone, forward and backward: "", or what it does."""
     if not calls:
         return "no layer of it attends in a way that is known here"
+    if name == FLEX:
+        torch._dynamo.config.recompile_limit = max(_KERNELS, torch._dynamo.config.recompile_limit)
     for call, lengths in itertools.product(sorted(calls, key=repr), _BATCHES):
         try:
             problem = _compared(name, call, lengths, device, dtype)

@@ -10,8 +10,9 @@ import torch
 from torch.nn.attention import flex_attention as flex
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rondo.models.attention import prove
 from rondo.models.kernels import FLASH, FLEX, Documents, Varlen
-from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out
+from rondo.models.shared_prompts import Call, Segment, SharedPrompts, lay_out
 from tests.models import emulated
 
 
@@ -100,6 +101,26 @@ def test_torchs_own_flex_attention_gives_what_blocks_of_rows_give(monkeypatch: p
         inputs = [torch.randn(len(places), 4, 8, generator=draw)[places.argsort()] for _ in range(3)]
         found.append(attended(shared, inputs)[places])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
+
+def test_what_is_compiled_for_two_lengths_serves_all_and_no_number_of_variants_ends_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    emulated.install(monkeypatch, FLEX)
+    assert prove(FLEX, {Call(2, 2, 8, 8, None)}, torch.device("cpu"), torch.float32) == ""
+    assert torch._dynamo.config.recompile_limit >= 64
+    torch._dynamo.reset()
+    made: list[Any] = []
+    compiled = torch.compile(flex.flex_attention, backend=lambda graph, _: made.append(graph) or graph.forward)
+    for seed in range(5):
+        _, shared = lay_out(drawn(seed), FLEX)
+        (documents,) = shared.parts
+        assert isinstance(documents, Documents)
+        x = torch.zeros(1, 2, documents.bounds.shape[1], 16)
+        with torch.no_grad():
+            compiled(x, x, x, block_mask=documents.mask)
+    assert len(made) == 2
 
 
 def attended(shared: SharedPrompts, inputs: list[torch.Tensor]) -> torch.Tensor:
