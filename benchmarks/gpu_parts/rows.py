@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,10 @@ def table(file: Path) -> str:
 
 
 def _one_line(error: str) -> str:
-    """How it ended, and its last words."""
+    """How it ended, and the last error that it named, or its last words."""
     first, *rest = [line for line in error.replace("|", " ").splitlines() if line.strip()]
-    return f"{first}; {rest[-1].strip()}" if rest else first
+    named = [line for line in rest if re.match(r"[\w.]+(Error|Exception|Died|Gone|Exceeded|Refused): ", line)]
+    return f"{first}; {(named or rest)[-1].strip()}" if rest else first
 
 
 def _machine(kept: dict[str, Any]) -> str:

@@ -30,12 +30,7 @@ Tell = Callable[[dict[str, Any]], None]
 def measure(options: Options, tell: Tell) -> None:
     with tempfile.TemporaryDirectory(prefix="rondo-gpu-") as aside:
         folder = write_model(Path(aside) / "model", TINY if options.tiny else QWEN3_4B.of(LAYERS))
-        try:
-            asyncio.run(_measure(options, folder, Path(aside), tell))
-        except BaseException:
-            log = Path(aside) / "model.log"
-            print(log.read_text(errors="replace")[-4000:] if log.exists() else "the server has written no log")
-            raise
+        asyncio.run(_measure(options, folder, Path(aside), tell))
 
 
 def launch(options: Options, folder: Path) -> Launch:

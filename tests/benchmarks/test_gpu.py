@@ -186,6 +186,6 @@ def test_one_part_that_fails_stops_no_other_and_what_was_found_before_stays(
 
 
 def test_a_failure_stands_in_the_table_with_its_first_and_last_words(tmp_path: Path) -> None:
-    lines = table(tmp_path, {"copies": {"error": "exit code 1\nTraceback\nOutOfMemoryError: a | b"}})
+    lines = table(tmp_path, {"copies": {"error": "exit code 1\nTraceback\nOutOfMemoryError: a | b\nended"}})
     assert "| `copies` | | not done: exit code 1; OutOfMemoryError: a   b |" in lines
     assert "| `gap` | | not yet run |" in lines and lines[-1].startswith("1 x G (80.0 GiB), driver 1, CUDA 13")
