@@ -76,9 +76,9 @@ def job(folder: Path, replicas: int, num_rows: int, num_tokens: int) -> JobConfi
 
 
 def trace(folder: Path, replicas: int, num_rows: int, num_tokens: int) -> None:
-    """What a rank would hold in a step, as JSON."""
+    """What a rank would hold in a step, and of it what a forward keeps, as JSON."""
     found = Tracer(job(folder, replicas, num_rows, num_tokens), str(folder)).of("actor", NUM_RANKS)
-    print(json.dumps(found.parts))
+    print(json.dumps([found.parts, found.kept]))
 
 
 def write_model(folder: Path, layers: int) -> None:
@@ -227,7 +227,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", _WRITE, temporary, str(options.layers)], check=True)
         config = job(out / "model", replicas, options.rows, options.tokens)
         arguments = [str(out / "model"), *map(str, (replicas, options.rows, options.tokens))]
-        traced = json.loads(subprocess.check_output([sys.executable, "-c", _TRACE, *arguments]))
+        traced, activations = json.loads(subprocess.check_output([sys.executable, "-c", _TRACE, *arguments]))
         model = empty_model(str(out / "model"))
         layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
         parameters = sum(p.numel() for p in model.parameters())
@@ -237,7 +237,6 @@ def main() -> None:
         with Segment("weights", num_bytes, descriptor) as slab:
             fork(out, lambda: train(config, options.rows, options.tokens, slab, out))
         told = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-    activations = traced["activations"] + traced["logits"]
     largest = 4 * max(*layers, parameters - sum(layers))
     must = 16 * parameters // shards + 2 * largest + activations
     mib = 1 << 20

@@ -29,7 +29,7 @@ from rondo.launch.check.data import Elsewhere, is_made, look_at_order
 from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.check.findings import Facts, Finding, Report, error, note, ok
 from rondo.launch.check.sglang import context_of, look_at_sglang
-from rondo.launch.check.target import Target, group_bytes, judge_devices, judge_target, segment_bytes
+from rondo.launch.check.target import Target, group_bytes, judge_devices, judge_target, segment_bytes, tell_hosts
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
@@ -83,6 +83,7 @@ def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Find
         *_host(config),
         *look_at_sglang(config),
         *_devices(config, facts),
+        *tell_hosts(config, facts),
         *_memory(config, facts, *memory),
     ]
 

@@ -79,6 +79,8 @@ class Traced:
     """Of the micro-batch."""
     token_bytes: float | None = None
     """What a token more would take; None where it was not asked for."""
+    kept: int = 0
+    """What a forward keeps for its backward, and its logits."""
 
     @property
     def needed(self) -> int:

@@ -135,6 +135,13 @@ def judge_devices(config: RunConfig, facts: Facts, device_bytes: int) -> Iterato
             yield from _training(config, facts, group, device_bytes - needed)
 
 
+def tell_hosts(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """What a process of each group holds that computes on the CPU."""
+    for group in config.groups if facts.shape is not None else ():
+        if not group.devices and (held := sizes_of(config, facts, group)):
+            yield ok(f"{group.name} takes {show_bytes(sum(each.needed for each in held))} a process: {_told(held)}")
+
+
 def _training(config: RunConfig, facts: Facts, group: RoleGroup, room: int) -> Iterator[Finding]:
     """What is known of a step. `room`: bytes that a rank has left."""
     traced, prompt = facts.traced["actor"], config.rollout.max_prompt_tokens

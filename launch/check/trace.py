@@ -23,7 +23,16 @@ import numpy as np
 import torch
 
 from rondo.launch.check.estimate import PREFILL, Traced, prefill_tokens
-from rondo.launch.check.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES, Ledger, first_of
+from rondo.launch.check.ledger import (
+    ACTIVATIONS,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+    Ledger,
+    first_of,
+)
 from rondo.models import parallel
 from rondo.models.config import MeshConfig
 from rondo.models.load import load_config, without_memory
@@ -270,7 +279,9 @@ class _Depths:
         sizes = {name: self._longer(parts, last[name]) for name, parts in first.items()}
         at = max(sizes, key=lambda name: sum(sizes[name].values()))
         depths = f" at {' and '.join(map(str, self.traced))} of {self.num_layers} layers" if len(told) > 1 else ""
-        return Traced(f"traced{depths}, in {at}", sizes[at], self._longer(told[0].sent, told[-1].sent))
+        kept = sizes.get(_HEAD, {})
+        sent = self._longer(told[0].sent, told[-1].sent)
+        return Traced(f"traced{depths}, in {at}", sizes[at], sent, kept=kept.get(ACTIVATIONS, 0) + kept.get(LOGITS, 0))
 
     def _named(self, sections: Mapping[Section, Mapping[str, int]], depth: int) -> dict[str, Mapping[str, int]]:
         """Layers by what they are at every depth: counted from the ends. Of those between, none holds more."""

@@ -9,7 +9,7 @@ import pytest
 
 from rondo.launch.check.estimate import PREFILL, Shape, Traced, at_most, generating, held_by, traces
 from rondo.launch.check.findings import Facts, Finding
-from rondo.launch.check.target import Target, judge_devices, judge_target, place, segment_bytes
+from rondo.launch.check.target import Target, judge_devices, judge_target, place, segment_bytes, tell_hosts
 from rondo.launch.config import RunConfig, load
 from rondo.launch.groups import RoleGroup
 from rondo.roles.config import EvalConfig, SGLangConfig
@@ -154,6 +154,11 @@ def test_a_device_that_is_too_small_is_told_with_what_a_process_would_hold_and_w
         "1 MiB a token, traced",
         "a rank of actor sends 3.0 GiB in a step of 4 micro-batches, and receives as much, traced: all-gather 3.0 GiB",
     ]
+
+
+def test_processes_that_compute_on_the_cpu_are_told_too(tmp_path: Path) -> None:
+    told = [finding.text for finding in tell_hosts(config_of(tmp_path), FACTS)]
+    assert told[-1] == "actor takes 9.0 GiB a process: traced (parameters 8.0 GiB, activations 1.0 GiB)"
 
 
 def test_what_could_not_be_traced_is_not_judged(tmp_path: Path) -> None:
