@@ -35,7 +35,6 @@ from tests.models.builders import (
     train_step,
     written,
 )
-from tests.strength import LONG
 
 ROOT = Path(__file__).parents[2]
 
@@ -158,14 +157,6 @@ def test_recomputed_layers_and_moments_in_host_memory_change_no_bit(run: Run) ->
     plain, found = (load_file(run.out / f"{name}.safetensors") for name in ("dense", "recomputed"))
     assert all(torch.equal(plain[name], found[name]) for name in plain)
     assert run.facts["dense"] == run.facts["recomputed"]
-
-
-@pytest.mark.skipif(not LONG, reason="compiles for a minute: RONDO_TEST_LONG=1")
-def test_two_ranks_train_through_compiled_layers_as_through_plain_ones(run: Run) -> None:
-    for told, plain in zip(run.facts["compiled"], run.facts["dense"], strict=True):
-        assert told == pytest.approx(plain, rel=1e-4)
-    found, wanted = (load_file(run.out / f"{name}.safetensors") for name in ("compiled", "dense"))
-    assert difference(found, wanted) < 1e-5
 
 
 def test_two_ranks_that_recompute_replay_experts_as_one_process_does(run: Run) -> None:
