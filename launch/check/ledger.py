@@ -14,6 +14,7 @@ Invariant: a section's parts add up to the most that lived at one moment of it.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -37,6 +38,9 @@ PARTS = (PARAMETERS, GRADIENTS, OPTIMIZER, COPIES, ACTIVATIONS, LOGITS, TEMPORAR
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _BY_MASK = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+_RANGES = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
+_MADE = (_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.scalar_tensor.default)
+_WHOLE, _FEW = (torch.int64, torch.int32), 4096
 _CASTS = (_aten._to_copy.default,)
 
 
@@ -150,7 +154,11 @@ class Ledger(TorchDispatchMode):
         tensors = list(_tensors((*args, *kwargs.values())))
         if func.namespace == "c10d":
             self._count(func, args)
-        if tensors and all(type(tensor) is torch.Tensor and tensor.device.type == "cpu" for tensor in tensors):
+        if (
+            all(type(tensor) is torch.Tensor and tensor.device.type == "cpu" for tensor in tensors)
+            if tensors
+            else _counts(func, args, kwargs)
+        ):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
@@ -224,6 +232,14 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _counts(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it makes a few whole numbers out of nothing, which lead the way as data do."""
+    kind, sizes = kwargs.get("dtype"), args[0] if args and isinstance(args[0], list | tuple) else ()
+    if func in _RANGES:
+        return kind in (None, *_WHOLE) and all(type(arg) is int and arg <= _FEW for arg in args)
+    return func in _MADE and kind in _WHOLE and math.prod(sizes) <= _FEW
 
 
 def _zeros(tensor: FakeTensor) -> Any:
