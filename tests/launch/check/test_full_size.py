@@ -73,11 +73,8 @@ def test_an_example_fits_the_machines_of_its_first_line(name: str, tmp_path: Pat
     code, lines = checked(name, make(tmp_path / "model"), full_size.rows(tmp_path, kind, NUM_ROWS), *options)
     assert code == 0, lines
     assert any(line.startswith(f"ok     the model has {parameters} parameters") for line in lines)
-    trained = "".join(line for line in lines if line.startswith("ok     actor takes "))
-    if name == "qwen3_omni_30b":  # a tower of sounds cannot be traced: its lengths are numbers
-        assert any(line.startswith("note   the memory of actor is not judged") for line in lines)
-    else:
-        assert "traced at " in trained and " of 80.0 GiB" in trained
+    [trained] = [line for line in lines if line.startswith("ok     actor takes ")]
+    assert "traced at " in trained
     if name == "qwen3_8b_text":  # 4, 4 and 8 bytes of each parameter, over 4 ranks
         assert "parameters 7.6 GiB, gradients 7.6 GiB, optimizer 15.3 GiB" in trained
     for node, place in enumerate(PLACES[name]):
