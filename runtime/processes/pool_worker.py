@@ -152,11 +152,14 @@ def _receive(link: socket.socket) -> tuple[int, list[Any]] | None:
 
 
 def _read(link: socket.socket, num_bytes: int) -> bytearray | None:
-    """Exactly so many bytes, or None when the parent has closed its end."""
+    """Exactly so many bytes, or None when the parent has closed its end, or is gone."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
-        received = link.recv_into(view)
+        try:
+            received = link.recv_into(view)
+        except ConnectionResetError:  # it ended with an answer of ours unread
+            return None
         if received == 0:
             return None
         view = view[received:]

@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ import uvloop
 
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded
 from rondo.runtime.processes import pool as pool_module
+from rondo.runtime.processes import pool_worker
 from rondo.runtime.processes.pool import Outcome, Pool
 from rondo.runtime.processes.process import children
 from rondo.runtime.values import Encoded, encode
@@ -201,6 +203,14 @@ async def test_an_answer_beyond_its_bound_is_an_error_of_its_item_alone(function
         assert large == Outcome(None, text, "OutOfSpace", brief=text)
         assert (small.value["size"], exact.value["size"]) == (1 << 10, 1 << 16)
         assert pool.stats().num_restarts == 0
+
+
+def test_a_worker_whose_parent_died_with_an_answer_unread_ends_without_a_word() -> None:
+    mine, parents = socket.socketpair()
+    with mine:
+        mine.sendall(b"an answer")
+        parents.close()
+        assert pool_worker._receive(mine) is None
 
 
 async def test_a_function_that_writes_into_our_socket_costs_the_worker(functions: str) -> None:
