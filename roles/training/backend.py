@@ -272,12 +272,12 @@ class Backend(Generic[AnyObjective]):
             return list(tuples)
         mine = torch.tensor(tuples, dtype=dtype, device=self.device).reshape(-1, width)
         gathered = torch.zeros(self.mesh.size, dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(gathered, torch.tensor([len(mine)], device=self.device))
+        dist.all_gather_single(gathered, torch.tensor([len(mine)], device=self.device))
         counts = gathered.tolist()
         padded = torch.full((max(counts), width), -1, dtype=dtype, device=self.device)
         padded[: len(mine)] = mine
         parts = padded.new_empty(self.mesh.size * len(padded), width)
-        dist.all_gather_into_tensor(parts, padded)
+        dist.all_gather_single(parts, padded)
         of_ranks = parts.view(self.mesh.size, -1, width).tolist() if len(padded) else [[]] * self.mesh.size
         return [found for part, count in zip(of_ranks, counts, strict=True) for found in part[:count]]
 
