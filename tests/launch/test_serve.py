@@ -74,7 +74,7 @@ def test_what_was_loaded_is_never_walked_by_the_garbage_collector_again(tmp_path
         (("{model}", "--host", "0.0.0.0"), "--token-file must be given when --host is not loopback"),
         (("{model}", "--token-file", "{open}"), "--token-file must have mode 0600, got 0644"),
         (("{model}", "--max-length", "99999"), "--max-length must be 2 to 2048, the model's positions, got 99999"),
-        (("{model}", "--dtype", "int8"), "dtype must be one of float32, bfloat16, got 'int8'"),
+        (("{model}", "--dtype", "int8"), "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         (("{run}",), "MODEL must be a run with a whole checkpoint"),
     ],
     ids=["no model", "open host", "open token", "too long", "no dtype", "no checkpoint"],

@@ -23,6 +23,7 @@ from rondo.roles.data.datasets import Row
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.engines.stops import Stops
 from rondo.roles.resumed import FILE, KeptRow, KeptSamples, copy_samples, write_samples
+from rondo.roles.rewards.pool import RewardResult
 from rondo.roles.sampling.groups import Lease, PromptGroups, Sample
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, row_bytes
@@ -193,7 +194,7 @@ class Groups(PromptGroups):
         return Completion(request.id, tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "length", experts)
 
     async def _score(self, row: Row, finished: Any) -> list[Sample]:
-        return [Sample(each.number, each.completion, 1.0, {}) for each in finished]
+        return [Sample(each.number, each.completion, RewardResult(1.0)) for each in finished]
 
     def _log(self, lease: Lease, row: Row, samples: Any) -> None:
         pass

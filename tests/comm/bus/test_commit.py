@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,9 @@ class ScriptedTrainer:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
+
+    def beside(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         return iter(())

@@ -33,6 +33,9 @@ class Told:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
+    def beside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*given: Any, **_: Any) -> Any:
             self._log.append(name)
