@@ -90,15 +90,27 @@ def processes() -> Iterator[Stat]:
 
 
 def children(pid: int) -> list[Stat]:
-    """The children of a process, zombies too; none where there is no such process."""
-    found: list[Stat | None] = []
+    """The children of a process, zombies too; none where there is no such process.
+
+    Who dies leaves its children to a subreaper before it shows as dead: a list that was read before is read again, so that what
+    a child left to `pid` stands beside its zombie.
+    """
+    dead: set[int] = set()
+    while True:
+        listed = _listed_children(pid)
+        found = [child for child in map(stat, listed) if child is not None]
+        died = set(listed) - {child.pid for child in found if child.alive} - dead
+        if not died:
+            return [child for child in found if child.parent == pid]
+        dead |= died
+
+
+def _listed_children(pid: int) -> list[int]:
     try:
-        for task in (_PROC / str(pid) / "task").iterdir():  # each thread has those that it started
-            found += [stat(int(child)) for child in (task / "children").read_text().split()]
+        tasks = list((_PROC / str(pid) / "task").iterdir())  # each thread has those that it started
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
-        if not _SHOWS_CHILDREN:
-            return [child for child in processes() if child.parent == pid]
-    return [child for child in found if child is not None]
+        return [] if _SHOWS_CHILDREN else [child.pid for child in processes() if child.parent == pid]
 
 
 _SHOWS_CHILDREN = (_PROC / "self" / "task" / str(os.getpid()) / "children").exists()

@@ -149,6 +149,39 @@ def test_below_a_subreaper_is_what_wiped_its_environment_and_left_its_session_an
     assert (done.stdout, done.stderr) == ("good\n", "")
 
 
+DIES_WHILE_LOOKED_AT = """
+import os, subprocess, sys
+from rondo.runtime.processes import process
+
+process.set_child_subreaper()
+code = '''
+import subprocess
+inner = subprocess.Popen(["sleep", "60"], stdout=-3, start_new_session=True)
+print(inner.pid, flush=True)
+inner.wait()
+'''
+outer = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+inner, stat = int(outer.stdout.readline()), process.stat
+
+def dies_first(pid):
+    if pid == outer.pid and outer.pid not in died:
+        died.append(pid)
+        outer.kill()
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return stat(pid)
+
+died, process.stat = [], dies_first
+process.end_below()
+print(died == [outer.pid] and not stat(inner).alive and "good")
+"""
+
+
+def test_what_a_process_leaves_behind_that_dies_while_it_is_looked_at_is_ended_too() -> None:
+    code = DIES_WHILE_LOOKED_AT
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("good\n", "")
+
+
 def test_what_is_below_a_process_costs_by_that_and_not_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     stat = process.stat
