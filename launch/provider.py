@@ -15,14 +15,17 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from pydantic import Field
 
 from rondo.launch.report.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.admin.endpoint import Handler
+from rondo.runtime.admin.openapi import QUERY, Operation
 from rondo.runtime.errors import RondoError
 from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.telling import tell_every
+from rondo.runtime.section import Section
 from rondo.runtime.supervision.machine import State
 from rondo.runtime.supervision.spec import COORDINATOR_NAME
 from rondo.runtime.supervision.supervisor import Supervisor
@@ -138,6 +141,15 @@ class RunProvider:
         self._supervisor.request_stop(reason, quick=quick)
 
 
+class Steps(Section):
+    """A:B, as `rondo timeline --steps`; by default the newest ones."""
+
+    steps: str | None = Field(None, pattern="^[0-9]{0,9}(:[0-9]{0,9})?$")
+
+
+TRACE = Operation("The Chrome trace of steps.", dict[str, Any], query=Steps)
+
+
 def serve_trace(run_dir: Path) -> Handler:
     """GET /timeline?steps=A:B: the Chrome trace of these steps, of the newest ones where none are named."""
 
@@ -147,7 +159,7 @@ def serve_trace(run_dir: Path) -> Handler:
         return orjson.dumps(chrome_trace(spans_of_steps(spans, *chosen), figures))
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        body = await asyncio.to_thread(trace, request.query.get("steps"))
+        body = await asyncio.to_thread(trace, request[QUERY].steps)
         return web.Response(body=body, content_type="application/json")
 
     return handler

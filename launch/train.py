@@ -35,7 +35,7 @@ from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.keeping import Keeper
 from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
-from rondo.launch.provider import RunProvider, serve_trace
+from rondo.launch.provider import TRACE, RunProvider, serve_trace
 from rondo.launch.report.answers import answers
 from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
@@ -398,7 +398,7 @@ async def _supervise(
             listeners.append(provider.on_event)
             beside.append(asyncio.create_task(provider.poll()))
             admin = AdminServer(config.admin, provider, token=token)
-            admin.route("GET", "/timeline", serve_trace(run.path), scope="read")
+            admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
             port = await admin.start(listening)
             say(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}")
             run.write_supervisor(

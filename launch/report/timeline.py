@@ -12,6 +12,7 @@ one row nest.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +152,7 @@ def parse_steps(text: str | None) -> tuple[int | None, int | None]:
     if text is None:
         return None, None
     first, colon, last = text.partition(":")
-    if not all(part == "" or part.isdigit() for part in (first, last)) or (not colon and not first):
+    if not all(re.fullmatch("[0-9]{0,9}", part) for part in (first, last)) or (not colon and not first):
         raise ConfigError(f"--steps must look like A:B, A: or :B, got {text!r}. Try 3:5 for steps 3 and 4")
     begin = int(first) if first else None
     end = (int(last) if last else None) if colon else int(first) + 1

@@ -6,6 +6,7 @@ shows. Invariant: nobody reads from another machine, reads samples or changes a 
     GET  /livez /readyz                               probes: 200 or 503, no data, no token
     GET  /healthz /roles /waits /bus /weights         JSON
     GET  /samples                                     JSON: prompts and answers
+    GET  /openapi.json                                what all routes take and give, those of other folders too
     GET  /metrics                                     Prometheus text
     GET  /events                                      server-sent events, one `data:` line of JSON each
     POST /stop {"reason": ...}                        control: save and leave
@@ -14,6 +15,8 @@ shows. Invariant: nobody reads from another machine, reads samples or changes a 
     read       open             token file's, or the run's token
     content    token file's, or the run's token: what data and policy say, which other users of this machine may not see
     control    the run's token  the run's token
+
+A route is mounted with its scope and its `Operation`; there is none without either. What is not there is as `read`.
 
 A token is shown as `Authorization: Bearer TOKEN` and compared in constant time. On loopback the Host header must name
 this machine too, so that a web page cannot reach the endpoint through a name that resolves to 127.0.0.1.
@@ -27,23 +30,51 @@ import math
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, get_args
 
 import orjson
 from aiohttp import web
 from aiohttp.web_urldispatcher import AbstractRoute
+from pydantic import BaseModel, ConfigDict
 
+from rondo.runtime.admin import openapi
 from rondo.runtime.admin.http_log import HTTP_LOG, WRONGLY_ASKED
+from rondo.runtime.admin.openapi import BODY, Mounted, Operation, Scope
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.config import AdminConfig, is_loopback
-from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
+from rondo.runtime.formats import version_of
+from rondo.runtime.section import Section
+from rondo.runtime.supervision.spec import GroupView
+from rondo.runtime.waits import Pending
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Scope = Literal["open", "read", "content", "control"]
 
 _KEEP_ALIVE_S = 15.0
 _CLOSE_S = 1.0
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_MAX_BODY_BYTES = 1 << 20
+
+
+class Health(BaseModel):
+    """Both false while something is in the way; what else is known stands beside them."""
+
+    model_config = ConfigDict(extra="allow")
+    ready: bool
+    healthy: bool
+
+
+class Stop(Section):
+    """`now`: at once, without saving."""
+
+    reason: str = "asked over HTTP"
+    now: bool = False
+
+
+class Stopping(BaseModel):
+    stopping: bool
+    reason: str
 
 
 class Provider(Protocol):
@@ -79,8 +110,8 @@ class AdminServer:
         self._loopback = is_loopback(config.host)
         self._run_token = token
         self._read_token = read_token_file(config.token_file) if config.token_file is not None else None
-        self._app = web.Application(middlewares=[self._guard], client_max_size=1 << 20)
-        self._scopes: dict[AbstractRoute, Scope] = {}
+        self._app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
+        self._mounted: dict[AbstractRoute, Mounted] = {}
         self._runner: web.AppRunner | None = None
         self._closing = asyncio.Event()
         self.port = 0
@@ -91,9 +122,15 @@ class AdminServer:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         return f"http://{host}:{self.port}"
 
-    def route(self, method: str, path: str, handler: Handler, *, scope: Scope) -> None:
-        """Mounts another folder's handler; method "*" for any. Errors it raises as RondoError come back as JSON."""
-        self._scopes[self._app.router.add_route(method, path, handler)] = scope
+    def route(self, method: str, path: str, handler: Handler, *, scope: Scope, operation: Operation) -> None:
+        """Mounts another folder's handler, which finds what was sent, as its `operation` has it, in request[QUERY] and
+        request[BODY]. Errors it raises as RondoError come back as JSON. ConfigError for a method or scope that is none."""
+        for what, given, known in (("method", method, _METHODS), ("scope", scope, get_args(Scope))):
+            if given not in known:
+                raise ConfigError(f"the {what} of {path} must be one of {', '.join(known)}, got {given!r}. Correct it")
+        route = self._app.router.add_route(method, path, handler)
+        guarded = scope in ("content", "control") or (scope == "read" and not self._loopback)
+        self._mounted[route] = Mounted(method, route, scope, operation, guarded)
 
     async def start(self, listening: socket.socket | None = None) -> int:
         """Answers on `listening`, which `listen` gave; without it, on the settings' address. Returns the port."""
@@ -113,27 +150,48 @@ class AdminServer:
 
     def _mount_own(self) -> None:
         provider = self._provider
-        shown: dict[str, Callable[[], Any]] = {
-            "/roles": provider.roles,
-            "/waits": provider.waits,
-            "/bus": provider.bus,
-            "/weights": provider.weights,
-        }
-        for path, method in shown.items():
-            self.route("GET", path, _json_handler(method), scope="read")
-        self.route("GET", "/samples", _json_handler(provider.samples), scope="content")
-        self.route("GET", "/livez", self._livez, scope="open")
-        self.route("GET", "/readyz", self._readyz, scope="open")
-        self.route("GET", "/healthz", self._healthz, scope="read")
-        self.route("GET", "/metrics", self._metrics, scope="read")
-        self.route("GET", "/events", self._events, scope="read")
-        self.route("POST", "/stop", self._stop, scope="control")
+        shown: tuple[tuple[str, Callable[[], Any], Scope, Operation], ...] = (
+            (
+                "/roles",
+                provider.roles,
+                "read",
+                Operation("Role groups and services, with their processes.", list[GroupView]),
+            ),
+            ("/waits", provider.waits, "read", Operation("Who waits for what.", list[Pending])),
+            ("/bus", provider.bus, "read", Operation("Prompt groups, rows and rings.", dict[str, Any])),
+            ("/weights", provider.weights, "read", Operation("Versions committed and proved.", dict[str, Any])),
+            ("/samples", provider.samples, "content", Operation("The newest samples.", list[dict[str, Any]])),
+            ("/openapi.json", self._openapi, "read", Operation("This document.", dict[str, Any])),
+        )
+        for path, method, scope, operation in shown:
+            self.route("GET", path, _json_handler(method), scope=scope, operation=operation)
+        text = "text/plain"
+        not_yet = {503: "Not ready."}
+        told: tuple[tuple[str, str, Handler, Scope, Operation], ...] = (
+            ("GET", "/livez", self._livez, "open", Operation("Whether it answers.", str, media_type=text)),
+            (
+                "GET",
+                "/readyz",
+                self._readyz,
+                "open",
+                Operation("Whether all is up.", str, media_type=text, also=not_yet),
+            ),
+            ("GET", "/healthz", self._healthz, "read", Operation("How it is.", Health, also={503: "Not healthy."})),
+            ("GET", "/metrics", self._metrics, "read", Operation("Numbers for Prometheus.", str, media_type=text)),
+            ("GET", "/events", self._events, "read", Operation("What happens.", str, media_type="text/event-stream")),
+            ("POST", "/stop", self._stop, "control", Operation("Save and leave.", Stopping, takes=Stop, status=202)),
+        )
+        for verb, path, handler, scope, operation in told:
+            self.route(verb, path, handler, scope=scope, operation=operation)
+
+    def _openapi(self) -> dict[str, Any]:
+        return openapi.document("rondo: a run", version_of("rondo-rl") or "", self._mounted.values())
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the scope, and turns errors into JSON."""
-        scope = self._scopes.get(request.match_info.route)  # none of what is not there
-        if scope is not None and not self._allowed(request, scope):
+        mounted = self._mounted.get(request.match_info.route)
+        if not self._allowed(request, "read" if mounted is None else mounted.scope):
             status = 401 if "Authorization" not in request.headers else 403
             return _error(
                 status, f"{request.path} must be asked with a valid token. Send 'Authorization: Bearer TOKEN'"
@@ -141,13 +199,18 @@ class AdminServer:
         if self._loopback and not _names_this_machine(request.host):
             return _error(403, f"Host must name this machine, got {request.host!r}. Use {self.url}")
         try:
+            if mounted is not None:
+                await openapi.read(request, mounted.operation)
             return await handler(request)
         except WRONGLY_ASKED as error:
             return _error(
                 400, f"{request.method} {request.path} must arrive whole, got {type(error).__name__}. Ask again"
             )
         except web.HTTPException as error:
-            return _error(error.status, f"{request.method} {request.path}: {error.reason}")
+            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return _error(error.status, f"{request.method} {request.path}: {error.reason}", headers=headers)
+        except DeadlineExceeded as late:
+            return _error(408, str(late), "DeadlineExceeded")
         except RondoError as error:
             return _error(400 if isinstance(error, ValueError) else 503, str(error), type(error).__name__)
 
@@ -172,24 +235,16 @@ class AdminServer:
 
     async def _healthz(self, request: web.Request) -> web.Response:
         health = self._provider.health()
-        return _json(health, status=200 if health["healthy"] else 503)
+        return json_answer(health, status=200 if health["healthy"] else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         text = "\n".join(prometheus_lines(self._provider.metrics())) + "\n"
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _stop(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        try:
-            fields = orjson.loads(body) if body else {}
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"the body of /stop must be JSON, got {error}") from error
-        fields = fields if isinstance(fields, dict) else {"": fields}
-        reason, now = fields.get("reason", "asked over HTTP"), fields.get("now", False)
-        if not isinstance(reason, str) or not isinstance(now, bool) or set(fields) - {"reason", "now"}:
-            raise ConfigError('the body of /stop must be {"reason": text, "now": true or false}, got other fields')
-        self._provider.stop(reason, quick=now)
-        return _json({"stopping": True, "reason": reason}, status=202)
+        asked: Stop = request[BODY]
+        self._provider.stop(asked.reason, quick=asked.now)
+        return json_answer({"stopping": True, "reason": asked.reason}, status=202)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
@@ -267,18 +322,20 @@ def _names_this_machine(host: str) -> bool:
 
 def _json_handler(method: Callable[[], Any]) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
-        return _json(method())
+        return json_answer(method())
 
     return handler
 
 
-def _json(data: Any, status: int = 200) -> web.Response:
-    return web.Response(body=_dumps(data), status=status, content_type="application/json")
+def json_answer(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=_dumps(data), status=status, headers=headers, content_type="application/json")
 
 
 def _dumps(data: Any) -> bytes:
     return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
-def _error(status: int, message: str, kind: str = "HTTPError") -> web.Response:
-    return _json({"error": {"status": status, "type": kind, "message": message}}, status=status)
+def _error(
+    status: int, message: str, kind: str = "HTTPError", headers: Mapping[str, str] | None = None
+) -> web.Response:
+    return json_answer({"error": {"status": status, "type": kind, "message": message}}, status, headers)

@@ -111,7 +111,7 @@ def test_processor_time_is_a_graph_of_cores() -> None:
 def test_steps_are_named_as_a_range() -> None:
     texts = ("3:5", "3:", ":5", "3", None)
     assert [parse_steps(text) for text in texts] == [(3, 5), (3, None), (None, 5), (3, 4), (None, None)]
-    for text in ("", "a:b", "5:3", "3:3", "-1:2"):
+    for text in ("²", "", "a:b", "5:3", "3:3", "-1:2"):
         with pytest.raises(ConfigError, match="--steps must"):
             parse_steps(text)
 

@@ -23,10 +23,12 @@ from aiohttp import web
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rondo.launch.provider import TRACE
 from rondo.runtime.actors import transport as wire
 from rondo.runtime.actors.actor import Actor, endpoint, serve
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.admin.endpoint import AdminServer
+from rondo.runtime.admin.openapi import QUERY
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.memory.segments import SegmentClient, SegmentServer
 from tests.runtime.actors.test_transport import MAGIC, PREFIX
@@ -289,7 +291,7 @@ async def asked(port: int, data: bytes) -> bytes:
 
 
 async def trace(request: web.Request) -> web.StreamResponse:
-    return web.json_response({"steps": request.query.get("steps")})
+    return web.json_response({"steps": request[QUERY].steps})
 
 
 async def admin_storm(requests: list[bytes]) -> None:
@@ -297,7 +299,7 @@ async def admin_storm(requests: list[bytes]) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
     provider = Numbers()
     server = AdminServer(AdminConfig(), provider, token=RUN_TOKEN)
-    server.route("GET", "/timeline", trace, scope="read")
+    server.route("GET", "/timeline", trace, scope="read", operation=TRACE)
     await server.start()
     # One that never ends its headers, and one that never sends what it has announced.
     idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]

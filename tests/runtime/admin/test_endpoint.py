@@ -11,12 +11,15 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from pydantic import BaseModel, Field
 
 from rondo.runtime.actors.broadcast import Broadcast
-from rondo.runtime.admin.endpoint import AdminServer, prometheus_lines
+from rondo.runtime.admin.endpoint import AdminServer, json_answer, prometheus_lines
+from rondo.runtime.admin.openapi import BODY, Operation
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError, Refused
+from rondo.runtime.section import Section
 
 RUN_TOKEN = "r" * 64
 READ_TOKEN = "f" * 32
@@ -168,35 +171,104 @@ async def test_errors_are_json() -> None:
         assert status == 400
 
 
-async def test_a_mounted_route_keeps_to_its_scope_and_its_errors_are_json() -> None:
+class Scale(Section):
+    num_replicas: int = Field(ge=1)
+    force: bool = False
+
+
+class Scaled(BaseModel):
+    num_replicas: int
+
+
+SCALE = Operation("Have so many replicas.", Scaled, takes=Scale, status=202)
+
+
+@contextlib.asynccontextmanager
+async def with_scaling() -> AsyncIterator[AdminServer]:
     async def scale(request: web.Request) -> web.StreamResponse:
-        raise Refused("replicas must be in range, got 9. Ask for fewer")
+        asked: Scale = request[BODY]
+        if asked.num_replicas > 8:
+            raise Refused("replicas must be in range, got 9. Ask for fewer")
+        return json_answer({"num_replicas": asked.num_replicas}, status=202)
 
     server = AdminServer(AdminConfig(), Numbers(), token=RUN_TOKEN)
-    server.route("POST", "/rollout/scale_out", scale, scope="control")
+    server.route("POST", "/{role}/scale_out", scale, scope="control", operation=SCALE)
     await server.start()
     try:
-        assert (await ask(server, "POST", "/rollout/scale_out"))[0] == 401
-        status, body = await ask(server, "POST", "/rollout/scale_out", token=RUN_TOKEN)
+        yield server
     finally:
         await server.close()
+
+
+async def test_a_mounted_route_keeps_to_its_scope_and_its_errors_are_json() -> None:
+    async with with_scaling() as server:
+        assert (await ask(server, "POST", "/rollout/scale_out"))[0] == 401
+        token = {"token": RUN_TOKEN}
+        assert await ask(server, "POST", "/rollout/scale_out", **token, json={"num_replicas": 2}) == (
+            202,
+            {"num_replicas": 2},
+        )
+        status, body = await ask(server, "POST", "/rollout/scale_out", **token, json={"num_replicas": 9})
     assert (status, body["error"]["message"]) == (503, "replicas must be in range, got 9. Ask for fewer")
 
 
-async def test_a_route_for_every_method_keeps_to_its_scope_too() -> None:
-    async def proxied(request: web.Request) -> web.StreamResponse:
-        return web.Response(text=request.method)
+async def test_a_body_and_a_query_are_what_the_operation_says_or_refused() -> None:
+    where = "POST /rollout/scale_out"
+    wrong = [
+        ("", b"", f"num_replicas must be set, got nothing. Set it in the body of {where}."),
+        ("", b"{", "must be valid"),
+        ("", b"[]", "must"),
+        (
+            "",
+            b'{"num_replicas": "2"}',
+            f"num_replicas must be a valid integer, got '2'. Change it in the body of {where}.",
+        ),
+        ("", b'{"num_replicas": true}', "num_replicas must be a number, got True. Write the number"),
+        (
+            "",
+            b'{"num_replicas": 2, "forced": true}',
+            "forced must be a field of Scale, got an unknown name. Did you mean 'force'?",
+        ),
+        ("?now=1", b'{"num_replicas": 2}', f"the query of {where} must be empty, got 'now=1'. Remove the rest"),
+    ]
+    async with with_scaling() as server:
+        for query, sent, words in wrong:
+            status, body = await ask(server, "POST", f"/rollout/scale_out{query}", RUN_TOKEN, data=sent)
+            assert (status, body["error"]["type"]) == (400, "ConfigError") and words in body["error"]["message"], body
 
+
+async def test_what_a_route_states_is_served_as_openapi() -> None:
+    async with with_scaling() as server:
+        status, told = await ask(server, "GET", "/openapi.json")
+    assert status == 200 and told["openapi"] == "3.1.0"
+    assert told["paths"].keys() >= {"/livez", "/stop", "/events", "/openapi.json", "/{role}/scale_out"}
+    operation = told["paths"]["/{role}/scale_out"]["post"]
+    schemas = told["components"]["schemas"]
+    assert operation["summary"] == "Have so many replicas." and operation["x-scope"] == "control"
+    assert operation["security"] == [{"token": []}] and told["paths"]["/roles"]["get"]["security"] == []
+    assert [(each["name"], each["in"]) for each in operation["parameters"]] == [("role", "path")]
+    assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Scale"}
+    assert schemas["Scale"]["additionalProperties"] is False and schemas["Scale"]["required"] == ["num_replicas"]
+    assert operation["responses"].keys() == {"202", "default"}
+    failed = operation["responses"]["default"]["content"]["application/json"]["schema"]
+    assert failed == {"$ref": "#/components/schemas/Failed"} and schemas["Failed"]["required"] == ["error"]
+
+
+async def nothing(request: web.Request) -> web.StreamResponse:
+    return web.Response()
+
+
+def test_a_route_without_a_scope_or_an_operation_cannot_be_mounted() -> None:
     server = AdminServer(AdminConfig(), Numbers(), token=RUN_TOKEN)
-    server.route("*", "/proxy/{rest:.*}", proxied, scope="control")
-    await server.start()
-    try:
-        for method in ("GET", "POST", "DELETE"):
-            assert (await ask(server, method, "/proxy/a"))[0] == 401
-            assert (await ask(server, method, "/proxy/a", token="wrong"))[0] == 403
-            assert await ask(server, method, "/proxy/a", token=RUN_TOKEN) == (200, method)
-    finally:
-        await server.close()
+    route: Any = server.route
+    for missing in ({"scope": "read"}, {"operation": SCALE}):
+        with pytest.raises(TypeError, match="missing 1 required keyword-only argument"):
+            route("GET", "/x", nothing, **missing)
+    for scope in ("all", "Read", "", None):
+        with pytest.raises(ConfigError, match="the scope of /x must be one of open, read, content, control, got"):
+            route("GET", "/x", nothing, scope=scope, operation=SCALE)
+    with pytest.raises(ConfigError, match=r"the method of /x must be one of GET, POST, PUT, PATCH, DELETE, got '\*'"):
+        route("*", "/x", nothing, scope="control", operation=SCALE)
 
 
 async def test_events_reach_every_subscriber_and_closing_ends_their_streams() -> None:
