@@ -22,6 +22,8 @@ class SupervisionConfig(Section):
     restart_window_s: float = Field(600.0, gt=0)
     max_global_restarts: int = Field(3, ge=0)
     """Restarts of the whole run from its last checkpoint; one more ends it with the first cause."""
+    max_backoff_s: float = Field(60.0, ge=0)
+    """What starts again once more pauses for a second before, then for two, for four, and so on; for no longer than this."""
     start_s: float = Field(600.0, gt=0)
     """From the start of a role group until all its processes are there: what they import, from a cold network disk perhaps,
     included."""

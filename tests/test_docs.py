@@ -102,6 +102,7 @@ ELSEWHERE = {
 BY_HAND = {
     "rondo bench bus --peers-python PEERS_VENV/bin/python",
     "rondo bench calls",
+    "rondo bench chaos",
     "rondo bench faults",
     "rondo bench fit",
     "rondo bench generation",
@@ -112,7 +113,6 @@ BY_HAND = {
     "rondo bench media",
     "rondo bench omni",
     "rondo bench paper",
-    "rondo bench recovery",
     "rondo bench ring",
     "rondo bench router_replay",
     "rondo bench shared_prompts",

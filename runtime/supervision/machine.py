@@ -55,7 +55,7 @@ from rondo.runtime.supervision.standstill import Standstill
 if TYPE_CHECKING:
     from rondo.runtime.config import SupervisionConfig
 
-_BACKOFF_S, _MAX_BACKOFF_S = 1.0, 60.0
+_BACKOFF_S = 1.0
 _HEALTHY_S = 600.0
 """A child that was ready for so long starts again at once, as after its first death."""
 _SERVICE_GRACE_S = 5.0
@@ -397,7 +397,7 @@ class Supervision:
         return [Start(life.child.name, life.incarnation, self.attempt)]
 
     def _restart(self, life: _Life, now: float) -> list[Action]:
-        delay_s = 0.0 if life.streak == 0 else min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (life.streak - 1))
+        delay_s = 0.0 if life.streak == 0 else min(self._limits.max_backoff_s, _BACKOFF_S * 2 ** (life.streak - 1))
         life.streak += 1
         life.num_restarts += 1
         life.state, life.due = State.WAITING, now + delay_s

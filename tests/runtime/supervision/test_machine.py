@@ -165,8 +165,12 @@ def test_recovery_lasts_from_the_first_death_to_all_ranks_ready() -> None:
     assert run.machine.recoveries == [("rollout-0", 10.0)]
 
 
-def test_the_first_restart_is_immediate_and_the_back_off_doubles() -> None:
-    run = Run(SupervisionConfig(max_restarts=100)).up()
+@pytest.mark.parametrize(
+    ("longest_s", "expected"),
+    [(60.0, [0, 1, 2, 4, 8, 16, 32, 60, 60]), (3.0, [0, 1, 2, 3, 3, 3, 3, 3, 3]), (0.0, [0] * 9)],
+)
+def test_the_first_restart_is_immediate_and_the_back_off_doubles(longest_s: float, expected: list[float]) -> None:
+    run = Run(SupervisionConfig(max_restarts=100, max_backoff_s=longest_s)).up()
     delays = []
     for _ in range(9):
         run.fail("rollout-0")
@@ -175,7 +179,7 @@ def test_the_first_restart_is_immediate_and_the_back_off_doubles() -> None:
         run.tick(delays[-1])
         assert run.state("rollout-0") is State.STARTING
         run.up()
-    assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert delays == expected
 
 
 def test_a_back_off_is_waited_out() -> None:
