@@ -183,6 +183,12 @@ def sglang(path: Path, *, action: str, cpu: bool) -> int:
     return install(path, cpu=cpu)
 
 
+def slurm(**options: Any) -> int:
+    from rondo.launch.slurm import SlurmOptions, main
+
+    return main(SlurmOptions(**options))
+
+
 def _in(module: str, name: str) -> Callable[..., int]:
     """That function, imported when it is called."""
     return lambda **options: getattr(import_module(module), name)(**options)
@@ -268,6 +274,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     _add_serving(verb("serve", serve, "Serve a model over HTTP, in SGLang's dialect and OpenAI's."))
     add = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
     add("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")
+    _add_job(verb("slurm", slurm, "Write a run as a batch job of SLURM, or submit it.", config))
     add = verb("bench", _in("rondo.launch.bench", "run"), "Measure this machine; `rondo bench` lists what with.")
     add("name", metavar="NAME", nargs="?", help="a module of benchmarks/")
     add("options", metavar="...", nargs=argparse.REMAINDER, help="options of that benchmark")
@@ -301,6 +308,33 @@ def _add_serving(add: Callable[..., Any]) -> None:
     ):
         shown = "" if default is None else f" (default {default})"
         add(name, type=kind, default=default, metavar=name[2:].upper(), help=text + shown)
+
+
+def _add_job(add: Callable[..., Any]) -> None:
+    add("--submit", action="store_true", help="give it to sbatch, instead of printing it")
+    for name, kind, default, meta, text in (
+        ("--nodes", int, 1, "N", "1: all groups of a run start on one machine"),
+        ("--gpus", int, None, "N", "default: what the groups ask for"),
+        ("--cpus", int, None, "N", "cores; default: what the groups take"),
+        ("--mem", str, None, "SIZE", "such as 64G; default: what `rondo check` estimates, and a quarter more"),
+        ("--time", str, None, "TIME", "such as 24:00:00"),
+        ("--partition", str, None, "NAME", "where it is queued"),
+        ("--account", str, None, "NAME", "who pays"),
+        ("--container-image", str, None, "IMAGE", "of pyxis and enroot, or a .sif file of apptainer"),
+        ("--container-mounts", str, None, "A:B,...", "folders for it, beside the one that this is called in"),
+        (
+            "--grace",
+            int,
+            None,
+            "S",
+            "seconds from the signal to the limit; default: 600, or what preemption.grace_s needs",
+        ),
+        ("--max-requeues", int, 100, "N", "how often it may be queued again (default 100)"),
+        ("--max-kills", int, 3, "N", "how often in a row after the run was killed (default 3)"),
+    ):
+        add(name, type=kind, default=default, metavar=meta, help=text)
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="for sbatch: --sbatch=--qos=high")
+    add("--before", action="append", default=[], metavar="LINE", help="of shell, before the run: 'module load cuda'")
 
 
 def _target(

@@ -76,6 +76,10 @@ ELSEWHERE = {
     "rondo resume runs/quickstart --accept-changes": STOPPED,
     "rondo train examples/quickstart.py --resume-or-start": "tests/launch/test_train.py::"
     "test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so",
+    "rondo slurm examples/quickstart.py --time 24:00:00 --submit": "tests/launch/test_slurm.py::"
+    "test_the_command_prints_the_script_or_hands_it_to_sbatch",
+    "rondo slurm examples/quickstart.py --time 24:00:00 --set train.save_every=50": "tests/launch/test_slurm.py::"
+    "test_the_command_prints_the_script_or_hands_it_to_sbatch",
     "rondo resume runs/quickstart --checkpoint best": "tests/parity/test_parity.py::"
     "test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits",
     "rondo eval runs/quickstart --checkpoint best": EVALUATED,

@@ -29,7 +29,15 @@ from rondo.launch.check.data import Elsewhere, is_made, look_at_order
 from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.check.findings import Facts, Finding, Report, error, note, ok
 from rondo.launch.check.sglang import context_of, look_at_sglang
-from rondo.launch.check.target import Target, group_bytes, judge_devices, judge_target, segment_bytes, tell_hosts
+from rondo.launch.check.target import (
+    Target,
+    group_bytes,
+    judge_devices,
+    judge_target,
+    node_parts,
+    segment_bytes,
+    tell_hosts,
+)
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
@@ -74,6 +82,18 @@ def inspect(config: RunConfig, target: Target | None = None, nursery: Nursery | 
     if target is None:
         return [*seen.findings, *judge(config, seen.facts, free_memory_bytes())]
     return [*seen.findings, *_settings(config, seen.facts), *judge_target(config, target, seen.facts)]
+
+
+def node_bytes(config: RunConfig, folder: Path) -> int:
+    """Host memory of a machine that runs all of it, by estimate. ConfigError with what would stop it on every machine."""
+    with Nursery() as nursery:
+        seen = _look(config, folder, nursery, traces=True)
+    findings = [*seen.findings, *_settings(config, seen.facts)]
+    if errors := [finding.text for finding in findings if finding.level == "error"]:
+        raise ConfigError("\n".join(errors))
+    assert seen.facts.shape is not None
+    counts = {group.name: group.replicas * group.processes for group in config.groups}
+    return sum(node_parts(config, seen.facts, seen.facts.shape, counts).values())
 
 
 def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Finding]:

@@ -221,11 +221,8 @@ def _snapshot(config: RunConfig, num_parameters: int, shape: Shape | None, num_r
     return -(-decoder // num_shards) + (encoders if whole else -(-encoders // num_shards))
 
 
-def _judge_node(
-    config: RunConfig, target: Target, facts: Facts, shape: Shape, placed: Sequence[Placed], node: int
-) -> Finding:
-    """Host memory of one node: shared segments, and what processes take."""
-    counts = processes_on(placed, node)
+def node_parts(config: RunConfig, facts: Facts, shape: Shape, counts: Mapping[str, int]) -> dict[str, int]:
+    """Host memory of a node with so many processes of each group, in bytes: shared segments, and what processes take."""
     assert facts.num_parameters is not None and facts.num_tensors is not None  # seen before the shape
     parts = segment_bytes(config, facts.num_parameters, facts.num_tensors, shape, counts)
     workers = config.reward.num_workers * _LIGHT
@@ -233,14 +230,21 @@ def _judge_node(
         workers += config.media.num_workers * (_HEAVY + 2 * config.media.max_group_bytes)
     computing = programs = 0
     for group in config.groups:
-        number = counts[group.name]
+        number = counts.get(group.name, 0)
         heavy = bool(_RUNS_A_MODEL & set(group.roles))
         programs += number * ((_HEAVY if heavy else _LIGHT) + (workers if "rollout" in group.roles else 0))
         if group.devices and "actor" in group.roles and config.train.offload_optimizer and "actor" in facts.traced:
             computing += number * facts.traced["actor"].parts[OFFLOADED]
         if not group.devices:
             computing += number * sum(each.needed for each in sizes_of(config, facts, group))
-    parts |= {"processes": programs, "computing on the CPU": computing}
+    return parts | {"processes": programs, "computing on the CPU": computing}
+
+
+def _judge_node(
+    config: RunConfig, target: Target, facts: Facts, shape: Shape, placed: Sequence[Placed], node: int
+) -> Finding:
+    """Whether host memory of one node suffices."""
+    parts = node_parts(config, facts, shape, processes_on(placed, node))
     needed = sum(parts.values())
     if needed > target.memory_bytes:
         return error(
