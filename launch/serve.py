@@ -96,14 +96,15 @@ def _token(path: Path | None) -> Iterator[tuple[str, Path]]:
         yield token, made
 
 
-def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
-    """(slot engine, tokenizer, stop token ids, longest sequence)."""
+def _load(options: ServeOptions, path: str) -> tuple[Any, Any, dict[str, Any]]:
+    """(slot engine, tokenizer, what a `Service` is told of the model)."""
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # torch reads it once; a thread that spins takes the callers' core
     import torch
 
     from rondo.models.load import end_ids, load_config, load_model, load_tokenizer
+    from rondo.models.parallel import full_tensors
     from rondo.roles.engines.embedded.embedded import slot_engine
 
     config = load_config(path)
@@ -117,26 +118,25 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, Any, int]:
     model = load_model(path, dtype=dtype, device=device)
     slots = slot_engine(model, num_slots=options.num_slots, max_length=length)
     gc.freeze()  # what was loaded stays, and is never walked again: that would hold up all callers
-    return slots, tokenizer, end_ids(path, tokenizer), length
+    told = {"max_length": length, "stop_token_ids": end_ids(path, tokenizer), "dtype": dtype}
+    return slots, tokenizer, told | {"weights": functools.partial(full_tensors, model)}
 
 
 async def _serve(
-    options: ServeOptions, path: str, token: str, token_path: Path, loaded: tuple[Any, Any, Any, int]
+    options: ServeOptions, path: str, token: str, token_path: Path, loaded: tuple[Any, Any, dict[str, Any]]
 ) -> int:
     from rondo.roles.engines.embedded.embedded import EmbeddedEngine
     from rondo.roles.serve.app import listening
     from rondo.roles.serve.prompt_work import prompt_work
     from rondo.roles.serve.service import Service
 
-    slots, tokenizer, stop_ids, length = loaded
+    slots, tokenizer, told = loaded
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
     engine = EmbeddedEngine(slots, functools.partial(asyncio.get_running_loop().run_in_executor, thread))
     name = options.served_model_name or options.model
     try:
         async with prompt_work(path) as work:
-            service = Service(
-                engine, tokenizer, work, name, max_length=length, model_path=path, stop_token_ids=stop_ids
-            )
+            service = Service(engine, tokenizer, work, name, model_path=path, **told)
             asked = _signals()
             async with listening(service, [token], options.host, options.port) as url:
                 print(f"serving {name} at {url}  token: {token_path}", flush=True)

@@ -23,6 +23,7 @@ from rondo.roles.data.datasets import RowError, open_splits, train_order
 from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.media import MediaPool
 from rondo.roles.data.prompts import TooLong
+from rondo.roles.engines.calls import EngineCalls
 from rondo.roles.engines.dispatch.dispatcher import Dispatcher
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine
 from rondo.roles.engines.replica import ROLE, Replica
@@ -97,6 +98,7 @@ class RolloutRole:
             async with replica.follow() as first:
                 await first.wait()
                 await pools.enter_async_context(self._endpoint())
+                ctx.offer(EngineCalls(replica))
                 await ctx.ready()
                 async with asyncio.TaskGroup() as tasks:
                     beside = [tasks.create_task(each) for each in (self._renew(), self._report(), replica.waking())]
@@ -121,9 +123,8 @@ class RolloutRole:
     # ---- leases -----------------------------------------------------------------------------------------------------
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
-        limit = self._most_groups(self._job.config.rollout.samples_per_prompt)
         while not self._ctx.stopping.is_set():
-            while len(self._running) >= limit:
+            while len(self._running) >= (limit := self._most_groups()):
                 await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
             with self._ctx.span("wait for a lease", beside="leases"):
                 answer = await self._next(limit - len(self._running))
@@ -142,9 +143,9 @@ class RolloutRole:
         for task in list(self._running.values()):
             task.cancel()
 
-    def _most_groups(self, num_samples: int) -> int:
-        """Prompt groups of so many samples to have in flight: one wave decodes, one waits."""
-        return max(1, -(-2 * self._job.config.rollout.num_slots_of_replica // num_samples))
+    def _most_groups(self) -> int:
+        """Prompt groups to have in flight: one wave decodes, one waits."""
+        return max(1, -(-2 * self._replica.num_slots // self._job.config.rollout.samples_per_prompt))
 
     async def _next(self, room: int) -> dict[str, Any]:
         """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""
@@ -226,9 +227,8 @@ class RolloutRole:
         if parts is not None:
             await self._job.bus.call("evaluated", label, self._result(version, parts))
             return
-        num_slots = self._job.config.rollout.num_slots_of_replica
         found = await self._evaluator.evaluate(
-            self._replica.engine, label, version, num_slots=num_slots, part=part, of=of
+            self._replica.engine, label, version, num_slots=self._replica.num_slots, part=part, of=of
         )
         await self._job.bus.call("evaluated_part", label, part, found)
 

@@ -187,6 +187,21 @@ async def wait_for(
         return await awaitable
 
 
+async def finished(work: Awaitable[object]) -> None:
+    """The end of what must not be left half done; a cancellation of the caller comes after it. Its error stays its own."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        task.exception()
+    if cancelled is not None:
+        raise cancelled
+
+
 blocking = PROCESS.blocking
 """`with blocking(name, peer=..., deadline_s=...)`: lists a thread's blocking call, which keeps the deadline itself."""
 pending = PROCESS.pending

@@ -15,11 +15,13 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rondo.comm.bus.bus import POLL_S
 from rondo.comm.weights.slab import WeightSlab
 from rondo.models.load import load_model
+from rondo.roles.engines.dispatch.dispatcher import Dispatcher, MemberStats
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.shared_weights import Flip, Lent
 from rondo.roles.engines.embedded.slots import SlotEngine
@@ -27,9 +29,12 @@ from rondo.roles.engines.embedded.time_share import Share
 from rondo.roles.engines.engine import STALL_S, Engine
 from rondo.roles.job import SLAB, Job, follow
 from rondo.roles.training.determinism import settle
-from rondo.runtime.errors import Closed
+from rondo.runtime.errors import Closed, ConfigError
 from rondo.runtime.waits import waiting
 from rondo.runtime.worker.context import WorkerContext
+
+if TYPE_CHECKING:
+    from rondo.roles.engines.sglang.attached import AttachedServers
 
 ROLE = "rollout"
 _LOOK_S = 0.05
@@ -41,6 +46,7 @@ class Replica:
         self._wake = asyncio.Event()  # the engine sleeps, and has requests
         self._installing = asyncio.Lock()
         self._lent: Lent | None = None  # the trainer's tensors, where the engine generates with them
+        self._attached: AttachedServers | None = None
 
     async def open(self, ends: AsyncExitStack) -> None:
         """Until `close`; what `ends` with the process, a server, is ended with that."""
@@ -81,7 +87,8 @@ class Replica:
 
     async def _open_servers(self, ends: AsyncExitStack) -> Engine:
         """SGLang servers, which load the model themselves; they are kept there, and ended with `ends`."""
-        from rondo.roles.engines.sglang.open import kept_engines, one_engine, releases_memory
+        from rondo.roles.engines.sglang.attached import attachable
+        from rondo.roles.engines.sglang.open import attached_engine, kept_engines, one_engine, releases_memory
         from rondo.roles.engines.sglang.restarts import kept
 
         settings = self._job.config.rollout.sglang
@@ -95,7 +102,52 @@ class Replica:
                 await asyncio.gather(*(engine.sleep() for engine in engines))
 
             self._job.turns.make_room = make_room
-        return one_engine(engines, newest=self.newest_weights, update_deadline_s=settings.update_deadline_s)
+        engine = one_engine(engines, newest=self.newest_weights, update_deadline_s=settings.update_deadline_s)
+        if settings.router is None and self._job.config.media is None:
+            make = functools.partial(attached_engine, self._ctx, self._job, newest=self.newest_weights)
+            record = self._ctx.rt_dir / f"{self._ctx.group}.{self._ctx.rank}.engines.json"
+            self._attached = await ends.enter_async_context(attachable(engine, make, record, self._ctx.report))
+        return engine
+
+    @property
+    def attached(self) -> AttachedServers:
+        """Where servers are attached. ConfigError in a run that takes none."""
+        if self._attached is None:
+            raise ConfigError(
+                "engines can be attached to a run that generates with servers, without a router and with text alone "
+                "(rollout.sglang, rollout.sglang.router None, media None), got another one. Add replicas instead"
+            )
+        return self._attached
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that all of its engines decode at once."""
+        rollout = self._job.config.rollout
+        attached = 0 if self._attached is None else len(self._attached.states())
+        return rollout.num_slots_of_replica + rollout.num_slots * attached
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Every engine of the run's samples, as JSON: its name, whether it was attached, its state, and what it does."""
+        states = {} if self._attached is None else self._attached.states()
+        if not isinstance(self.engine, Dispatcher):
+            found = self.engine.stats()
+            alone = MemberStats(
+                f"{self._ctx.group}.{self._ctx.rank}", True, "", "closed", found.version,
+                found.num_running + found.num_waiting, 0.0, found.num_completed, 0,
+            )  # fmt: skip
+            members: tuple[MemberStats, ...] = (alone,)
+        else:
+            members = self.engine.dispatch_stats().engines
+        told = []
+        for each in members:
+            state = states.get(each.name, "active")
+            state = "away" if state == "active" and not each.routable else state
+            told.append({**asdict(each), "attached": each.name in states, "state": state})
+        coming = [
+            {"name": name, "attached": True, "state": states[name]}
+            for name in states.keys() - {m.name for m in members}
+        ]
+        return told + coming
 
     @asynccontextmanager
     async def newest_weights(self) -> AsyncIterator[tuple[int, Mapping[str, Any]]]:

@@ -123,6 +123,7 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/flush_cache", control.flush_cache),
     ("POST", "/flush_cache", control.flush_cache),
     ("POST", "/update_weights_from_disk", control.update_weights_from_disk),
+    ("POST", "/weights_checker", control.weights_checker),
     ("GET", "/health", control.health),
     ("GET", "/ping", control.health),
     ("GET", "/ready", control.ready),

@@ -4,14 +4,14 @@ Owns the endpoints beside generation, and which of them only the engine's owner 
 may ask and abort, but neither pause it nor change its weights.
 
     GET /health /ready /ping (open)   /health_generate /model_info /server_info /v1/models /v1/loads
-    POST /abort_request   /pause_generation /continue_generation /flush_cache /update_weights_from_disk (owner)
+    POST /abort_request   /pause_generation /continue_generation /flush_cache /update_weights_from_disk /weights_checker (owner)
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from aiohttp import web
 from pydantic import Field
 
 from rondo.roles.engines.engine import SamplingParams
+from rondo.roles.engines.sglang.requirements import of_whole
 from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.fields import Fields, Name
 from rondo.roles.serve.requests import Ask, PauseMode
@@ -90,6 +91,9 @@ async def info(service: Service, request: web.Request) -> web.Response:
             "has_audio_understanding": False,
             "max_length": service.max_length,
             "context_length": service.max_length,
+            "max_req_input_len": of_whole(service.max_length),
+            "dtype": service.dtype,
+            "device": "cpu",
             "tp_size": 1,
             "dp_size": 1,
             "enable_deterministic_inference": service.seeds,
@@ -142,6 +146,7 @@ class _Body(Fields):
     mode: PauseMode = "abort"
     model_path: Annotated[str, Field(max_length=4096)] | None = None
     weight_version: Annotated[Name, Field(pattern=r"^\d{1,9}$")] | None = None
+    action: Annotated[str, Field(max_length=100)] = "checksum"
     abort_all_requests: bool = False
 
 
@@ -192,6 +197,23 @@ async def update_weights_from_disk(service: Service, request: web.Request) -> we
     return json_answer({"success": True, "message": f"Succeeded to update model weights to version {version}."})
 
 
+async def weights_checker(service: Service, request: web.Request) -> web.Response:
+    """A checksum of every tensor that the engine holds, as SGLang tells those of a server on a CPU."""
+    _require_control(service, request)
+    if service.weights is None:
+        return await not_supported(service, request)
+    if (action := (await _body(service, request)).action) != "checksum":
+        raise ConfigError(f"action must be 'checksum', the only one that is known here, got {action!r}. Change it")
+    held = await asyncio.to_thread(_checksums, service.weights)
+    return json_answer({"success": True, "ranks": [{"checksums": held, "parallelism_info": {"tp_rank": 0}}]})
+
+
+def _checksums(weights: Callable[[], Iterable[tuple[str, Any]]]) -> dict[str, str]:
+    from rondo.roles.engines.sglang.weights_sums import checksum
+
+    return {name: checksum([tensor], "cpu") for name, tensor in weights()}
+
+
 async def not_supported(service: Service, request: web.Request) -> web.Response:
     raise TurnedDown(501, f"{request.path} must be asked of SGLang itself, this is rondo's engine. {_INSTEAD}")
 
@@ -199,7 +221,7 @@ async def not_supported(service: Service, request: web.Request) -> web.Response:
 _INSTEAD = "Weights come through /update_weights_from_disk here"
 NOT_SUPPORTED = (
     "update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_ipc", "init_weights_update_group",
-    "destroy_weights_update_group", "update_weight_version", "weights_checker", "release_memory_occupation",
+    "destroy_weights_update_group", "update_weight_version", "release_memory_occupation",
     "resume_memory_occupation", "open_session", "close_session", "load_lora_adapter", "unload_lora_adapter",
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
@@ -58,6 +58,10 @@ class Service:
     control: bool = True
     seeds: bool = True
     tells_experts: bool = False
+    dtype: str = "auto"
+    """Of the engine's weights."""
+    weights: Callable[[], Iterable[tuple[str, Any]]] | None = None
+    """What the engine holds: tensors under their names on disk."""
     max_body_bytes: int | None = None
     trajectories: Trajectories = field(default_factory=Trajectories)
     requests: Requests = field(init=False)

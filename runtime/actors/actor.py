@@ -128,6 +128,12 @@ class Server:
         self._num_errors = 0
         self._ended: asyncio.Future[None] | None = None
 
+    def offer(self, actor: Actor) -> None:
+        """Answers the calls of this actor's endpoints too. Their names are not taken yet."""
+        offered = _endpoints(actor)
+        assert not offered.keys() & self._endpoints.keys(), f"endpoints twice: {sorted(offered)}"
+        self._endpoints |= offered
+
     def close(self) -> asyncio.Future[None]:
         """Stops listening, cancels every call and hangs up, all at once. Await the result to see the last call end."""
         if self._ended is None:

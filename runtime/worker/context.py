@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from rondo.runtime.actors.actor import Actor, Server
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.memory.segments import SegmentClient
@@ -47,6 +48,8 @@ class Process:
         self.local_rank = local_rank
         self.load_s = load_s
         self.coordinator = me.ref("coordinator")
+        self.server: Server | None = None
+        """What answers the calls to this process."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self.pace = SupervisionConfig()
         self.works: dict[tuple[str, str], Work] = {}
@@ -128,6 +131,11 @@ class WorkerContext:
     def span(self, name: str, *, step: int | None = None, beside: str = "", **args: Any) -> Span:
         """The body is a span of this role in the run's timeline; `beside` names what goes on beside its other spans."""
         return span(name, f"{self.role}/{beside}" if beside else self.role, step, **args)
+
+    def offer(self, actor: Actor) -> None:
+        """Lets others of this run call the actor's endpoints at "GROUP.RANK"."""
+        assert self._process.server is not None
+        self._process.server.offer(actor)
 
     def progress(self) -> None:
         """Counts one more thing done, for the status view."""

@@ -51,8 +51,8 @@ async def run(me: Membership, references: Sequence[str]) -> None:
     process = Process(me, int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"]), float(variables[LOAD_S]))
     address = f"unix:{me.rt_dir}/{me.group}.{me.rank}.sock"
     try:
-        # Like every actor it gives its waits and stacks, and more is not asked of a worker.
-        async with me.living(), await serve(Actor(), address, token=me.token, name=me.group):
+        # Like every actor it gives its waits and stacks, and what its roles offer.
+        async with me.living(), await serve(Actor(), address, token=me.token, name=me.group) as process.server:
             contexts = [WorkerContext(process) for _ in references]
             if NOT_FORKED in os.environ:
                 await contexts[0].report("not_forked", {"rank": me.rank, "why": os.environ[NOT_FORKED]})

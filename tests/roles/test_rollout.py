@@ -34,8 +34,9 @@ async def test_a_replica_that_is_asked_to_leave_leaves_an_evaluation_and_one_tha
     ctx: Any = SimpleNamespace(stopping=asyncio.Event(), span=lambda name, **_: span(name, "rollout"))
     role = Role(ctx)
     role._job = SimpleNamespace(  # type: ignore[assignment]
-        config=SimpleNamespace(rollout=SimpleNamespace(samples_per_prompt=2, num_slots_of_replica=4))
+        config=SimpleNamespace(rollout=SimpleNamespace(samples_per_prompt=2))
     )
+    role._replica = SimpleNamespace(num_slots=4)  # type: ignore[assignment]
     async with asyncio.timeout(60):
         if error is None:
             async with asyncio.TaskGroup() as tasks:

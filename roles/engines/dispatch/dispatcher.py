@@ -112,10 +112,36 @@ class Dispatcher:
         self._places = Places(self._fleet)
         self._ended: BaseException | None = None
         self._num: Counter[str] = Counter()  # those of `DispatchStats` that only grow
+        self._left = EngineStats(0, *(0,) * 9)  # of engines that were taken out
         for index, engine in enumerate(engines):
-            self._fleet.add(names[index] if names is not None else f"engine-{index}", engine)
+            self.add(names[index] if names is not None else f"engine-{index}", engine)
 
     # ---- engines ----------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, engine: Engine) -> Member:
+        """One more engine: it gets requests once it serves what was promised, and is asked for ever until then. ConfigError for
+        a name that another one has."""
+        self._check_open()
+        return self._fleet.add(name, engine)
+
+    async def serves(self, name: str, *, deadline_s: float) -> None:
+        """Until the engine serves what was promised. Raises PeerGone where it fails that update, and DeadlineExceeded."""
+        await self._fleet.proved(self._member(name), deadline_s)
+
+    async def drain(self, name: str, *, deadline_s: float) -> None:
+        """Nothing new is sent to the engine. What it has in flight has `deadline_s` seconds to end there, then it goes elsewhere.
+        Cancelled, the engine takes part as before."""
+        await self._fleet.drain(self._member(name), deadline_s)
+
+    async def remove(self, name: str) -> None:
+        """Takes the engine out and closes it; what it has in flight goes elsewhere."""
+        member = self._member(name)
+        await self._fleet.remove(member)
+        self._left += member.engine.stats().ended()
+        await member.engine.close()
+
+    def _member(self, name: str) -> Member:
+        return next(member for member in self._fleet.members if member.name == name)
 
     @property
     def version(self) -> int:
@@ -137,7 +163,7 @@ class Dispatcher:
 
     def stats(self) -> EngineStats:
         """The sums over the engines; what waits here counts as waiting, and requests by their one outcome."""
-        sums = sum((member.engine.stats() for member in self._fleet.members), start=EngineStats(0, *(0,) * 9))
+        sums = sum((member.engine.stats() for member in self._fleet.members), start=self._left)
         return replace(
             sums,
             version=self.version,

@@ -31,7 +31,7 @@ from rondo.roles.engines.dispatch.breaker import Breaker
 from rondo.roles.engines.engine import Engine, Request, SamplingParams
 from rondo.roles.engines.faults import Fault, fault_of, is_full
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone
-from rondo.runtime.waits import wait_for
+from rondo.runtime.waits import wait_for, waiting
 
 _UNKNOWN_SLOTS = 256
 
@@ -112,6 +112,8 @@ class Member:
     missed: int = 0
     """How often in a row it was not ready."""
     updating: bool = False
+    leaving: bool = False
+    """It is given nothing more, and is taken out."""
     why: str = "it has not answered yet"
     in_flight: int = 0
     load: float = 0.0
@@ -128,7 +130,8 @@ class Member:
     @property
     def takes_weights(self) -> bool:
         """Whether it may be asked to: it answers, or it failed to, which may have left it paused and never ready again."""
-        return (self.alive and not self.suspect) or (self.hears and self.updates_failed > 0)
+        answers = (self.alive and not self.suspect) or (self.hears and self.updates_failed > 0)
+        return answers and not self.leaving
 
     @property
     def limit(self) -> int:
@@ -171,7 +174,7 @@ class Fleet:
         """Those that may be given work, full or not."""
         self._version = -1
         self.owner, self._chance = owner, chance
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[Member, asyncio.Task[None]] = {}
 
     # ---- who may be given work --------------------------------------------------------------------------------------
 
@@ -191,9 +194,11 @@ class Fleet:
     def serves(self, member: Member) -> bool:
         """Healthy and with proved weights; perhaps being updated, perhaps resting."""
         proved = member.proved is not None and (self.promised is None or member.proved >= self.promised)
-        return proved and member.alive and not member.suspect
+        return proved and member.alive and not (member.suspect or member.leaving)
 
     def _why(self, member: Member) -> str:
+        if member.leaving:
+            return "it is being taken out"
         if member.updating:
             return "its weights are being updated"
         if not member.breaker.closed:
@@ -214,7 +219,7 @@ class Fleet:
 
     # ---- their watchers ---------------------------------------------------------------------------------------------
 
-    def add(self, name: str, engine: Engine) -> None:
+    def add(self, name: str, engine: Engine) -> Member:
         """It is looked at before it is given work. Needs the running loop."""
         if any(m.name == name for m in self.members):
             raise ConfigError(f"the name of an engine must be its own, got {name!r} twice. Give it another")
@@ -226,13 +231,57 @@ class Fleet:
         self.members.append(member)
         task = asyncio.create_task(self._watch(member), name=f"watch {name}")
         task.add_done_callback(self._watched)
-        self._watchers.append(task)
+        self._watchers[member] = task
+        return member
+
+    async def proved(self, member: Member, deadline_s: float) -> None:
+        """Until it serves what was promised. Raises PeerGone where it fails the update, or is taken out, and DeadlineExceeded."""
+        async with waiting("engine to serve", peer=member.name, deadline_s=deadline_s):
+            while not self.serves(member):
+                self.moved.clear()
+                if member.torn is not None or member.leaving:
+                    raise PeerGone(
+                        f"the engine {member.name} must take the newest weights, got {self._why(member)}. Read its log"
+                    )
+                await self.moved.wait()
+
+    async def drain(self, member: Member, deadline_s: float) -> None:
+        """Sends it nothing new; what it has in flight, and an update, has `deadline_s` seconds to end there, and requests then go
+        elsewhere. Cancelled, it takes part as before."""
+        member.leaving = True
+        self.update()
+        try:
+            async with waiting("engine to drain", peer=member.name, deadline_s=deadline_s):
+                await self._until(lambda: not (member.in_flight or member.updating))
+        except DeadlineExceeded:
+            self.owner.lose(member, silent=False)
+        except BaseException:
+            member.leaving = False
+            self.update()
+            raise
+
+    async def remove(self, member: Member) -> None:
+        """Takes it out, once what it has in flight has been told to go elsewhere."""
+        member.leaving = True
+        self.owner.lose(member, silent=False)
+        watcher = self._watchers.pop(member)
+        watcher.cancel()  # and an update that it gives
+        await asyncio.wait([watcher])
+        async with waiting("engine to let go", peer=member.name, deadline_s=None):
+            await self._until(lambda: not (member.in_flight or member.updating))
+        self.members.remove(member)
+        self.update()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self.moved.clear()
+            await self.moved.wait()
 
     async def close(self) -> None:
-        for task in self._watchers:
+        for task in self._watchers.values():
             task.cancel()
         if self._watchers:
-            await asyncio.wait(self._watchers)
+            await asyncio.wait(self._watchers.values())
 
     def _watched(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -121,6 +121,8 @@ class Places:
         member.load = member.load - job.cost if member.in_flight else member.foreign
         if member.trial is job:
             member.trial = None
+        if member.leaving:
+            self._fleet.moved.set()
         self._queue.ended(job.request.kind)
         if self.num_waiting:
             self.pump()

@@ -92,7 +92,7 @@ class Rolling:
         """Engines with other weights that are waited for."""
         able = [
             m for m in self._fleet.members
-            if (m.alive or m.takes_weights) and m.proved != update.version
+            if not m.leaving and (m.alive or m.takes_weights) and m.proved != update.version
         ]  # fmt: skip
         todo = [m for m in able if not m.updates_failed]
         return todo if todo or served else able  # asked again without end, since there is nobody else

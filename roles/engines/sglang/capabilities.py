@@ -86,7 +86,7 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
     version = str(info.get("version", ""))
     require_version(version, client.url)
     model = await _told(client, "/model_info")
-    shape = _model_config(str(info.get("model_path", "")))
+    shape = model_config(str(info.get("model_path", "")))
     spans, after_temperature = await _look_at_an_answer(client)
     priority = 0
     if info.get("enable_priority_scheduling"):
@@ -100,7 +100,7 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
         max_running=_internal(info, "max_running_requests"),
         max_cached_tokens=_internal(info, "max_total_num_tokens"),
         lengths=of_server(info),
-        vocabulary=_text(shape).get("vocab_size"),
+        vocabulary=text_config(shape).get("vocab_size"),
         begins_updates=await _exists(client, "/begin_weight_update"),
         version_spans=spans,
         log_probs_after_temperature=after_temperature,
@@ -155,7 +155,7 @@ def _internal(info: Mapping[str, Any], name: str) -> int:
     return integer(info, name, 0) or integer(states[0], name, 0)
 
 
-def _model_config(model_path: str) -> dict[str, Any]:
+def model_config(model_path: str) -> dict[str, Any]:
     """config.json of the model, where this process can read it; else nothing."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
@@ -172,13 +172,14 @@ def _media(shape: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[Modality,
     return tuple(kind for kind, there in has.items() if there)
 
 
-def _text(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a model's config that its text model has."""
     found: Mapping[str, Any] = shape.get("text_config", shape)
     return found
 
 
 def _experts(shape: Mapping[str, Any]) -> Experts | None:
-    text = _text(shape)
+    text = text_config(shape)
     num = text.get("num_experts") or text.get("n_routed_experts") or text.get("num_local_experts")
     if not num:
         return None

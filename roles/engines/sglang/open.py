@@ -4,26 +4,29 @@ Owns what follows from a setting: how many servers a replica has, on which devic
 
     engines = kept_engines(ctx, job, newest=newest)        # not started: `kept(engines)` does that
     engine = one_engine(engines, newest=newest)
+    more = attached_engine(ctx, job, url, newest=newest)      # `attached.py` adds it while the run goes on
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from rondo.roles.config import JobConfig, SGLangConfig
 from rondo.roles.engines.dispatch import Dispatcher, DispatchLimits
 from rondo.roles.engines.dispatch.installing import Reload
-from rondo.roles.engines.engine import Engine
 from rondo.roles.engines.sglang.capabilities import probe
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.roles.engines.sglang.requirements import silent_about_experts, too_short
-from rondo.roles.engines.sglang.restarts import KeptEngine
+from rondo.roles.engines.sglang.restarts import Connect, KeptEngine
 from rondo.roles.engines.sglang.router import RoutedServers
 from rondo.roles.engines.sglang.server import AttachedServer, Launch, Server, SGLangServer
+from rondo.roles.engines.sglang.suitable import require_suitable
 from rondo.roles.engines.sglang.weights import ServerWeights
 from rondo.roles.job import Job
 from rondo.runtime.errors import ConfigError
@@ -37,32 +40,45 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Reload) -> list[KeptEn
     """The engines of this process, in the order of its devices or of the addresses. ConfigError for a key that is not there."""
     settings = job.config.rollout.sglang
     assert settings is not None
-    servers = servers_of(ctx, job, settings)
-
-    def made(index: int, server: Server) -> KeptEngine:
-        connect = functools.partial(
-            connect_engine,
-            settings=settings,
-            folder=ctx.rt_dir / _name(ctx, index),
-            model_path=job.model_path,
-            device=job.device,
-            processed_media=not settings.urls,
-            tells_experts=job.config.train.router_replay,
-            max_prompt_tokens=job.config.rollout.max_prompt_tokens,
-        )
-        return KeptEngine(
-            server,
-            connect,
-            newest=newest,
-            deadline_s=settings.start_deadline_s,
-            silent_s=settings.silent_deadline_s,
-            tell=ctx.report,
-        )
-
-    return [made(index, server) for index, server in enumerate(servers)]
+    folders = (ctx.rt_dir / _name(ctx, index) for index in itertools.count())
+    connect = functools.partial(_connect_of, job, processed_media=not settings.urls)
+    return [
+        _kept(ctx, settings, server, functools.partial(connect, folder=folder), newest)
+        for server, folder in zip(servers_of(ctx, job, settings), folders, strict=False)
+    ]
 
 
-def one_engine(engines: Sequence[KeptEngine], *, newest: Reload, update_deadline_s: float | None = None) -> Engine:
+def attached_engine(ctx: WorkerContext, job: Job, url: str, *, newest: Reload) -> KeptEngine:
+    """The engine over a server that is attached to the run. Its server must suit the run, each time that it is found."""
+    settings = job.config.rollout.sglang
+    assert settings is not None
+    name = f"{_name(ctx, 0)}.{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+    async def connect(client: SGLangClient) -> SGLangEngine:
+        await require_suitable(client, job.config, job.model_path)
+        return await _connect_of(job, client, folder=ctx.rt_dir / name, processed_media=False)
+
+    return _kept(ctx, settings, AttachedServer(url, key=read_key(settings.api_key_file)), connect, newest)
+
+
+def _kept(ctx: WorkerContext, settings: SGLangConfig, server: Server, connect: Connect, newest: Reload) -> KeptEngine:
+    return KeptEngine(
+        server, connect, newest=newest, deadline_s=settings.start_deadline_s, silent_s=settings.silent_deadline_s,
+        tell=ctx.report,
+    )  # fmt: skip
+
+
+async def _connect_of(job: Job, client: SGLangClient, *, folder: Path, processed_media: bool) -> SGLangEngine:
+    settings = job.config.rollout.sglang
+    assert settings is not None
+    return await connect_engine(
+        client, settings=settings, folder=folder, model_path=job.model_path, device=job.device,
+        processed_media=processed_media, tells_experts=job.config.train.router_replay,
+        max_prompt_tokens=job.config.rollout.max_prompt_tokens,
+    )  # fmt: skip
+
+
+def one_engine(engines: Sequence[KeptEngine], *, newest: Reload, update_deadline_s: float | None = None) -> Dispatcher:
     """All of them, or the only one, as an engine that outlives any of them."""
 
     # A server may take all of its time to start, and then it is given weights.

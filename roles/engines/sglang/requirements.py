@@ -71,6 +71,11 @@ def of_context(num_tokens: int) -> Lengths:
     return Lengths(prompt=num_tokens - _REFUSED - 1, whole=num_tokens - _ENDED)
 
 
+def of_whole(num_tokens: int) -> int:
+    """What a server that ends sequences of so many tokens tells as its `max_req_input_len`."""
+    return num_tokens + _ENDED - _REFUSED
+
+
 def of_server(info: Mapping[str, Any]) -> Lengths | None:
     """What /server_info tells; None where it does not. ProtocolError for what is no length."""
     if "max_req_input_len" not in info:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from rondo.roles.engines.sglang.weights_distributed import DistributedTransfer, 
 from rondo.roles.engines.sglang.weights_proof import Key, Proof, Recipes, told_by
 from rondo.roles.engines.sglang.weights_tensor import TensorTransfer
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
+from rondo.runtime.waits import finished
 
 CALL_DEADLINE_S = 60.0
 LOAD_DEADLINE_S = 600.0
@@ -142,7 +143,7 @@ class ServerWeights:
                         if proof is None:
                             await transfer.refused(name)
                 except BaseException as error:
-                    await _finished(self._give_up(transfer, version, error))
+                    await finished(self._give_up(transfer, version, error))
                     raise
                 await self._continue()
                 self._proof, now = proof, time.monotonic()
@@ -150,7 +151,7 @@ class ServerWeights:
                 self._stats = UpdateStats(version, num_bytes, now - began, now - paused, num_sendings)
                 await transfer.proved(name)
             finally:
-                await _finished(expecting)
+                await finished(expecting)
 
     @property
     def asleep(self) -> bool:
@@ -168,7 +169,7 @@ class ServerWeights:
                 await self._client.post("/pause_generation", {"mode": "retract"}, deadline_s=MEMORY_DEADLINE_S)
                 await self._client.post("/release_memory_occupation", {"tags": _TAGS}, deadline_s=MEMORY_DEADLINE_S)
             except BaseException as error:
-                await _finished(self._beside(error, "/continue_generation", {}))
+                await finished(self._beside(error, "/continue_generation", {}))
                 raise
             self._released = list(_TAGS)
 
@@ -192,7 +193,7 @@ class ServerWeights:
         try:
             await transfer.send(version, tensors, flush=flush)
         except BaseException as error:
-            await _finished(self._beside(error, "/end_weight_update", {}))
+            await finished(self._beside(error, "/end_weight_update", {}))
             raise
         await self._client.post("/end_weight_update", {}, deadline_s=self._load_s)
 
@@ -332,18 +333,3 @@ def _on_this_node(url: str) -> bool:
     at = urlsplit(url)
     addresses = {each[4][0] for each in socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_STREAM)}
     return local_address(url) in addresses
-
-
-async def _finished(work: Awaitable[Any]) -> None:
-    """The end of what must not be left half done; a cancellation of the caller comes after it. Its error stays its own."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if not task.cancelled():
-        task.exception()
-    if cancelled is not None:
-        raise cancelled

@@ -26,7 +26,8 @@ class Scripted(RolloutRole):
             stopping=asyncio.Event(), progress=lambda: None, span=lambda name, **_: span(name, "rollout"), rank=0
         )
         super().__init__(cast(Any, context))
-        rollout = SimpleNamespace(num_slots_of_replica=4, samples_per_prompt=2)
+        rollout = SimpleNamespace(samples_per_prompt=2)
+        self._replica = cast(Any, SimpleNamespace(num_slots=4))
         self._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(rollout=rollout)))
         self._progress = Progress(reward_s=10)
         self._groups = cast(Any, SimpleNamespace(fill=script))

@@ -9,6 +9,7 @@ import pytest
 from rondo.roles.config import RolloutConfig, SGLangConfig
 from rondo.roles.data.prompts import TooLong
 from rondo.roles.engines.engine import Completion, Request
+from rondo.roles.engines.replica import Replica
 from rondo.roles.resumed import KeptSamples
 from rondo.roles.rewards.pool import RewardStats
 from rondo.roles.rollout import RolloutRole
@@ -95,9 +96,9 @@ def test_one_wave_decodes_and_one_waits_on_every_server_of_a_replica(
     config = RolloutConfig(
         prompts_per_step=8, samples_per_prompt=16, max_prompt_tokens=8, max_new_tokens=8, num_slots=64, sglang=sglang
     )
-    replica = RolloutRole(cast(Any, None))
-    replica._job = cast(Any, SimpleNamespace(config=SimpleNamespace(rollout=config)))
-    assert replica._most_groups(config.samples_per_prompt) == num_groups
+    role, job = RolloutRole(cast(Any, None)), cast(Any, SimpleNamespace(config=SimpleNamespace(rollout=config)))
+    role._job, role._replica = job, Replica(cast(Any, None), job)
+    assert role._most_groups() == num_groups
 
 
 class Streams:

@@ -99,6 +99,65 @@ async def test_a_server_that_stands_still_is_left_for_another(nursery: Nursery, 
         assert (await order(dispatcher, "a"))["running"] == []
 
 
+async def test_a_server_that_stood_still_through_a_new_version_brings_nothing_of_the_old_one_and_gets_the_new_one_first(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    limits = replace(QUICK, probe_deadline_s=0.1, silent_s=0.2)
+    async with world(nursery, tmp_path, "a", "b", step_s=0, limits=limits) as (found, dispatcher):
+        requests = [asked(f"r{i}", group=i) for i in range(4)]
+        tasks = [asyncio.create_task(dispatcher.generate(request)) for request in requests]
+        await running(dispatcher, "a", "b", count=2)
+        await order(dispatcher, "a", faults={"partial": 4})  # it has all of its tokens, and stands before it says so
+        found["a"].kill(signal.SIGSTOP)
+        try:
+            await dispatcher.update_weights(2, {})
+            assert [engine.version for engine in dispatcher.dispatch_stats().engines if engine.routable] == [2]
+            await running(dispatcher, "b", count=4)
+            stopped_at = record_of(tmp_path)[-1]["at"]
+        finally:
+            found["a"].kill(signal.SIGCONT)
+        await routable(dispatcher, "a", "b")
+        for name in ("a", "b"):
+            await order(dispatcher, name, release=True)
+        for request, completion in zip(requests, await asyncio.gather(*tasks), strict=True):
+            check(request, completion)
+        later = [asyncio.create_task(dispatcher.generate(asked(f"s{i}", group=i))) for i in range(4)]
+        assert {v for done in await asyncio.gather(*later) for v in done.policy_versions.tolist()} == {2}
+        stats = dispatcher.dispatch_stats()
+        assert (stats.num_completed, stats.num_lost_attempts, stats.tokens_delivered) == (8, 2, 8 * 4)
+    since = [line for line in record_of(tmp_path) if line["stub"] == "a" and line["at"] > stopped_at]
+    assert [line["event"] for line in since if line["event"] in ("update", "begin")][:1] == ["update"]
+
+
+async def test_an_engine_that_leaves_gets_neither_requests_nor_weights_and_what_it_has_ends_there_or_elsewhere(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    async with world(nursery, tmp_path, "a", "b", "c", step_s=0) as (_, dispatcher):
+        requests = [asked(f"r{i}", group=i) for i in range(3)]
+        tasks = [asyncio.create_task(dispatcher.generate(request)) for request in requests]
+        await running(dispatcher, "a", "b", "c", count=1)
+        leaving = [
+            asyncio.create_task(dispatcher.drain("a", deadline_s=60)),
+            asyncio.create_task(dispatcher.drain("b", deadline_s=0.0)),
+        ]
+        await leaving[1]  # what it had goes elsewhere
+        await running(dispatcher, "c", count=2)
+        await dispatcher.update_weights(2, {})
+        await order(dispatcher, "a", release=True)
+        await leaving[0]  # what it had has ended there
+        for name in ("a", "b"):
+            await dispatcher.remove(name)
+        await order(dispatcher, "c", release=True)
+        for request, completion in zip(requests, await asyncio.gather(*tasks), strict=True):
+            check(request, completion)
+        stats = dispatcher.dispatch_stats()
+        assert ([each.name for each in stats.engines], stats.num_completed, stats.num_lost_attempts) == (["c"], 3, 1)
+        assert dispatcher.stats().tokens_generated == 3 * 4 and dispatcher.version == 2
+    assert {line["stub"] for line in record_of(tmp_path) if line["event"] == "update" and line["version"] == "2"} == {
+        "c"
+    }
+
+
 async def routable(dispatcher: Dispatcher, *names: str) -> None:
     async with asyncio.timeout(15):
         while not {m.name for m in dispatcher._fleet.routable} >= set(names):
