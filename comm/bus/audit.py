@@ -259,7 +259,7 @@ class Ledger:
         self.prepared = {role: each for role, each in self.prepared.items() if each[0] != event["member"]}
         for id, group in self.open.items():
             if group.holder == event["member"]:
-                self._fail(id, group.epoch, "infra")
+                self._fail(id, group.epoch, "" if event.get("asked") else "infra")
 
     def on_settle(self, event: Event) -> None:
         group = self._held(event["group"], event["epoch"])
@@ -337,6 +337,8 @@ class Ledger:
         if group is None:
             return
         group.holder = ""
+        if not kind:  # it was moved
+            return
         self.counts["leases_lost"] += 1
         setattr(group, kind, getattr(group, kind) + 1)
         if getattr(group, kind) > self.limits[kind]:

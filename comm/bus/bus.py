@@ -37,6 +37,10 @@ asked again, without end."""
 MADE_S = 3900.0
 """Longer than making the largest segment may take."""
 
+_KEPT = 128
+"""A ring that so many answers have not named, or twice as many, is let go: its producer may have left, and its memory goes with
+its last mapping."""
+
 Prepare = Callable[["Round"], Awaitable[None]]
 _SAID = (LENGTH, RESPONSE, REWARD, FINISH)
 """What a row has of `INFO`."""
@@ -203,6 +207,11 @@ class Bus:
         self._writers, self._views = Writers(segments), Views(segments)
         # stream -> the rings that the rounds of its newest two answers view: those worked on, and those asked for ahead
         self._named: dict[str, deque[set[str]]] = {}
+        self._num_answers = 0
+        self._lately, self._before = (
+            set[str](),
+            set[str](),
+        )  # rings that the last answers named, and as many before them
         self._joined: dict[str, int] = {}  # stream -> tokens a micro-batch
         self._ahead: dict[str, Ahead[Any]] = {}  # train stream -> its next round
         # train stream -> rounds (step, index) that came with another
@@ -357,7 +366,15 @@ class Bus:
         rings = {ring for made in rounds for ring, _, _ in made.records}
         self._named.setdefault(stream, deque(maxlen=2)).append(rings)
         viewed = set().union(*(rings for newest in self._named.values() for rings in newest))
-        self._views.keep(lambda name: name in viewed or not name.startswith("overflow/"))
+        self._lately |= rings
+        self._views.keep(
+            lambda name: (
+                name in viewed or (not name.startswith("overflow/") and (name in self._lately or name in self._before))
+            )
+        )
+        self._num_answers += 1
+        if self._num_answers % _KEPT == 0:
+            self._lately, self._before = set(), self._lately
         return rounds
 
     def _round(self, fields: Mapping[str, Any]) -> Round:

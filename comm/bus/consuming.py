@@ -53,7 +53,7 @@ class Consuming(Transitions):
         def made() -> dict[str, Any] | None:
             found = rounds.find(stream, scope, index)
             if not found:
-                rests = step is not None and not self.index.trains(stream, step)
+                rests = not self.index.trains(stream, step) if step is not None else self._drains(member, incarnation)
                 if rests or self.index.done or self._draining:
                     return {"end": True}  # the same for every rank: one plan is for all of them
                 if self._wakes.is_vain(plan, *topics):

@@ -50,9 +50,14 @@ class Coordinator(Leasing, Consuming, Publishing):
             self.meeting.member_dead(member, incarnation)
             if self._is_living(member, incarnation):
                 self._emit(self._death(member, incarnation))
+        for member, (incarnation, *_) in list(self.index.members.items()):
+            if member not in roster["groups"]:
+                self._emit(self._death(member, incarnation, left=True))
         for member, life in roster["groups"].items():
             if life["alive"] and self.index.members.get(member, [None])[0] != life["incarnation"]:
-                self._emit(self._birth(member, life["incarnation"]))
+                self._emit(_birth(member, life["incarnation"], life["ranks"]))
+            if life["drains"]:
+                self._draining_members[member] = life["incarnation"]
         now = self._clock()
         self._renewed = {group.id: now for group in self.index.groups.values() if group.state == "running"}
         self._granted = dict(self._renewed)
@@ -118,15 +123,31 @@ class Coordinator(Leasing, Consuming, Publishing):
     @endpoint
     async def member_started(self, group: str, incarnation: int, num_ranks: int) -> None:
         if self.index.members.get(group, [-1])[0] < incarnation:
-            self._emit({"event": "started", "member": group, "incarnation": incarnation, "ranks": num_ranks})
+            self._emit(_birth(group, incarnation, num_ranks))
 
     @endpoint
-    async def member_dead(self, group: str, incarnation: int) -> None:
-        """Every process of this incarnation is gone: its puts are read once more, then its leases move on."""
-        if self.index.members.get(group, [None, 0, 0])[::2] == [incarnation, 1]:
+    async def member_dead(self, group: str, incarnation: int, left: bool = False) -> None:
+        """Every process of this incarnation is gone: its puts are read once more, then its leases move on. `left`: it does not
+        come back, and its rings go with the last row in them."""
+        if self._is_living(group, incarnation):
             self._poll(group, once_more=True)
-            self._emit(self._death(group, incarnation))
+            self._emit(self._death(group, incarnation, left=left))
             self.meeting.member_dead(group, incarnation)
+        elif left and self.index.members.get(group, [None])[0] == incarnation:  # it was dead before
+            self._emit(self._death(group, incarnation, left=left))
+        if left:
+            self._rings.forget(f"ring/{group}/")
+        if self._drains(group, incarnation):
+            del self._draining_members[group]
+
+    @endpoint
+    async def member_drains(self, group: str, incarnation: int, stays: bool = False) -> None:
+        """This member gets nothing more, and is told to end when it has done what it has; or else, where it `stays`, goes on."""
+        if not stays:
+            self._draining_members[group] = incarnation
+        elif self._drains(group, incarnation):
+            del self._draining_members[group]
+        self._wakes.wake_all()
 
     @endpoint
     async def meet_group(
@@ -145,7 +166,7 @@ class Coordinator(Leasing, Consuming, Publishing):
         """The ring of one producer; made at the first call, taken over at its head by every later incarnation."""
         self._fence(member, incarnation)
         name = f"ring/{member}/{rank}"
-        rollout = member in self.config.rollout_groups
+        rollout = self.config.generates(member)
         num_bytes = self.config.rollout_ring_bytes if rollout else self.config.column_ring_bytes
         await self._rings.make(name, num_bytes)
         self._fence(member, incarnation)
@@ -154,13 +175,13 @@ class Coordinator(Leasing, Consuming, Publishing):
         self._pending.check()
         return {"ring": name, "bytes": num_bytes}
 
-    def _birth(self, member: str, incarnation: int) -> Event:
-        ranks = self.config.ranks[member]
-        return {"event": "started", "member": member, "incarnation": incarnation, "ranks": ranks}
-
-    def _death(self, member: str, incarnation: int) -> Event:
-        publisher = member == self.config.publisher
-        return {"event": "dead", "member": member, "incarnation": incarnation, "publisher": publisher}
+    def _death(self, member: str, incarnation: int, *, left: bool = False) -> Event:
+        asked = left or self._drains(member, incarnation)
+        return {
+            "event": "dead", "member": member, "incarnation": incarnation,
+            "publisher": member == self.config.publisher,
+            **({"asked": True} if asked else {}), **({"left": True} if left else {}),
+        }  # fmt: skip
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
@@ -184,3 +205,7 @@ class Coordinator(Leasing, Consuming, Publishing):
     @endpoint
     async def stats(self) -> dict[str, Any]:
         return self.status()
+
+
+def _birth(member: str, incarnation: int, num_ranks: int) -> Event:
+    return {"event": "started", "member": member, "incarnation": incarnation, "ranks": num_ranks}

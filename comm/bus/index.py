@@ -115,14 +115,15 @@ class Index(Accounts):
         self.members[event["member"]] = [event["incarnation"], event["ranks"], 1]
 
     def _on_dead(self, event: Event) -> None:
-        """A whole incarnation is proved dead: nobody reads or writes for it any more."""
+        """A whole incarnation is proved dead: nobody reads or writes for it any more. `asked`: it was to leave, so its death says
+        nothing against the groups that it had; `left`: no other incarnation follows."""
         name = event["member"]
         if self.members.get(name, [None])[0] != event["incarnation"]:
             return
         self.members[name][2] = 0
         for group in self._outstanding():
             if group.state == "running" and group.holder == name:
-                self._lose(group, f"{name} died", infra=True)
+                self._lose(group, f"{name} died", blames="" if event.get("asked") else "infra")
         for ring in self.space.rings.values():
             if ring.owner == name:
                 for reservation in list(ring.reserved):
@@ -134,6 +135,10 @@ class Index(Accounts):
         for unpinned in self.rounds.forget(name):
             if unpinned in self.groups:
                 self._free_if_done(self.groups[unpinned])
+        if event.get("left"):
+            del self.members[name]
+            self.space.leave(name)
+            self.rounds.leave(name)
         for group in self._outstanding():
             self._offer(group)
 
@@ -203,7 +208,7 @@ class Index(Accounts):
         group = self.groups.get(event["spans"][0][0])
         held = group is not None and group.state == "running" and event["attempt"] == self.attempt
         if group is not None and held and event["epoch"] == group.epoch and not self.space.holds(group.reservation()):
-            self._lose(group, f"{group.holder} put samples twice and has no room for the others", infra=False)
+            self._lose(group, f"{group.holder} put samples twice and has no room for the others", blames="data")
 
     def _fresh(self, spans: list[Span]) -> dict[int, int]:
         """The samples of each group that a record has with all of their parts, and that nobody has put before."""
@@ -228,14 +233,14 @@ class Index(Accounts):
         """A lease ended without progress. The memory stays reserved until its holder abandons it or is proved dead."""
         group = self._leased(event)
         if group is not None:
-            self._lose(group, event["why"], infra=True)
+            self._lose(group, event["why"], blames="infra")
 
     def _on_error(self, event: Event) -> None:
         """The holder reports that this group's data failed (a reward that raised, a prompt that does not fit)."""
         group = self._leased(event)
         if group is not None:
             self.space.release(group.reservation())
-            self._lose(group, event["why"], infra=False)
+            self._lose(group, event["why"], blames="data")
 
     def _leased(self, event: Event) -> Group | None:
         """The group of an event whose lease is the one that the event means; None when it has ended meanwhile."""
@@ -327,11 +332,11 @@ class Index(Accounts):
 
     # ---- state changes shared by handlers ---------------------------------------------------------------------------
 
-    def _lose(self, group: Group, why: str, *, infra: bool) -> None:
+    def _lose(self, group: Group, why: str, *, blames: str) -> None:
         group.error = why
         self._hold(group, None)
-        group.infra_failures += infra
-        group.data_failures += not infra
+        group.infra_failures += blames == "infra"
+        group.data_failures += blames == "data"
         beyond = (
             group.infra_failures > self.rules.max_infra_failures or group.data_failures > self.rules.max_data_failures
         )

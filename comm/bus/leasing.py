@@ -31,7 +31,7 @@ class Leasing(Transitions):
         {"grants": [{group, epoch, step, position, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
         {"evaluate": {"label", "version", "part", "of"}}: sample these of the held-out prompts with exactly this version; with
         "parts", what was found of all of them: say what they are together;
-        {"end": True}: the run needs nothing more.
+        {"end": True}: the run needs nothing more, or nothing of this replica, which leaves and has put all that it was granted.
 
         What was granted and is not held was in an answer that got lost: it is granted again, the same.
         """
@@ -49,13 +49,18 @@ class Leasing(Transitions):
         label = self._evaluations.due()
         if self.index.done and label is None:
             return {"end": True}
+        mine = [group for group in self.index.held_by(member) if group.rank == rank]
+        drains = self._drains(member, incarnation)
+        if drains and not mine:
+            return {"end": True}
         version = self.index.versions.proved.get(f"{member}/{engine_reader(rank)}")
         if version is None or self._draining:
             return None
-        mine = [group for group in self.index.held_by(member) if group.rank == rank]
         unheard = [group for group in mine if (group.id, group.epoch) not in held]
         if unheard:
             return {"grants": [lease_of(self.index, group) for group in unheard]}
+        if drains:
+            return None
         if label is not None:
             target = 0 if label == "start" else self.index.version
             return self._evaluations.part_of(label, version, (member, incarnation, rank)) if version == target else None
@@ -66,7 +71,8 @@ class Leasing(Transitions):
         """The most prompt groups that one engine may have at once: its part of the steps that it may work for, so that who asks
         first leaves some to the others."""
         rules, num_steps = self.index.rules, len(self.index.open_steps(version))
-        return -(-num_steps * (rules.groups_per_step + rules.spare_groups) // max(1, self.index.versions.num_engines))
+        num_engines = self.index.versions.num_engines(besides=self._draining_members)
+        return -(-num_steps * (rules.groups_per_step + rules.spare_groups) // max(1, num_engines))
 
     @endpoint
     async def evaluation(self, member: str, incarnation: int) -> dict[str, Any]:
@@ -77,6 +83,8 @@ class Leasing(Transitions):
         """
 
         def work() -> dict[str, Any] | None:
+            if self._drains(member, incarnation):
+                return {"end": True}
             label = None if self._draining else self._evaluations.beside(member, incarnation)
             if label is None:
                 return {"end": True} if self.index.done and not self._evaluations.missing() else None

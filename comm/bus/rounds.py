@@ -331,6 +331,13 @@ class Rounds:
                         unpinned += self._drop(made)
         return unpinned
 
+    def leave(self, member: str) -> None:
+        """A member that was forgotten does not come again."""
+        for lane in self.lanes.values():
+            lane.layouts.pop(member, None)
+            for scope in [scope for scope in lane.planned if scope.rpartition(".")[0] == member]:
+                del lane.planned[scope]
+
     def close(self, step: int) -> None:
         """A step is committed: its training rounds are history."""
         self._turns.pop(step, None)

@@ -26,7 +26,7 @@ class RingSpace:
 
     capacity: int
     owner: str  # group name of its producer
-    overflow: bool = False
+    overflow: bool = False  # it is taken away when it is idle: it serves one grant, or its producer has left
     head: int = 0
     tail: int = 0
     # position -> [end position, uses], in log order; a plain dict searches for its oldest
@@ -50,7 +50,7 @@ class Space:
         self.rings: dict[str, RingSpace] = {}
         self._ring_of: dict[str, str] = {}
         self._owned: dict[str, list[str]] = {}  # owner -> its rings
-        self._overflow: set[str] = set()
+        self._passing: set[str] = set()
 
     def add(self, name: str, capacity: int, owner: str, *, overflow: bool = False) -> None:
         if name not in self.rings:
@@ -60,14 +60,14 @@ class Space:
         self.rings[name] = ring
         self._owned.setdefault(ring.owner, []).append(name)
         if ring.overflow:
-            self._overflow.add(name)
+            self._passing.add(name)
 
     def remove(self, name: str) -> None:
         ring = self.rings.pop(name)
         for reservation in ring.reserved:
             self._ring_of.pop(reservation, None)
         self._owned[ring.owner].remove(name)
-        self._overflow.discard(name)
+        self._passing.discard(name)
 
     def owner(self, name: str) -> str | None:
         """Whose ring it is; None when it has been taken away."""
@@ -77,9 +77,15 @@ class Space:
         """The rings that a member writes."""
         return list(self._owned.get(member, ()))
 
-    def overflowing(self) -> list[str]:
-        """The rings that serve one grant each."""
-        return sorted(self._overflow)
+    def passing(self) -> list[str]:
+        """The rings that are taken away when they are idle: they serve one grant each, or their producers have left."""
+        return sorted(self._passing)
+
+    def leave(self, owner: str) -> None:
+        """A producer has left for good."""
+        for name in self._owned.get(owner, ()):
+            self.rings[name].overflow = True
+            self._passing.add(name)
 
     def has_room(self, name: str, entries: list[int]) -> bool:
         """Whether records of these sizes (bytes each) can be promised beside everything promised already."""

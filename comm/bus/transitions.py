@@ -54,14 +54,18 @@ class CoordinatorConfig:
     publisher: str  # the group that publishes weights
     rollout_ring_bytes: int
     column_ring_bytes: int
-    rollout_groups: tuple[str, ...]
-    ranks: dict[str, int]  # group name -> processes
+    rollout_groups: tuple[str, ...]  # replicas at the start; more may come, and some leave
+    ranks: dict[str, int]  # of a group at the start -> processes
     lease_deadline_s: float
     straggler_deadline_s: float | None = None
     evaluate_start: bool = True
     evaluate_end: bool = True
     evaluate_every: int | None = None  # steps; these evaluations run beside the training
     num_pinned: int = 0  # versions that the slab keeps for them
+
+    def generates(self, member: str) -> bool:
+        """Whether it is a replica of those that generate, there from the start or not."""
+        return member.rpartition("-")[0] in {name.rpartition("-")[0] for name in self.rollout_groups}
 
     @classmethod
     def load(cls, path: Path) -> CoordinatorConfig:
@@ -124,6 +128,9 @@ class Transitions(Actor):
             num_parts=sum(config.ranks[group] for group in config.rollout_groups),
         )  # fmt: skip
         self._draining = False
+        self._draining_members: dict[
+            str, int
+        ] = {}  # get nothing more -> their incarnations; not journalled: the roster says it
         self._short: set[str] = set()  # members that wait for room in a ring of theirs
         self._told_failures = 0  # prompt groups that had failed in a row when that was told last
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
@@ -132,6 +139,10 @@ class Transitions(Actor):
 
     def _is_living(self, member: str, incarnation: int) -> bool:
         return self.index.members.get(member, [None, 0, 0])[::2] == [incarnation, 1]
+
+    def _drains(self, member: str, incarnation: int) -> bool:
+        """Whether this member alone gets nothing more, and ends when it has done what it has."""
+        return self._draining_members.get(member) == incarnation
 
     def _fence(self, member: str, incarnation: int) -> None:
         """Calls of an incarnation that is not the living one are refused; its puts before this call are seen first."""
@@ -184,8 +195,9 @@ class Transitions(Actor):
         overflow = f"overflow/{name.removeprefix('ring/')}/{self.index.attempt}.{self.index.num_overflow}"
         return self._rings.prepare(name, overflow, sum(entries) + _SPARE_BYTES, fresh=True)
 
-    def _drop_idle_overflow(self) -> None:
-        for name in self.index.space.overflowing():
+    def _drop_idle(self) -> None:
+        """Rings that serve one grant, and those whose producers have left, go when nobody needs what is in them."""
+        for name in self.index.space.passing():
             if self.index.space.rings[name].idle:
                 self._journal_and_apply([{"event": "ring_dropped", "ring": name}])
                 self._rings.drop(name)
@@ -263,7 +275,7 @@ class Transitions(Actor):
 
     def _emit(self, *events: Event) -> None:
         topics = self._journal_and_apply(list(events))
-        self._drop_idle_overflow()
+        self._drop_idle()
         self._wakes.wake(topics)
 
     def _seen(self, puts: list[Event]) -> None:
@@ -271,7 +283,7 @@ class Transitions(Actor):
         a coordinator that dies before it finds them in their ring again."""
         self._wakes.ask(self._apply(puts))
         self._write()
-        self._drop_idle_overflow()
+        self._drop_idle()
 
     def _report(self, kind: str, data: dict[str, Any]) -> None:
         self._reports.put_nowait((kind, data))

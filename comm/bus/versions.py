@@ -12,10 +12,11 @@ ends with its proved death; a member serves only a version that it has proved by
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-_ENGINE = re.compile(r".*/rollout\.\d+")
+_ENGINE = re.compile(r"(.*)/rollout\.\d+")
 
 
 @dataclass(slots=True)
@@ -41,10 +42,10 @@ class Versions:
         ready = [i for i, slot in enumerate(self.slots) if slot.state == "ready"]
         return max(ready, key=lambda i: self.slots[i].version, default=None)
 
-    @property
-    def num_engines(self) -> int:
-        """Engines that generate for the run under weights that they have proved."""
-        return sum(_ENGINE.fullmatch(reader) is not None for reader in self.proved)
+    def num_engines(self, besides: Collection[str] = ()) -> int:
+        """Engines that generate for the run under weights that they have proved, `besides` those of some members."""
+        engines = (_ENGINE.fullmatch(reader) for reader in self.proved)
+        return sum(found is not None and found[1] not in besides for found in engines)
 
     @property
     def coming(self) -> int | None:

@@ -126,7 +126,7 @@ class PartitionCoordinator(Actor):
             self._emit({"event": "started", "member": member, "incarnation": incarnation})
 
     @endpoint
-    async def member_dead(self, member: str, incarnation: int) -> None:
+    async def member_dead(self, member: str, incarnation: int, left: bool = False) -> None:
         """Every process of this incarnation is gone: what it put stays, what it had claimed comes again, to whoever waits, and
         its empty rings are let go."""
         if self.fold.lives(member, incarnation):

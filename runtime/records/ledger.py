@@ -100,7 +100,7 @@ class Ledger:
         return Outcome(
             exit_code=exit_code,
             first_cause=str(cause) if cause is not None else None,
-            restarts={view.name: view.restarts for view in machine.views() if view.restarts},
+            restarts=machine.restarts(),
             recovery_s=recovery_s,
             wall_s=wall_s,
             attempt=machine.attempt,

@@ -8,12 +8,15 @@ with the time, actions go out, `supervisor.py` does them.
     one_for_all the store: all role groups end with it, then it and they start again; the coordinator goes on
     intensity   more than `max_restarts` of a child within `restart_window_s` escalates
     escalate    a global restart: all children end, then start under the next attempt; itself limited; then the run fails
+    add         a role group more, in a run that goes on: until it was ready once, it cannot make anything escalate
+    drain       a role group ends what it has and leaves: to be forgotten, or to start again as a new incarnation
     no progress nothing moves (`standstill.py`): the group whose section stands longest starts again (where nobody computes, the
                 coordinator), then all role groups with the store, then it escalates
     stop        role groups save and leave, then services; asked for again, it is the same stop, unless it is to be quick.
                 Who holds what there is to save, and is being started (again), comes up for it first
 
-    life of a child:  waiting -> starting -> ready -> ending -> waiting (back-off) | done | ended
+    life of a child:  waiting -> starting -> ready -> ending -> waiting (back-off) | done | ended | forgotten
+                                               `-> draining ---^
                                     leaving (asked to save and end) ---^
 
 Invariants: a child is started only after every process of its last incarnation is proved gone; events of an incarnation
@@ -24,13 +27,14 @@ the last symptom.
 
 from __future__ import annotations
 
-import collections
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rondo.runtime.supervision.heartbeat import Beat
+from rondo.runtime.supervision.life import COMING, OVER, RUNS, Life, kill, view
 from rondo.runtime.supervision.orders import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -48,6 +52,7 @@ from rondo.runtime.supervision.orders import (
     State,
     Strategy,
     TellDead,
+    TellDraining,
     Terminate,
 )
 from rondo.runtime.supervision.standstill import Standstill
@@ -60,42 +65,8 @@ _HEALTHY_S = 600.0
 """A child that was ready for so long starts again at once, as after its first death."""
 _SERVICE_GRACE_S = 5.0
 """From when a service is asked to leave until it is killed."""
-
-
-@dataclass(slots=True)
-class _Life:
-    """A child's state. `registered` and `ready` are of the living incarnation: rank -> time, and ranks. From a stop on:
-    `leave_by` is when it is killed, `comes_up` says that it has to start before it can save."""
-
-    child: Child
-    incarnation: int
-    state: State = State.WAITING
-    due: float = 0.0
-    started_at: float = 0.0
-    ready_at: float | None = None
-    leave_by: float = math.inf
-    comes_up: bool = False
-    died_at: float | None = None
-    failed: bool = False
-    streak: int = 0
-    num_restarts: int = 0
-    registered: dict[int, float] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)
-    restarts: collections.deque[tuple[float, Cause]] = field(default_factory=collections.deque)
-
-    @property
-    def serves_alone(self) -> bool:
-        """Whether role groups go on without it until it is back."""
-        return self.child.service and self.child.strategy is Strategy.ONE_FOR_ONE
-
-    @property
-    def all_registered(self) -> bool:
-        return len(self.registered) == self.child.num_ranks
-
-
-_RUNS = frozenset({State.STARTING, State.READY, State.LEAVING})
-_COMING = frozenset({State.WAITING, State.STARTING})
-_OVER = frozenset({State.DONE, State.ENDED})
+_SERVES = frozenset({State.STARTING, State.READY, State.DRAINING})
+_UP = frozenset({State.READY, State.DRAINING, State.DONE})
 
 
 class Supervision:
@@ -114,8 +85,9 @@ class Supervision:
         incarnations: Mapping[str, int] | None = None,
         can_restart: Callable[[], bool] = lambda: True,
     ) -> None:
-        used = incarnations or {}
-        self._lives = {child.name: _Life(child, used.get(child.name, 0)) for child in children}
+        self._used = incarnations or {}
+        self._lives = {child.name: Life(child, self._used.get(child.name, 0)) for child in children}
+        self._restarts_of_left: Counter[str] = Counter()
         self._limits = limits
         self._can_restart = can_restart
         self.attempt = attempt
@@ -132,7 +104,7 @@ class Supervision:
             None  # the first role group that failed while it left, or told why it saves nothing
         )
         self._late: Cause | None = None  # the first that did not leave in time
-        self._meeting: _Life | None = None  # a service that starts again with all role groups, once all are gone
+        self._meeting: Life | None = None  # a service that starts again with all role groups, once all are gone
         self._save_s = 0.0
         self._ticked_at: float | None = None
         self._forgiven_at = 0.0
@@ -163,7 +135,7 @@ class Supervision:
         life.ready.add(rank)
         if len(life.ready) < life.child.num_ranks:
             return []
-        life.state, life.ready_at = State.READY, now
+        life.state, life.ready_at, life.on_trial = State.READY, now, False
         data: dict[str, Any] = {"group": name, "incarnation": incarnation, "start_s": now - life.started_at}
         if life.died_at is not None:
             data["recovery_s"] = now - life.died_at
@@ -188,13 +160,15 @@ class Supervision:
     ) -> list[Action]:
         """The first sign of a death in a child; later ones of the same incarnation are ignored."""
         life = self._living(name, incarnation)
-        if life is None or life.state not in _RUNS:
+        if life is None or life.state not in RUNS:
             return []
-        leaving, life.state = life.state is State.LEAVING, State.ENDING
+        leaving, draining, life.state = life.state is State.LEAVING, life.state is State.DRAINING, State.ENDING
         cause = Cause(name, incarnation, what, rank, pid, tuple(last_lines))
         self._causes[name, incarnation] = cause
         data = {"group": name, "incarnation": incarnation, "rank": rank, "pid": pid, "cause": what}
         actions: list[Action] = [Note("died", data), Kill(name, incarnation, dump)]
+        if life.removed or (life.again and draining):
+            return actions
         stopping = self.phase is Phase.STOPPING
         # Who dies while it leaves has another try to save, unless it told that it cannot, or is over its time.
         saves = stopping and leaving and life.child.saves and self._committed and not (life.comes_up or self._unsaved)
@@ -218,6 +192,9 @@ class Supervision:
             life.failed = False
             if stopping:
                 return actions
+            if life.on_trial:
+                life.removed = True
+                return [*actions, Note("given_up", {"group": name, "incarnation": incarnation, "cause": what})]
             limits = f"{self._limits.max_restarts} restarts in {self._limits.restart_window_s:g} s"
             return actions + self._escalate(f"{name} is beyond {limits}", self._origin(life, cause), now)
         life.restarts.append((now, cause))
@@ -226,13 +203,17 @@ class Supervision:
     def gone(self, name: str, incarnation: int, now: float) -> list[Action]:
         """Every process of this incarnation is proved gone, killed or ended by itself."""
         life = self._living(name, incarnation)
-        if life is None or (life.state not in _RUNS and life.state is not State.ENDING):
+        if life is None or (life.state not in RUNS and life.state is not State.ENDING):
             return []
         if life.child.service and life.state in (State.STARTING, State.READY):
             signs = self.failed(name, incarnation, "ended by itself", now)
             return [sign for sign in signs if sign != Kill(name, incarnation)] + self.gone(name, incarnation, now)
         self._dead.append((name, incarnation))
+        if life.removed:
+            return self._forget(life, now)
         actions: list[Action] = [] if life.child.service else [TellDead(name, incarnation)]
+        if life.again and not life.failed and self.phase is Phase.RUNNING:
+            return [*actions, *self._start(life, now)]
         if life.failed and self.phase in (Phase.RUNNING, Phase.STOPPING):
             life.failed = False
             if self._meeting is None or (life is not self._meeting and life.child.service):
@@ -243,11 +224,48 @@ class Supervision:
             life.state = State.ENDED
             return self._advance(now)
         life.state = State.DONE
-        actions.append(Note("done", {"group": name, "incarnation": incarnation}))
-        if all(other.state is State.DONE for other in self._lives.values() if not other.child.service):
-            self._exit_code = EXIT_DONE
-            actions += self._close(now)
-        return actions
+        return [*actions, Note("done", {"group": name, "incarnation": incarnation}), *self._close_if_done(now)]
+
+    def add(self, child: Child, now: float) -> list[Action]:
+        """A role group more. Its name is new in this run."""
+        assert self.phase is Phase.RUNNING and child.name not in self._lives
+        life = self._lives[child.name] = Life(child, self._used.get(child.name, 0), on_trial=True)
+        if self._meeting is not None:  # it starts with all others
+            life.due = math.inf
+            return []
+        return self._start(life, now)
+
+    def drain(self, name: str, now: float, *, deadline_s: float, again: bool = False) -> list[Action]:
+        """A role group without state ends what it has, and leaves; killed after `deadline_s`. Then it is forgotten, or starts
+        `again`. One that is not up has nothing to end: it is forgotten at once, or goes on to start."""
+        assert self.phase is Phase.RUNNING
+        life = self._lives[name]
+        if again and life.state in COMING | OVER:
+            return []
+        life.removed, life.again = not again, again
+        data = {"group": name, "incarnation": life.incarnation, "deadline_s": deadline_s, "again": again}
+        actions: list[Action] = [Note("draining", data)]
+        if life.state is State.READY:
+            life.state, life.leave_by = State.DRAINING, math.inf
+            actions.append(TellDraining(name, life.incarnation))
+        if life.state is State.DRAINING:
+            life.leave_by = min(life.leave_by, now + deadline_s)
+            return actions + (kill(life) if deadline_s <= 0 else [])
+        if life.state in (State.WAITING, *OVER):
+            return actions + self._forget(life, now)
+        return actions + kill(life)
+
+    def stay(self, name: str) -> list[Action]:
+        """A role group that was to leave stays, or comes back where it cannot any more."""
+        life = self._lives[name]
+        if not (life.removed or life.again):
+            return []
+        life.removed, life.again = False, True
+        if life.state is not State.DRAINING:
+            return []
+        life.state, life.leave_by = State.READY, math.inf
+        note = Note("stays", {"group": name, "incarnation": life.incarnation})
+        return [note, TellDraining(name, life.incarnation, stays=True)]
 
     def stop(self, reason: str, now: float, *, quick: bool = False) -> list[Action]:
         """Role groups save and leave, then services. However often it is asked for, it is one stop; `quick` kills everything."""
@@ -261,7 +279,7 @@ class Supervision:
             actions: list[Action] = [Note("stopping", {"reason": reason, "grace_s": self._limits.grace_s})]
             for life in self._lives.values():
                 life.leave_by = now + self._limits.grace_s
-                life.comes_up = comes_up and life.child.saves and (life.failed or life.state in _COMING)
+                life.comes_up = comes_up and life.child.saves and (life.failed or life.state in COMING)
                 life.failed = life.failed and (life.serves_alone or life.comes_up)
                 if life.comes_up:
                     life.due, life.streak = now, 0
@@ -285,12 +303,13 @@ class Supervision:
 
     def unsaved(self, name: str, what: str) -> None:
         """Why a role group that leaves saves nothing, as it tells."""
-        self._unsaved = self._unsaved or Cause(name, self._lives[name].incarnation, what)
+        if name in self._lives:
+            self._unsaved = self._unsaved or Cause(name, self._lives[name].incarnation, what)
 
     def fatal(self, name: str, what: str, now: float) -> list[Action]:
         """Something that no restart repairs, as told by a child: the run fails with this as its cause; one that is being stopped
         does so if it has nothing to go on from."""
-        if self.phase is Phase.STOPPING and name in self._lives:
+        if self.phase is Phase.STOPPING:
             self.unsaved(name, what)
         if self.phase not in (Phase.RUNNING, Phase.RESTARTING):
             return []
@@ -323,7 +342,9 @@ class Supervision:
         for life in self._lives.values():
             if life.state is State.WAITING and self.phase in (Phase.RUNNING, Phase.STOPPING) and now >= life.due:
                 actions += self._start(life, now)
-            elif life.state in (State.STARTING, State.READY):
+            elif life.state is State.DRAINING and now >= life.leave_by and self.phase is Phase.RUNNING:
+                actions += [Note("forced", {"group": life.child.name, "incarnation": life.incarnation}), *kill(life)]
+            elif life.state in _SERVES:
                 actions += self._judge(life, beats.get(life.child.name, ()), now)
                 actions += self._ask_to_leave(life) if life.comes_up else []
         if self.phase in (Phase.STOPPING, Phase.CLOSING):
@@ -340,7 +361,9 @@ class Supervision:
         if self.phase is not Phase.RUNNING or not self._all_up():
             return []
         lives = self._lives
-        seen = {name: beats.get(name, ()) for name, life in lives.items() if life.state is State.READY}
+        seen = {
+            name: beats.get(name, ()) for name, life in lives.items() if life.state in (State.READY, State.DRAINING)
+        }
         standing = self._standstill.dumped(now, seen)
         if standing is None:
             return []
@@ -364,12 +387,17 @@ class Supervision:
     # ---- questions --------------------------------------------------------------------------------------------------
 
     def views(self) -> tuple[ChildView, ...]:
-        return tuple(map(_view, self._lives.values()))
+        return tuple(map(view, self._lives.values()))
+
+    def restarts(self) -> dict[str, int]:
+        """Of every child that had any, those that have left too."""
+        counts = self._restarts_of_left + Counter({name: life.num_restarts for name, life in self._lives.items()})
+        return dict(counts)
 
     def alive(self, name: str) -> bool:
         """Whether the child's newest incarnation was started and is not proved gone."""
         state = self._lives[name].state
-        return state in _RUNS or state is State.ENDING
+        return state in RUNS or state is State.ENDING
 
     def dead(self) -> tuple[tuple[str, int], ...]:
         """Every incarnation of this supervisor's life that is proved gone."""
@@ -385,18 +413,18 @@ class Supervision:
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
-    def _living(self, name: str, incarnation: int) -> _Life | None:
+    def _living(self, name: str, incarnation: int) -> Life | None:
         life = self._lives.get(name)
         return life if life is not None and life.incarnation == incarnation else None
 
-    def _start(self, life: _Life, now: float) -> list[Action]:
+    def _start(self, life: Life, now: float) -> list[Action]:
         life.incarnation += 1
-        life.state, life.started_at, life.ready_at, life.failed = State.STARTING, now, None, False
+        life.state, life.started_at, life.ready_at, life.failed, life.again = State.STARTING, now, None, False, False
         life.registered, life.ready = {}, set()
         self._standstill.started(life.child.name)
         return [Start(life.child.name, life.incarnation, self.attempt)]
 
-    def _restart(self, life: _Life, now: float) -> list[Action]:
+    def _restart(self, life: Life, now: float) -> list[Action]:
         delay_s = 0.0 if life.streak == 0 else min(self._limits.max_backoff_s, _BACKOFF_S * 2 ** (life.streak - 1))
         life.streak += 1
         life.num_restarts += 1
@@ -404,10 +432,10 @@ class Supervision:
         data = {"group": life.child.name, "incarnation": life.incarnation + 1, "delay_s": delay_s}
         return [Note("restarting", data), *(self._start(life, now) if delay_s == 0.0 else [])]
 
-    def _judge(self, life: _Life, beats: Sequence[Beat], now: float) -> list[Action]:
+    def _judge(self, life: Life, beats: Sequence[Beat], now: float) -> list[Action]:
         """Whether a running child is too slow to start, or one of its ranks silent."""
         child, limits = life.child, self._limits
-        arrived = life.state is State.READY or (not child.service and life.all_registered)
+        arrived = life.state is not State.STARTING or (not child.service and life.all_registered)
         if not arrived and now - life.started_at > limits.start_s:
             what = f"not up within {limits.start_s:g} s"
             return self.failed(child.name, life.incarnation, what, now, dump=True)
@@ -421,64 +449,64 @@ class Supervision:
             elif quiet_s > limit_s and not beat.silent:
                 what = f"silent for {quiet_s:.1f} s, limit {limit_s:g} s"
             # A service reads its journal on its loop, for as long as it may take to start.
-            if what and (life.state is State.READY or (beat.rank in life.registered and not child.service)):
+            if what and (life.state is not State.STARTING or (beat.rank in life.registered and not child.service)):
                 return self.failed(child.name, life.incarnation, what, now, rank=beat.rank, dump=True)
         return []
 
     def _all_up(self) -> bool:
-        return all(life.state in (State.READY, State.DONE) for life in self._lives.values())
+        return all(life.state in _UP for life in self._lives.values())
 
-    def _ask_to_leave(self, life: _Life) -> list[Action]:
+    def _ask_to_leave(self, life: Life) -> list[Action]:
         if life.state is State.WAITING and not life.comes_up:
             life.state = State.ENDED
-        if life.state not in (State.STARTING, State.READY):
+        if life.state not in _SERVES:
             return []
         if not (life.child.service or life.all_registered):
-            return [] if life.comes_up else _kill(life)  # it has done nothing yet that could be saved
+            return [] if life.comes_up else kill(life)  # it has done nothing yet that could be saved
         life.state = State.LEAVING
         return [Terminate(life.child.name, life.incarnation)]
 
-    def _insist(self, life: _Life, beats: Sequence[Beat], now: float) -> list[Action]:
+    def _insist(self, life: Life, beats: Sequence[Beat], now: float) -> list[Action]:
         """Who saves has the time of its save, and a moment to leave; who comes up for it has that time, and the grace then."""
         if any(now <= beat.save_limit_s for beat in beats):
             life.leave_by = max(life.leave_by, now + _SERVICE_GRACE_S)
         elif life.comes_up and (not life.all_registered or any(b.patient and now <= b.section_limit_s for b in beats)):
             life.leave_by = now + self._limits.grace_s
-        if life.state not in _RUNS or now < life.leave_by:
+        if life.state not in RUNS or now < life.leave_by:
             return []
         if any(beat.save_limit_s for beat in beats):
             return self.failed(life.child.name, life.incarnation, "its save is over supervision.save_s", now, dump=True)
         if not life.child.service:
             what = f"not left within supervision.grace_s, {self._limits.grace_s:g} s"
             self._late = self._late or Cause(life.child.name, life.incarnation, what)
-        return _kill(life)
+        return kill(life)
 
-    def _origin(self, life: _Life, cause: Cause) -> Cause:
+    def _origin(self, life: Life, cause: Cause) -> Cause:
         """What a child that fails again and again fails of: another one that is not back yet, else its own first failure."""
         first = next(iter(self._open.values()))
         return first if first.child != life.child.name or not life.restarts else life.restarts[0][1]
 
-    def _end_groups(self, service: _Life, now: float) -> list[Action]:
+    def _end_groups(self, service: Life, now: float) -> list[Action]:
         """All role groups end with the service that they meet in."""
         self._meeting = service
         why = f"{service.child.name} serves all role groups, which start again with it"
         actions: list[Action] = [Note("restarting_groups", {"why": why})]
         for life in self._lives.values():
-            if life.child.service or life.state in _OVER:
+            if life.child.service or life.state in OVER:
                 continue
             if life.state is State.WAITING:
                 life.due = math.inf
                 continue
-            life.failed = True
+            life.failed = not life.removed
             life.died_at = now if life.died_at is None else life.died_at
-            actions += _kill(life)
+            actions += kill(life)
         return actions
 
     def _start_groups(self, now: float) -> list[Action]:
         """Once the service and all role groups are gone, it starts and they with it; after its back-off, if it has one."""
         service = self._meeting
         assert service is not None
-        groups = [life for life in self._lives.values() if not life.child.service and life.state not in _OVER]
+        groups = [life for life in self._lives.values() if not life.child.service and life.state not in OVER]
         if any(life.state is not State.WAITING for life in (service, *groups)):
             return []
         self._meeting = None
@@ -507,6 +535,25 @@ class Supervision:
         self._meeting = None
         return [self._told(why, cause), *self._kill_all(now)]
 
+    def _forget(self, life: Life, now: float) -> list[Action]:
+        """It is gone for good; who waited for that goes on."""
+        name = life.child.name
+        del self._lives[name]
+        self._open.pop(name, None)
+        self._restarts_of_left[name] += life.num_restarts
+        data = {"group": name, "incarnation": life.incarnation}
+        actions: list[Action] = [TellDead(name, life.incarnation, left=True), Note("left", data)]
+        if self.phase is not Phase.RUNNING:
+            return actions + self._advance(now)
+        return actions + (self._start_groups(now) if self._meeting is not None else self._close_if_done(now))
+
+    def _close_if_done(self, now: float) -> list[Action]:
+        """The run is over when all role groups are done."""
+        if any(life.state is not State.DONE for life in self._lives.values() if not life.child.service):
+            return []
+        self._exit_code = EXIT_DONE
+        return self._close(now)
+
     def _close(self, now: float) -> list[Action]:
         self.phase = Phase.CLOSING
         actions: list[Action] = []
@@ -521,14 +568,14 @@ class Supervision:
             life.failed = False
             if life.state is State.WAITING:
                 life.state = State.ENDED
-            actions += _kill(life)
+            actions += kill(life)
         return actions + self._advance(now)
 
     def _advance(self, now: float) -> list[Action]:
         """Goes on when what a phase waits for is over."""
         lives = self._lives.values()
-        all_over = all(life.state in _OVER for life in lives)
-        if self.phase is Phase.STOPPING and all(life.state in _OVER for life in lives if not life.child.service):
+        all_over = all(life.state in OVER for life in lives)
+        if self.phase is Phase.STOPPING and all(life.state in OVER for life in lives if not life.child.service):
             return self._close(now)
         if self.phase is Phase.RESTARTING and all_over:
             self.phase = Phase.RUNNING
@@ -551,17 +598,3 @@ class Supervision:
 
     def _told(self, why: str, cause: Cause) -> Note:
         return Note("failed", {"why": why, "cause": str(replace(cause, last_lines=()))})
-
-
-def _view(life: _Life) -> ChildView:
-    child, num_ready = life.child, len(life.ready)
-    return ChildView(
-        child.name, life.state, life.incarnation, child.num_ranks, num_ready, life.num_restarts, child.service
-    )
-
-
-def _kill(life: _Life) -> list[Action]:
-    if life.state not in _RUNS:
-        return []
-    life.state = State.ENDING
-    return [Kill(life.child.name, life.incarnation)]

@@ -28,6 +28,8 @@ class State(Enum):
     STARTING = "starting"
     """Its processes are being started; not all ranks are ready."""
     READY = "ready"
+    DRAINING = "draining"
+    """Gets nothing new, and ends by itself when it has done what it has; killed at its deadline."""
     LEAVING = "leaving"
     """Asked to save and end."""
     ENDING = "ending"
@@ -109,10 +111,21 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class TellDead:
-    """The coordinator is to know that every process of this incarnation is gone."""
+    """The coordinator is to know that every process of this incarnation is gone. `left`: and that no other one follows."""
 
     child: str
     incarnation: int
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TellDraining:
+    """The coordinator is to give this incarnation nothing more, and to tell it to end when it has done what it has; or else,
+    where `stays`, to take that back."""
+
+    child: str
+    incarnation: int
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +153,7 @@ class Finish:
     exit_code: int
 
 
-Action = Start | Terminate | Kill | TellDead | Clear | DumpStacks | Note | Finish
+Action = Start | Terminate | Kill | TellDead | TellDraining | Clear | DumpStacks | Note | Finish
 
 EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE = 0, 1, 75
 
@@ -153,6 +166,7 @@ class ChildView:
     state: State
     incarnation: int
     num_ranks: int
+    num_registered: int
     num_ready: int
     restarts: int
     service: bool

@@ -55,11 +55,13 @@ from rondo.runtime.supervision.orders import (
     State,
     Strategy,
     TellDead,
+    TellDraining,
     Terminate,
 )
 from rondo.runtime.supervision.spec import (
     COORDINATOR_NAME,
     STORE_NAME,
+    GroupSpec,
     GroupView,
     Outcome,
     SupervisorConfig,
@@ -67,6 +69,8 @@ from rondo.runtime.supervision.spec import (
 )
 
 TICK_S = 0.25
+_MORE_DIGITS = "000"
+"""Replicas that come later have longer names."""
 _ANSWER_S = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
@@ -116,7 +120,8 @@ class Supervisor(Actor):
             raise RuntimeError("a supervisor must run on the main thread: what it starts dies with the starting thread")
         process.set_child_subreaper()
         self._loop = asyncio.get_running_loop()
-        run_dir, longest = self._config.run_dir, max(f"{name}.{g.num_processes}" for name, g in self._groups.items())
+        run_dir = self._config.run_dir
+        longest = max((f"{name}.{g.num_processes}" for name, g in self._groups.items()), key=len) + _MORE_DIGITS
         with contextlib.ExitStack() as ends:
             ends.enter_context(self._signals())
             self._estate = ends.enter_context(Estate(run_dir, longest, self._on_register))
@@ -136,6 +141,25 @@ class Supervisor(Actor):
         """Role groups save and leave; asked again, it is the same stop. `quick`: everything is killed at once."""
         self._do(self._machine.stop(reason, time.monotonic(), quick=quick))
         self._announcers[COORDINATOR_NAME].tell("drain")
+
+    def add_group(self, spec: GroupSpec) -> None:
+        """Starts a role group more, of a name that is new in this run. Refused unless the run goes on."""
+        self._check_goes_on()
+        self._groups[spec.name] = spec
+        self._do(self._machine.add(Child(spec.name, spec.num_processes), time.monotonic()))
+
+    def drain_group(self, name: str, *, deadline_s: float, again: bool = False) -> None:
+        """A role group without state ends what it has and leaves: for good, or to start again. Refused unless the run goes on."""
+        self._check_goes_on()
+        self._do(self._machine.drain(name, time.monotonic(), deadline_s=deadline_s, again=again))
+
+    def keep_group(self, name: str) -> None:
+        """A role group that was to leave stays, or comes back."""
+        self._do(self._machine.stay(name))
+
+    def _check_goes_on(self) -> None:
+        if self._machine.phase is not Phase.RUNNING:
+            raise Refused(f"the run must go on for replicas to come or go, got {self._machine.phase.value}. Ask again")
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Batch systems repeat themselves; a person at a terminal who presses Ctrl-C twice does not want to wait."""
@@ -179,7 +203,12 @@ class Supervisor(Actor):
                 case Kill():
                     self._end(self._lives[action.child], dump=action.dump)
                 case TellDead():
-                    self._announce("member_dead", action.child, action.incarnation)
+                    self._announce("member_dead", action.child, action.incarnation, action.left)
+                    if action.left:
+                        self._lives.pop(action.child, None)
+                case TellDraining():
+                    told = action.child, action.incarnation, action.stays
+                    self._announcers[COORDINATOR_NAME].tell("member_drains", *told)
                 case Clear():
                     for announcer in self._announcers.values():
                         announcer.clear()
@@ -380,7 +409,15 @@ class Supervisor(Actor):
         return {
             "attempt": self._machine.attempt,
             "draining": self._machine.phase is not Phase.RUNNING,
-            "groups": {v.name: {"incarnation": v.incarnation, "alive": self._machine.alive(v.name)} for v in views},
+            "groups": {
+                v.name: {
+                    "incarnation": v.incarnation,
+                    "ranks": v.num_ranks,
+                    "alive": self._machine.alive(v.name),
+                    "drains": v.state is State.DRAINING,
+                }
+                for v in views
+            },
             "dead": [[name, number] for name, number in self._machine.dead() if name in self._groups],
         }
 

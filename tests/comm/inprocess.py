@@ -115,7 +115,7 @@ class InProcess:
         self.journal.close()
 
     async def bus(self, group: str, incarnation: int = 1) -> Bus:
-        self.roster.groups[group] = {"incarnation": incarnation, "alive": True}
+        self.roster.groups[group] = {"incarnation": incarnation, "ranks": 1, "alive": True, "drains": False}
         await self.coordinator.member_started(group, incarnation, 1)
         wire: Any = Wire(self)
         segments: Any = self.store
@@ -124,7 +124,7 @@ class InProcess:
         return bus
 
     async def die(self, group: str, incarnation: int) -> None:
-        self.roster.groups.pop(group)
+        self.roster.groups[group]["alive"] = False
         self.roster.dead.append([group, incarnation])
         await self.coordinator.member_dead(group, incarnation)
 

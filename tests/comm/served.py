@@ -31,12 +31,19 @@ GROUPS = ("rollout-0", "rollout-1", "actor_fwd-0", "advantages-0", "actor-0")
 class Roster(Actor):
     def __init__(self) -> None:
         self.alive: dict[str, int] = {}
+        self.draining = set[str]()
+        self.left = set[str]()
         self.dead: list[list[Any]] = []
         self.reports: list[tuple[str, dict[str, Any]]] = []
 
     @endpoint
     async def roster(self) -> dict[str, Any]:
-        groups = {name: {"incarnation": incarnation, "alive": True} for name, incarnation in self.alive.items()}
+        lives = {name: (number, False) for name, number in self.dead} | {n: (i, True) for n, i in self.alive.items()}
+        groups = {
+            name: {"incarnation": number, "ranks": 1, "alive": alive, "drains": name in self.draining}
+            for name, (number, alive) in lives.items()
+            if name not in self.left
+        }
         return {"attempt": 0, "draining": False, "groups": groups, "dead": self.dead}
 
     @endpoint

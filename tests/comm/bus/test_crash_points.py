@@ -131,7 +131,8 @@ async def first_life(folder: Path, store: Store, log: Log) -> None:
 async def second_life(folder: Path, store: Store, log: Log, *, producer_lives: bool) -> None:
     run = make_run(folder, store)
     lives = {"rollout-0", "actor-0"} if producer_lives else set()  # what a living trainer has prepared stays so
-    run.roster.groups = {name: {"incarnation": 1, "alive": True} for name in lives}
+    life = {"incarnation": 1, "ranks": 1, "drains": False}
+    run.roster.groups = {name: life | {"alive": name in lives} for name in MEMBERS}
     run.roster.dead = [[name, 1] for name in MEMBERS if name not in lives]
     await run.start()
     assert run.coordinator.index.imbalance() == ""

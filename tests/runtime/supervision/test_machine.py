@@ -27,6 +27,7 @@ from rondo.runtime.supervision.orders import (
     State,
     Strategy,
     TellDead,
+    TellDraining,
     Terminate,
 )
 
@@ -830,12 +831,187 @@ def test_the_dead_are_listed_and_the_living_are_alive() -> None:
     assert not run.machine.alive("actor-0")  # in back-off
 
 
+def left(name: str, incarnation: int = 1) -> TellDead:
+    return TellDead(name, incarnation, left=True)
+
+
+def test_a_child_that_is_added_starts_beside_the_others_and_counts_on_from_what_ran_before() -> None:
+    run = Run(incarnations={"rollout-1": 4}).up()
+    assert run.do(run.machine.add(Child("rollout-1"), run.now)) == [Start("rollout-1", 5, 0)]
+    run.up()
+    assert run.state("rollout-1") is State.READY
+    assert run.crash("rollout-1")[-1] == Start("rollout-1", 6, 0)
+
+
+def test_a_child_that_drains_is_told_so_ends_by_itself_and_is_forgotten() -> None:
+    run = with_another().up()
+    assert run.do(run.machine.drain("rollout-1", run.now, deadline_s=60)) == [TellDraining("rollout-1", 1)]
+    assert run.state("rollout-1") is State.DRAINING and run.machine.phase is Phase.RUNNING
+    assert run.tick(59) == []
+    assert run.gone("rollout-1") == [left("rollout-1")]
+    assert [view.name for view in run.machine.views()] == [child.name for child in CHILDREN]
+    assert not run.machine.registered("rollout-1", 1, 0, run.now) and run.machine.dead() == (("rollout-1", 1),)
+
+
+def test_who_has_not_left_at_its_deadline_is_killed_and_with_none_at_once() -> None:
+    run = with_another().up()
+    run.do(run.machine.drain("rollout-1", run.now, deadline_s=60))
+    assert run.tick(60) == [Kill("rollout-1", 1)] and run.notes[-1].kind == "forced"
+    assert run.gone("rollout-1") == [left("rollout-1")]
+    run = with_another().up()
+    drained = run.do(run.machine.drain("rollout-1", run.now, deadline_s=0))
+    assert drained == [TellDraining("rollout-1", 1), Kill("rollout-1", 1)]
+
+
+def test_a_deadline_of_one_that_drains_comes_nearer_and_never_goes_away() -> None:
+    run = with_another().up()
+    for deadline_s in (60, 600):
+        run.do(run.machine.drain("rollout-1", run.now, deadline_s=deadline_s))
+    assert run.tick(59) == [] and run.tick(1) == [Kill("rollout-1", 1)]
+    run = with_another().up()
+    run.do(run.machine.drain("rollout-1", run.now, deadline_s=60))
+    assert run.do(run.machine.drain("rollout-1", run.now, deadline_s=0)) == [Kill("rollout-1", 1)]
+
+
+@pytest.mark.parametrize("where", ["starting", "ending", "waiting"])
+def test_who_is_not_up_has_nothing_to_drain(where: str) -> None:
+    run = with_another()
+    if where != "starting":
+        run.up().crash("rollout-1")
+        run.fail("rollout-1")
+    if where == "waiting":
+        run.gone("rollout-1")
+    assert run.state("rollout-1") is State(where)
+    number = run.incarnation("rollout-1")
+    asked = run.do(run.machine.drain("rollout-1", run.now, deadline_s=60))
+    if where == "waiting":
+        assert asked == [left("rollout-1", number)]
+        return
+    assert asked == ([Kill("rollout-1", number)] if where == "starting" else [])
+    assert run.gone("rollout-1") == [left("rollout-1", number)]
+
+
+def test_who_drains_to_start_again_does_so_under_the_next_incarnation_without_having_failed() -> None:
+    run = Run(SupervisionConfig(max_restarts=0)).up()
+    assert run.do(run.machine.drain("rollout-0", run.now, deadline_s=60, again=True)) == [TellDraining("rollout-0", 1)]
+    assert run.gone("rollout-0") == [TellDead("rollout-0", 1), Start("rollout-0", 2, 0)]
+    run.up()
+    assert run.machine.restarts() == {}
+    assert run.gone("rollout-0") == [TellDead("rollout-0", 2)] and run.state("rollout-0") is State.DONE
+    assert run.do(run.machine.drain("rollout-0", run.now, deadline_s=60, again=True)) == []
+
+
+def test_a_death_while_it_drains_is_the_end_that_was_asked_for() -> None:
+    for again in (False, True):
+        run = with_another(SupervisionConfig(max_restarts=0)).up()
+        run.do(run.machine.drain("rollout-1", run.now, deadline_s=60, again=again))
+        assert run.fail("rollout-1") == [Kill("rollout-1", 1)]
+        then = [TellDead("rollout-1", 1), Start("rollout-1", 2, 0)] if again else [left("rollout-1")]
+        assert run.gone("rollout-1") == then and run.machine.phase is Phase.RUNNING
+
+
+def test_a_silent_one_that_drains_is_noticed_before_its_deadline() -> None:
+    run = with_another().up()
+    run.do(run.machine.drain("rollout-1", run.now, deadline_s=600))
+    assert run.tick(16, rollout_1=Beat(0, run.now, 0)) == [Kill("rollout-1", 1, dump=True)]
+
+
+def test_who_was_to_leave_stays_and_comes_back_where_it_had_left_already() -> None:
+    run = with_another().up()
+    assert run.do(run.machine.stay("rollout-1")) == []
+    run.do(run.machine.drain("rollout-1", run.now, deadline_s=60))
+    assert run.do(run.machine.stay("rollout-1")) == [TellDraining("rollout-1", 1, stays=True)]
+    assert run.state("rollout-1") is State.READY and run.tick(61) == []
+    assert run.gone("rollout-1") == [TellDead("rollout-1", 1), Start("rollout-1", 2, 0)]  # it had been told to end
+    run.up()
+    run.do(run.machine.drain("rollout-1", run.now, deadline_s=0))
+    assert run.do(run.machine.stay("rollout-1")) == []  # it is being killed
+    assert run.gone("rollout-1")[-1] == Start("rollout-1", 3, 0)
+
+
+def test_who_never_was_ready_is_given_up_beyond_its_limit_and_nothing_escalates() -> None:
+    run = with_another()
+    for name in ("store", "coordinator", "actor-0", "rollout-0"):
+        for rank in range(2):
+            run.machine.ready(name, 1, rank, run.now)
+    for number in range(1, 4):
+        run.fail("rollout-1", "out of memory")
+        run.gone("rollout-1")
+        run.tick(10)
+        assert run.incarnation("rollout-1") == number + 1
+    assert run.fail("rollout-1", "out of memory") == [Kill("rollout-1", 4)]
+    assert run.notes[-1] == Note("given_up", {"group": "rollout-1", "incarnation": 4, "cause": "out of memory"})
+    assert run.gone("rollout-1") == [left("rollout-1", 4)] and run.machine.phase is Phase.RUNNING
+    assert run.machine.restarts()["rollout-1"] == 3
+
+
+def test_a_run_is_done_when_the_last_that_is_not_has_left() -> None:
+    run = with_another().up()
+    run.do(run.machine.drain("rollout-1", run.now, deadline_s=60))
+    run.gone("actor-0")
+    run.gone("rollout-0")
+    assert run.gone("rollout-1") == [left("rollout-1"), Terminate("store", 1), Terminate("coordinator", 1)]
+
+
+def test_a_stop_asks_those_that_drain_to_leave_and_waits_for_them() -> None:
+    run = with_another().up()
+    run.do(run.machine.drain("rollout-1", run.now, deadline_s=600))
+    run.do(run.machine.stop("SIGTERM", run.now))
+    assert run.state("rollout-1") is State.LEAVING
+    run.gone("actor-0")
+    run.gone("rollout-0")
+    assert run.tick(20) == [Kill("rollout-1", 1)]
+    assert run.gone("rollout-1") == [left("rollout-1"), Terminate("store", 1), Terminate("coordinator", 1)]
+
+
+def test_who_leaves_does_not_come_back_with_the_store_nor_with_another_attempt_and_who_was_added_does() -> None:
+    for children in (CHILDREN, FORGETFUL):
+        run = with_another(children=children).up()
+        run.do(run.machine.add(Child("rollout-2"), run.now))
+        run.do(run.machine.drain("rollout-1", run.now, deadline_s=60))
+        run.fail("store")
+        assert run.gone("rollout-1") == [left("rollout-1")]
+        started = [run.gone(view.name) for view in run.machine.views() if view.state is State.ENDING][-1]
+        names = [action.child for action in started if isinstance(action, Start)]
+        assert "rollout-2" in names and "rollout-1" not in names
+
+
+def test_who_is_added_while_the_store_is_away_starts_with_it() -> None:
+    run = Run().up()
+    run.fail("store")
+    assert run.do(run.machine.add(Child("rollout-1"), run.now)) == []
+    for name in ("actor-0", "rollout-0"):
+        run.gone(name)
+    assert Start("rollout-1", 1, 0) in run.gone("store")
+
+
+def with_another(limits: SupervisionConfig = LIMITS, *, children: tuple[Child, ...] = CHILDREN) -> Run:
+    run = Run(limits, children=children)
+    run.do(run.machine.add(Child("rollout-1"), run.now))
+    return run
+
+
 @pytest.mark.filterwarnings("error")
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["failed", "gone", "ready", "registered", "committed", "stop", "fatal", "tick"]),
-            st.sampled_from([child.name for child in CHILDREN]),
+            st.sampled_from(
+                [
+                    "failed",
+                    "gone",
+                    "ready",
+                    "registered",
+                    "committed",
+                    "stop",
+                    "fatal",
+                    "tick",
+                    "add",
+                    "drain",
+                    "again",
+                    "stay",
+                ]
+            ),
+            st.sampled_from([*(child.name for child in CHILDREN), "rollout-1"]),
             st.integers(0, 2),
             st.floats(0, 700),
         ),
@@ -863,10 +1039,22 @@ def test_whatever_happens_no_incarnation_starts_before_the_last_is_gone_and_a_st
         follow(run.gone(name))
 
     for kind, name, back, seconds in events:
-        machine, incarnation = run.machine, run.incarnation(name) - back
+        machine = run.machine
+        known = {view.name for view in machine.views()}
         run.now += seconds
+        if kind == "add" and "rollout-1" not in known | living and machine.phase is Phase.RUNNING:
+            follow(run.do(machine.add(Child("rollout-1"), run.now)))
+            continue
+        if kind == "add" or name not in known:
+            continue
+        incarnation = run.incarnation(name) - back
         if kind == "gone":
             gone(name)
+        elif kind in ("drain", "again", "stay"):
+            if name.startswith("rollout") and machine.phase is Phase.RUNNING:
+                again = kind == "again"
+                drained = machine.drain(name, run.now, deadline_s=seconds, again=again) if kind != "stay" else None
+                follow(run.do(machine.stay(name) if drained is None else drained))
         elif kind == "failed":
             follow(run.do(machine.failed(name, incarnation, "exit code 1", run.now)))
         elif kind == "ready":

@@ -212,7 +212,8 @@ def test_a_coordinator_that_restarts_asks_who_lives(stormy: Program) -> None:
     assert [r["by"]["incarnation"] for r in rosters] == [1, 2]
     assert rosters[0]["roster"]["dead"] == []
     assert ["alpha-0", 1] in rosters[1]["roster"]["dead"]
-    assert rosters[1]["roster"]["groups"]["alpha-0"] == {"incarnation": 2, "alive": True}
+    alpha = {"incarnation": 2, "ranks": 2, "alive": True, "drains": False}
+    assert rosters[1]["roster"]["groups"]["alpha-0"] == alpha
 
 
 def test_a_fault_on_purpose_strikes_once_when_its_step_is_committed(stormy: Program) -> None:

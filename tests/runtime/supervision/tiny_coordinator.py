@@ -23,8 +23,12 @@ class Coordinator(Actor):
         self.told("started", group=group, incarnation=incarnation, num_ranks=num_ranks)
 
     @endpoint
-    async def member_dead(self, group: str, incarnation: int) -> None:
-        self.told("dead", group=group, incarnation=incarnation)
+    async def member_dead(self, group: str, incarnation: int, left: bool = False) -> None:
+        self.told("dead", group=group, incarnation=incarnation, left=left)
+
+    @endpoint
+    async def member_drains(self, group: str, incarnation: int, stays: bool = False) -> None:
+        self.told("drains", group=group, incarnation=incarnation, stays=stays)
 
     @endpoint
     async def drain(self) -> None:
