@@ -139,6 +139,15 @@ class RunConfig(JobConfig):
     def _servers_have_other_devices(self) -> Iterator[str]:
         sglang = self.rollout.sglang
         source = self.group_of("rollout")
+        if source is not None:
+            servers = (
+                1 if sglang is None else 1 if sglang.router is not None else len(sglang.urls) or sglang.num_servers
+            )
+            if (most := source.replicas * source.processes * servers) < self.rollout.min_engines:
+                yield (
+                    f"rollout.min_engines must be at most {most}, the engines that the run begins with, got "
+                    f"{self.rollout.min_engines}. Lower it, or have more replicas or servers"
+                )
         if sglang is not None and sglang.urls and source is not None and source.processes > 1:
             yield (
                 f"groups[{source.name}].processes must be 1 for a group that generates with rollout.sglang.urls, got "

@@ -101,4 +101,7 @@ def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) 
         evaluate_end=evaluation is not None and evaluation.at_end,
         evaluate_every=evaluation.every if evaluation is not None else None,
         num_pinned=config.num_pinned,
+        min_engines=rollout.min_engines,
+        min_engines_deadline_s=rollout.min_engines_deadline_s,
+        below_min_engines=rollout.below_min_engines,
     )

@@ -88,11 +88,12 @@ class RunProvider:
 
     def health(self) -> Mapping[str, Any]:
         groups = self._supervisor.snapshot().groups
-        ready = all(group.state in (State.READY, State.DONE) for group in groups)
+        below = self._bus.get("engines", {}).get("below", "")
+        ready = all(group.state in (State.READY, State.DONE) for group in groups) and not below
         return {"ready": ready, "healthy": self._supervisor.snapshot().phase != "failing"} | {
             "step": self._last_step.get("step"), "version": self._last_step.get("version", self._bus.get("version")),
             "attempt": self._bus.get("attempt"),
-        } | ({"failing": failing} if (failing := self._bus.get("failing")) else {})  # fmt: skip
+        } | ({"failing": failing} if (failing := self._bus.get("failing") or below) else {})  # fmt: skip
 
     def roles(self) -> Any:
         return [asdict(group) for group in self._supervisor.snapshot().groups]
@@ -129,6 +130,8 @@ class RunProvider:
             "groups": {"state": self._bus.get("groups", {})},
             "groups_failed_in_a_row": self._bus.get("failed_in_a_row", 0),
             "refused_rows": self._bus.get("refused_rows", 0),
+            "engines": self._bus.get("engines", {}).get("of", 0),
+            "engines_healthy": self._bus.get("engines", {}).get("healthy", 0),
             "restarts": {"group": {group.name: group.restarts for group in groups}},
             "rss_bytes": {"group": {group.name: group.rss_bytes for group in groups}},
             "ring_used_bytes": {"ring": {name: ring["used"] for name, ring in self._bus.get("rings", {}).items()}},

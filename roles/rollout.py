@@ -43,6 +43,8 @@ from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.waits import totals
 from rondo.runtime.worker.context import WorkerContext
 
+_ENGINES_S = 2.0
+
 
 class RolloutRole:
     role = ROLE
@@ -101,7 +103,8 @@ class RolloutRole:
                 ctx.offer(EngineCalls(replica))
                 await ctx.ready()
                 async with asyncio.TaskGroup() as tasks:
-                    beside = [tasks.create_task(each) for each in (self._renew(), self._report(), replica.waking())]
+                    others = (self._renew(), self._report(), self._tell_of_engines(), replica.waking())
+                    beside = [tasks.create_task(each) for each in others]
                     evaluating = tasks.create_task(self._evaluate_beside())
                     await self._work(tasks)
                     if not ctx.stopping.is_set():
@@ -199,6 +202,14 @@ class RolloutRole:
             if isinstance(self._replica.engine, Dispatcher):
                 told["dispatch"] = asdict(self._replica.engine.dispatch_stats())
             await self._ctx.report("metrics", told)
+
+    async def _tell_of_engines(self) -> None:
+        """How many are healthy, to whoever knows how many must be."""
+        while True:
+            engines = [each for each in self._replica.engines() if "healthy" in each]
+            healthy = sum(each["healthy"] for each in engines)
+            await self._job.bus.call("engines", self._ctx.rank, healthy, len(engines))
+            await asyncio.sleep(_ENGINES_S)
 
     async def _run_group(self, lease: Lease) -> None:
         try:

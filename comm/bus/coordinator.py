@@ -28,6 +28,7 @@ from rondo.comm.bus.transitions import MANY_FAILURES, at_once
 from rondo.runtime.actors.actor import endpoint
 from rondo.runtime.errors import Refused
 from rondo.runtime.records.telling import telling
+from rondo.runtime.waits import PROCESS
 
 HOLD_S = 600.0
 """A call that waits is told after this time, or twice as long, that there is nothing yet (`NotYet`), and asks again."""
@@ -84,6 +85,8 @@ class Coordinator(Leasing, Consuming, Publishing):
         if events:
             self._emit(*events)
         self._tell_of_failures()
+        if not (self._draining or self.index.done):
+            self._look_at_the_floor(now)
         if now - self._sent_back_at > HOLD_S:
             self._sent_back_at = now
             self._wakes.send_back()
@@ -91,6 +94,16 @@ class Coordinator(Leasing, Consuming, Publishing):
         if fatal and not self._draining:
             self._draining = True  # told once; the supervisor ends the run
             self._report("fatal", {"cause": fatal})
+
+    def _look_at_the_floor(self, now: float) -> None:
+        """While too few engines are healthy, the run waits for them by name."""
+        for kind, data in self._floor.look(now):
+            self._report(kind, data)
+            if kind == "engines_below":
+                self._below = PROCESS.begin("engines", f"rollout: {self._floor.why}", self._floor.deadline_s)
+            elif self._below is not None:
+                PROCESS.end(self._below)
+                self._below = None
 
     def _tell_of_failures(self) -> None:
         """One report each time twice as many prompt groups in a row have failed."""
@@ -112,7 +125,7 @@ class Coordinator(Leasing, Consuming, Publishing):
         while True:
             kind, data = await self._reports.get()
             call = self._supervisor.call("report", "coordinator", kind, data, deadline_s=30, retry=True)
-            if kind == "fatal":
+            if kind in ("fatal", "stop"):
                 await call
             else:
                 with telling("reports"):
@@ -132,6 +145,7 @@ class Coordinator(Leasing, Consuming, Publishing):
         if self._is_living(group, incarnation):
             self._poll(group, once_more=True)
             self._emit(self._death(group, incarnation, left=left))
+            self._floor.forget(group)
             self.meeting.member_dead(group, incarnation)
         elif left and self.index.members.get(group, [None])[0] == incarnation:  # it was dead before
             self._emit(self._death(group, incarnation, left=left))

@@ -131,6 +131,11 @@ class Leasing(Transitions):
         return found is not None and found.state == "running" and found.epoch == epoch and found.holder == member
 
     @at_once
+    def engines(self, member: str, incarnation: int, rank: int, healthy: int, of: int) -> None:
+        """So many of the engines of this rank serve proved weights; told every few seconds."""
+        self._floor.tell(member, rank, healthy, of)
+
+    @at_once
     def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:
         """A group ends before it is ready: `filtered`; `failed`, without enough rewards; `error` when its data failed (retried,
         then quarantined)."""

@@ -15,7 +15,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,6 +25,7 @@ from rondo.comm.bus import wakes
 from rondo.comm.bus.accounts import Rules
 from rondo.comm.bus.audit import Ledger
 from rondo.comm.bus.evaluations import Evaluations
+from rondo.comm.bus.floor import Floor
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event, Journal
 from rondo.comm.bus.pending import Pending
@@ -36,6 +37,7 @@ from rondo.runtime.actors.actor import Actor, answering, endpoint
 from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import Refused, Stopping
 from rondo.runtime.memory.segments import SegmentClient
+from rondo.runtime.waits import Wait
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,6 +64,9 @@ class CoordinatorConfig:
     evaluate_end: bool = True
     evaluate_every: int | None = None  # steps; these evaluations run beside the training
     num_pinned: int = 0  # versions that the slab keeps for them
+    min_engines: int = 0  # fewest healthy ones, over all replicas
+    min_engines_deadline_s: float = 1800.0
+    below_min_engines: str = "stop"  # or fail: after the deadline
 
     def generates(self, member: str) -> bool:
         """Whether it is a replica of those that generate, there from the start or not."""
@@ -127,6 +132,8 @@ class Transitions(Actor):
             index, self._is_living, config.evaluate_start, config.evaluate_end, config.evaluate_every, config.num_pinned,
             num_parts=sum(config.ranks[group] for group in config.rollout_groups),
         )  # fmt: skip
+        self._floor = Floor(config.min_engines, config.min_engines_deadline_s, config.below_min_engines)
+        self._below: Wait | None = None
         self._draining = False
         self._draining_members: dict[
             str, int
@@ -325,6 +332,7 @@ class Transitions(Actor):
             "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes,
             "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
             "rings": rings, "proved": dict(index.versions.proved), "num_evaluations": len(index.evaluations),
+            "engines": {**asdict(self._floor.engines), "least": self._floor.least, "below": self._floor.why},
             "journal_events": self._journal.num_events, "waiters": len(self._wakes),
         }  # fmt: skip
 

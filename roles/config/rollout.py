@@ -145,6 +145,11 @@ class RolloutConfig(Section):
     """Generate with SGLang servers; without it the engine inside the rollout process does."""
     endpoint: EndpointConfig | None = None
     """Answers agents over HTTP beside the run's own samples, with its newest weights."""
+    min_engines: int = Field(1, ge=0)
+    """Fewest healthy engines, over all replicas: below, the run says so and waits; above, it goes on with what there is."""
+    min_engines_deadline_s: float = Field(1800.0, gt=0)
+    below_min_engines: Literal["stop", "fail"] = "stop"
+    """After that time: 'stop' saves and leaves (75, to be resumed), 'fail' ends the run with that as its cause."""
     filter: Literal["zero_std"] | None = None
     """'zero_std' replaces prompt groups whose rewards are all equal."""
     keep: FunctionRef | None = None

@@ -133,7 +133,7 @@ class Replica:
             found = self.engine.stats()
             alone = MemberStats(
                 f"{self._ctx.group}.{self._ctx.rank}", True, "", "closed", found.version,
-                found.num_running + found.num_waiting, 0.0, found.num_completed, 0,
+                found.num_running + found.num_waiting, 0.0, found.num_completed, 0, True,
             )  # fmt: skip
             members: tuple[MemberStats, ...] = (alone,)
         else:

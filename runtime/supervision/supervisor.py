@@ -388,7 +388,7 @@ class Supervisor(Actor):
     async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
         """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress; its
         "version" counts committed steps), "journal_waits" (progress), "checkpoint" (took "save_s"), "unsaved" ("cause": why a
-        stop saves nothing), "fatal" ("cause" ends the run)."""
+        stop saves nothing), "stop" (for a "reason"), "fatal" ("cause" ends the run)."""
         self._ledger.record(source, kind, data)
         if kind == "committed":
             self._machine.committed(time.monotonic())
@@ -399,6 +399,8 @@ class Supervisor(Actor):
             self._machine.unsaved(source, str(data.get("cause", "unknown")))
         elif kind == "journal_waits":  # everything waits, and it is known for what
             self._machine.progressed(time.monotonic())
+        elif kind == "stop":
+            self.request_stop(str(data.get("reason", "unknown")))
         elif kind == "fatal":
             self._do(self._machine.fatal(source, str(data.get("cause", "unknown")), time.monotonic()))
 

@@ -55,6 +55,21 @@ async def test_a_run_is_not_ready_while_a_service_is_away(tmp_path: Path, state:
     assert provider.health()["ready"] is (state is State.READY)
 
 
+async def test_a_run_with_fewer_engines_than_it_must_have_is_not_ready_and_says_so(tmp_path: Path) -> None:
+    groups = [SimpleNamespace(name="rollout-0", state=State.READY, restarts=0, rss_bytes=0)]
+    supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=groups, phase="running"))
+    provider = RunProvider(cast(Supervisor, supervisor), tmp_path, "t" * 32, tmp_path)
+    provider._bus = {"engines": {"healthy": 1, "of": 3, "least": 2, "below": "1 of 3 engines are healthy, 2 must be"}}
+    health = provider.health()
+    assert (health["ready"], health["healthy"], health["failing"]) == (
+        False,
+        True,
+        "1 of 3 engines are healthy, 2 must be",
+    )
+    metrics = "\n".join(prometheus_lines(provider.metrics()))
+    assert "rondo_engines 3" in metrics and "rondo_engines_healthy 1" in metrics
+
+
 async def test_partitions_in_use_are_shown_with_who_waits_for_them_and_in_the_metrics(tmp_path: Path) -> None:
     async with served() as run:
         part = (await run.bus("rollout-0")).partition("replay", capacity_bytes=1 << 16, chunk_bytes=1 << 16)

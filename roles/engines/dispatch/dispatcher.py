@@ -58,6 +58,8 @@ class MemberStats:
     load_tokens: float
     num_served: int
     num_failed: int
+    healthy: bool
+    """It is routable, or would be but for an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class Dispatcher:
         engines = tuple(
             MemberStats(
                 m.name, m in routable, missing.get(m.name, ""), m.breaker.state(now), m.proved, m.in_flight, m.load,
-                m.num_served, m.num_failed,
+                m.num_served, m.num_failed, self._fleet.serves(m) and m.breaker.closed,
             )
             for m in self._fleet.members
         )  # fmt: skip
