@@ -269,6 +269,20 @@ def weights(f: Figures) -> Iterator[Row]:
     yield "exact delta of bfloat16 weights, of their bytes, at learning rate", shares
 
 
+def fit(f: Figures) -> Iterator[Row]:
+    for case in f["cases"].values():
+        kinds = [f"{case['experts']} experts a layer"] * bool(case["experts"])
+        kinds += ["layers computed again in the backward"] * case["checkpointing"]
+        kinds += [f"{case['copies']} copies"] * (case["copies"] > 1)
+        yield (
+            f"the most that one of {case['ranks']} gloo ranks holds of {case['parameters'] / 1e9:.2f} B float32 parameters"
+            f"{''.join(f', {kind}' for kind in kinds)}, {case['rows'] * case['tokens']:,} tokens a micro-batch, over what it "
+            "must: while it loads, in a step, while it publishes; traced before, over the step's",
+            ", ".join(f"{case[f'{part}_ratio']:.2f}x" for part in ("load", "step", "publish"))
+            + f"; {1 + case['trace_error']:.2f}x",
+        )
+
+
 def omni(f: Figures) -> Iterator[Row]:
     yield (
         "sums of digits, reward on held-out rows",
@@ -316,7 +330,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("start", start), ("chaos", chaos), ("faults", faults), ("strangers", strangers), ("calls", calls), ("trl", trl),
     ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper), ("generation", generation),
     ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring), ("bus", bus),
-    ("growth", growth), ("link", link), ("weights", weights), ("omni", omni), ("media", media),
+    ("growth", growth), ("link", link), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),
     ("router_replay", router_replay), ("staleness", staleness),
 )  # fmt: skip
 

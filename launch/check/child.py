@@ -179,7 +179,7 @@ def look_at_memory(config: RunConfig, report: Report) -> None:
                 continue
             num_ranks = 1 if name == PREFILL else group.processes
             try:
-                report.facts.traced[name] = tracer.of(name, num_ranks, longer=bool(group.devices))
+                report.facts.traced[name] = tracer.of(name, num_ranks, on_device=bool(group.devices))
             except Exception as error:  # noqa: BLE001 - code of any family, which may look at values that no fake tensor has
                 report.add(
                     "note", f"the memory of {group.name} is not judged: {name} cannot be traced ({in_one_line(error)})"

@@ -19,6 +19,10 @@ WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPUTED = "computed"
 PREFILL = "prefill"
 """A trace that is no role's: of prompts on their way into an embedded engine."""
+STAGING = "gloo's staging"
+"""What gloo holds of a collective beside its tensors: all that is gathered, or scattered, once more."""
+FORMULAS = (STAGING,)
+"""Parts of a trace that are computed, at the moment at which they are there."""
 OFFLOADED = "optimizer"
 """The part of a trace that `train.offload_optimizer` leaves in host memory."""
 _PREFILL_TOKENS = 8192
@@ -103,13 +107,15 @@ def held_by(
         return None
     on_host = {OFFLOADED} if group.devices and config.train.offload_optimizer else set()
 
-    def of(role: str) -> Sizes:
-        return Sizes(traced[role].how, {part: n for part, n in traced[role].parts.items() if part not in on_host})
+    def of(role: str) -> list[Sizes]:
+        parts = {part: n for part, n in traced[role].parts.items() if part not in on_host}
+        computed = {part: parts.pop(part) for part in FORMULAS if parts.get(part)}
+        return [Sizes(traced[role].how, parts), *([Sizes(COMPUTED, computed)] if computed else [])]
 
-    trains = [of("actor")] if "actor" in wanted else []
+    trains = of("actor") if "actor" in wanted else []
     if trains and (routed := routed_bytes(config, shape)):
         trains.append(Sizes(COMPUTED, {"routed experts": routed * config.train.micro_batch_tokens}))
-    scores = [of(role) for role in wanted if role not in ("actor", PREFILL)]
+    scores = [sizes for role in wanted if role not in ("actor", PREFILL) for sizes in of(role)]
     if PREFILL not in wanted:
         return (*trains, *scores)
     lent = "actor" in group.roles and group.processes == 1 and config.can_lend_weights

@@ -31,10 +31,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rondo.launch.check.estimate import STAGING
+
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 COPIES = "gathered and cast parameters"
 ACTIVATIONS, LOGITS, TEMPORARIES = "activations", "logits", "temporaries"
-PARTS = (PARAMETERS, GRADIENTS, OPTIMIZER, COPIES, ACTIVATIONS, LOGITS, TEMPORARIES)
+PARTS = (PARAMETERS, GRADIENTS, OPTIMIZER, COPIES, ACTIVATIONS, LOGITS, TEMPORARIES, STAGING)
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _BY_MASK = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
@@ -78,12 +80,14 @@ class Peak:
 
 
 class Ledger(TorchDispatchMode):
-    def __init__(self, vocab_size: int) -> None:
+    """staged: gloo carries the collectives, from one copy into another."""
+
+    def __init__(self, vocab_size: int, *, staged: bool = False) -> None:
         super().__init__()
         self.peaks: dict[Any, Peak] = {}
         self.sent: Counter[str] = Counter()
         """Collective -> bytes that a rank sends or receives."""
-        self._vocab_size = vocab_size
+        self._vocab_size, self._staged = vocab_size, staged
         self._held: dict[int, _Held] = {}
         self._now: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._total = self._number = 0
@@ -165,7 +169,7 @@ class Ledger(TorchDispatchMode):
             return True if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
         if func in _BY_MASK:
             args = (args[0], _places(args[1]), *args[2:])
-        found = func(*args, **kwargs)
+        found = _grouped(*args, **kwargs) if func is _aten._grouped_mm.default else func(*args, **kwargs)
         casts = func in _CASTS and self._is(PARAMETERS, args[0])
         for tensor in _tensors((found,)) if self._counts else ():
             if isinstance(tensor, FakeTensor):
@@ -176,11 +180,21 @@ class Ledger(TorchDispatchMode):
     def _count(self, func: Any, args: Any) -> None:
         if func is _c10d._allgather_base_.default:
             self.sent["all-gather"] += args[0].nbytes - args[1].nbytes
+            self._stage(args[0].nbytes)
         elif func is _c10d._reduce_scatter_base_.default:
             self.sent["reduce-scatter"] += args[1].nbytes - args[0].nbytes
+            self._stage(args[1].nbytes)
         elif func is _c10d.allreduce_.default:
             num_ranks = dist.ProcessGroup.unbox(args[1]).size()
             self.sent["all-reduce"] += 2 * (num_ranks - 1) * sum(tensor.nbytes for tensor in args[0]) // num_ranks
+
+    def _stage(self, size: int) -> None:
+        """While the collective lasts."""
+        if self._staged:
+            for change in (size, -size):
+                self._now[STAGING] += change
+                self._total += change
+                self._grown()
 
     def _is(self, part: str, tensor: torch.Tensor) -> bool:
         held = self._held.get(_storage(tensor)._cdata)
@@ -240,6 +254,15 @@ def _counts(func: Any, args: Any, kwargs: Any) -> bool:
     if func in _RANGES:
         return kind in (None, *_WHOLE) and all(type(arg) is int and arg <= _FEW for arg in args)
     return func in _MADE and kind in _WHOLE and math.prod(sizes) <= _FEW
+
+
+def _grouped(
+    first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor, bias: None = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """What a product by groups gives: of rows [N, K] with each group's matrix [G, K, M], or, for the gradient of these, of the
+    groups' columns [K, N] with rows [N, M]. torch itself tells its shape for bfloat16 alone."""
+    groups = () if second.ndim == 3 else offs.shape
+    return first.new_empty((*groups, first.shape[0], second.shape[-1]), dtype=out_dtype)
 
 
 def _zeros(tensor: FakeTensor) -> Any:

@@ -81,11 +81,13 @@ class Tracer:
         if self._tried is not None:
             Packing.of(self._tried)
 
-    def of(self, name: str, num_ranks: int = 1, *, longer: bool = False) -> Traced:
+    def of(self, name: str, num_ranks: int = 1, *, on_device: bool = False) -> Traced:
         """Of one of `num_ranks` processes that train ("actor") or score ("reference", "actor_fwd"), or of an engine that takes
-        prompts in (PREFILL). longer: what a token more would take, too."""
+        prompts in (PREFILL). on_device: they compute on accelerators, of which is told what a token more would take, too; else
+        gloo carries what they send."""
+        self._on_device = on_device
         if name == "actor":
-            return self._training(num_ranks, longer=longer)
+            return self._training(num_ranks)
         if name != PREFILL:
             return self._scoring(num_ranks, self._config.train.dtype, largest(self._config))
         length = self._config.rollout.max_prompt_tokens
@@ -93,7 +95,7 @@ class Tracer:
         found = self._scoring(1, self._config.model.dtype, prompts, response=1)
         return replace(found, parts={"prompts": found.parts[TEMPORARIES]})
 
-    def _training(self, num_ranks: int, *, longer: bool) -> Traced:
+    def _training(self, num_ranks: int) -> Traced:
         config, lengths = self._config, largest(self._config)
         whole = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
         num_samples = -(-config.rollout.prompts_per_step * config.rollout.samples_per_prompt // num_ranks)
@@ -106,7 +108,7 @@ class Tracer:
                 return replace(self._depths.extend(told), num_micro_batches=rounds, tokens=sum(lengths))
 
             found = traced(lengths)
-            if longer:
+            if self._on_device:
                 less = traced([-(-length // 2) for length in lengths])
                 found = replace(found, token_bytes=(found.needed - less.needed) / (found.tokens - less.tokens))
             return found
@@ -168,7 +170,7 @@ class Tracer:
         return model
 
     def _ledger(self) -> Ledger:
-        return Ledger(self._model_config.get_text_config().vocab_size)
+        return Ledger(self._model_config.get_text_config().vocab_size, staged=not self._on_device)
 
 
 class _Sections:
@@ -267,7 +269,7 @@ class _Depths:
             before = max((i - period + 1 for i in range(period, num) if kinds[i] != kinds[i - period]), default=0)
             found = min(found, (before, period), key=sum)
         before, period = found
-        first = max(before + 2 * period, _DEEPSTACK if towers_of(model) else 0)
+        first = max(before + max(2 * period, _NEIGHBOURS), _DEEPSTACK if towers_of(model) else 0)
         first += (num - first) % period
         second = first + period
         return cls(num, before, period, (first, second) if second < num else (num,))
@@ -302,6 +304,8 @@ class _Depths:
         return {name: size + (last[name] - size) * times for name, size in first.items()}
 
 
+_NEIGHBOURS = 3
+"""Layers of which FSDP2 holds something at once: of one gradients leave, one is in its backward, the next is gathered."""
 _DEEPSTACK = 4
 """Layers that take features of encoders, at most, and one more."""
 

@@ -44,6 +44,22 @@ def test_the_command_writes_the_figures_of_the_last_runs_into_the_page(
     assert other.read_text().splitlines()[5] == "| `tests` | | not yet run |"
 
 
+def test_a_rank_that_holds_its_share_is_told_case_by_case() -> None:
+    case = {
+        "ranks": 2,
+        "copies": 1,
+        "experts": 8,
+        "checkpointing": False,
+        "rows": 1,
+        "tokens": 1024,
+        "parameters": 134_260_736,
+    }
+    ratios = {"load_ratio": 0.6, "step_ratio": 1.32, "publish_ratio": 0.95, "trace_error": -0.06}
+    [(what, figure)] = table.fit({"cases": {"one": case | ratios}})
+    assert "2 gloo ranks holds of 0.13 B float32 parameters, 8 experts a layer, 1,024 tokens" in what
+    assert figure == "0.60x, 1.32x, 0.95x; 0.94x"
+
+
 def test_a_page_without_a_place_for_the_table_is_refused() -> None:
     with pytest.raises(ValueError, match="Put them where the table goes"):
         table.written("nothing here", "")

@@ -20,7 +20,7 @@ if sys.argv[1] == "given back":
 first = np.ones(24 << 20, np.uint8)
 del first  # glibc: blocks of up to 24 MiB are no large ones from now on
 before = held()
-units, kept = zip(*((np.ones(8 << 20, np.uint8), np.ones(1 << 20, np.uint8)) for _ in range(16)))
+units, kept = zip(*((np.ones(2 << 20, np.uint8), np.ones(1 << 18, np.uint8)) for _ in range(64)))
 del units  # behind each lies an activation that lives on
 print(held() - before)
 """

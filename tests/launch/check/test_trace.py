@@ -33,3 +33,10 @@ def test_parameters_gradients_and_moments_are_exact(folder: Path, num_ranks: int
     assert found.parts["optimizer"] == 2 * shard + 4 * len(shapes)
     assert found.parts["parameters"] == shard + 2 * 4 * 16  # and the frequencies of rotations
     assert found.kept == found.parts["activations"] + found.parts["logits"] > 0
+
+
+def test_experts_in_float32_are_traced(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    qwen3.build(folder, num_layers=4, num_experts=4)
+    found = Tracer(config_of(folder), str(folder)).of("actor")
+    assert found.parts["gradients"] == sum(4 * p.numel() for p in empty_model(str(folder)).parameters())
