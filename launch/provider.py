@@ -20,8 +20,8 @@ from pydantic import Field
 from rondo.launch.report.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.actors.ref import ActorRef
-from rondo.runtime.admin.endpoint import Handler
 from rondo.runtime.admin.openapi import QUERY, Operation
+from rondo.runtime.admin.server import Handler
 from rondo.runtime.errors import RondoError
 from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.telling import tell_every

@@ -138,7 +138,8 @@ async def _serve(
         async with prompt_work(path) as work:
             service = Service(engine, tokenizer, work, name, model_path=path, **told)
             asked = _signals()
-            async with listening(service, [token], options.host, options.port) as url:
+            own, given = ([token], []) if options.token_file is None else ([], [token])
+            async with listening(service, own, options.host, options.port, given=given) as url:
                 print(f"serving {name} at {url}  token: {token_path}", flush=True)
                 await asked.wait()
                 print("ends: answers what is in flight; a second signal ends it at once", file=sys.stderr, flush=True)

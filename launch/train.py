@@ -397,7 +397,7 @@ async def _supervise(
             provider = RunProvider(supervisor, rt_dir, token, run.path)
             listeners.append(provider.on_event)
             beside.append(asyncio.create_task(provider.poll()))
-            admin = AdminServer(config.admin, provider, token=token)
+            admin = AdminServer(config.admin, provider, token=token, audit=functools.partial(tell, "asked"))
             admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
             port = await admin.start(listening)
             say(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}")

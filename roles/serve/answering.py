@@ -23,10 +23,11 @@ from rondo.roles.engines.stops import token_stops
 from rondo.roles.serve.conversation import said_in
 from rondo.roles.serve.requests import Answer, Ask, one_seed
 from rondo.roles.serve.sampling import Sampling, require_tops, token_ids
-from rondo.roles.serve.service import SESSION, Service, json_answer, session_of, stream_events
+from rondo.roles.serve.service import SESSION, Service, session_of, stream_events
 from rondo.roles.serve.spans import Span
 from rondo.roles.serve.text import text_of
 from rondo.roles.serve.trajectory import Prompt
+from rondo.runtime.admin.server import json_answer
 from rondo.runtime.errors import ConfigError
 
 REUSED = "X-Rondo-Reused-Tokens"
@@ -164,7 +165,7 @@ async def answered(service: Service, request: web.Request, read: Read) -> web.St
         answers = await service.requests.answers(asked.asks)
         for ask, answer in zip(asked.asks, answers, strict=True):
             asked.record(ask, answer)
-        return json_answer(await asked.whole(answers), asked.headers())
+        return json_answer(await asked.whole(answers), headers=asked.headers())
 
 
 async def _events(asked: Asked) -> AsyncGenerator[Any, None]:

@@ -1,7 +1,7 @@
 """The server: an aiohttp application over any engine, and the socket that it listens on.
 
-Owns who may ask (a bearer token, compared in constant time), how large a body may be, the routes, and the end: drain, then close.
-Does not own the engine, which whoever made it closes.
+Owns the routes, how large a body may be, and the end: drain, then close. Does not own who may ask and the way of a request
+(`runtime/admin/server.py`), nor the engine, which whoever made it closes.
 
     async with listening(Service(engine, tokenizer, work, "m", max_length=4096), [token], "127.0.0.1", 0) as url: ...
 
@@ -11,103 +11,70 @@ Invariant: without the token nobody learns more than whether the server is up. A
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
 from rondo.roles.serve import control
 from rondo.roles.serve.answering import answered
-from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.generate import generate
 from rondo.roles.serve.limits import BODY_BYTES_A_TOKEN, MIN_BODY_BYTES
 from rondo.roles.serve.openai import chat, completions
-from rondo.roles.serve.service import Service, error_answer
-from rondo.runtime.admin.http_log import HTTP_LOG, WRONGLY_ASKED
-from rondo.runtime.errors import ConfigError, RondoError
+from rondo.roles.serve.service import Failed, Service, failed
+from rondo.runtime.admin.guard import Guard
+from rondo.runtime.admin.server import HttpServer, Limits, bind
+from rondo.runtime.errors import ConfigError
 
 DRAIN_S = 30.0
-log = logging.getLogger("rondo.serve")
 _OPEN = ("/health", "/ready", "/ping")
-_CLOSE_S = 1.0
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
 async def listening(
-    service: Service, tokens: Sequence[str], host: str, port: int, *, earlier: int = 0, drain_s: float = DRAIN_S
+    service: Service,
+    own: Sequence[str],
+    host: str,
+    port: int,
+    *,
+    given: Sequence[str] = (),
+    earlier: int = 0,
+    drain_s: float = DRAIN_S,
 ) -> AsyncIterator[str]:
-    """Serves while the body lasts; the value is the URL. Any of the tokens must be shown. At the end what is in flight has
-    `drain_s` seconds to be answered.
+    """Serves while the body lasts; the value is the URL. An `own` token must be shown, or a `given` one (`guard.py`). At the end
+    what is in flight has `drain_s` seconds to be answered.
 
     ConfigError when the address cannot be had. `port` 0 takes a free one, `earlier` if it is free.
     """
     most = service.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_A_TOKEN * service.max_length)
-    app = web.Application(middlewares=[_guard(tokens)], client_max_size=most)
+    guard = Guard(own, given)
+    server = HttpServer("rondo: a model", guard, failed, Failed, Limits(most), host=host, handler_cancellation=True)
     for method, path, route in _ROUTES:
-        app.router.add_route(method, path, partial(route, service))
+        server.route(
+            method, path, partial(route, service), scope="open" if path in _OPEN else "content", operation=None
+        )
     for name in control.NOT_SUPPORTED:
-        app.router.add_route("*", f"/{name}", partial(control.not_supported, service))
-    runner = web.AppRunner(app, access_log=None, logger=HTTP_LOG, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
-    await runner.setup()
+        server.route("*", f"/{name}", partial(control.not_supported, service), scope="content", operation=None)
     try:
-        await _listen(runner, host, port, earlier)
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{runner.addresses[0][1]}"
+        await server.start(_listening(host, port, earlier))
+        yield server.url
         try:
             await asyncio.wait_for(service.requests.drain(), drain_s)
         except TimeoutError:
             service.requests.abort(None)  # they are answered with what they have
     finally:
-        await runner.cleanup()
+        await server.close()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int, earlier: int) -> None:
+def _listening(host: str, port: int, earlier: int) -> socket.socket:
     if earlier:
-        with suppress(OSError):
-            await web.TCPSite(runner, host, earlier).start()
-            return
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as error:
-        raise ConfigError(
-            f"port must be free on {host}, got {port} ({error.strerror}). Take 0 for a free one, or stop who uses it"
-        ) from error
-
-
-def _guard(tokens: Sequence[str]) -> Any:
-    """Checks the token, and turns errors into JSON."""
-    accepted = [token.encode() for token in tokens]
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            if request.path not in _OPEN:
-                _check_token(request, accepted)
-            return await handler(request)
-        except WRONGLY_ASKED as error:
-            return error_answer(ConfigError(f"a request must arrive whole, got {type(error).__name__}. Ask again"))
-        except (web.HTTPException, RondoError) as error:
-            answer = error_answer(error)
-            if answer.status == 500:
-                log.error("a request failed path=%s", request.path, exc_info=error)
-            return answer
-
-    return guard
-
-
-def _check_token(request: web.Request, accepted: Sequence[bytes]) -> None:
-    kind, _, shown = request.headers.get("Authorization", "").partition(" ")
-    if kind != "Bearer" or not any(
-        hmac.compare_digest(shown.encode(errors="surrogateescape"), token) for token in accepted
-    ):
-        raise TurnedDown(401, f"{request.path} must be asked with a valid token. Send 'Authorization: Bearer TOKEN'")
+        with suppress(ConfigError):
+            return bind(host, earlier, "port")
+    return bind(host, port, "port")
 
 
 _ROUTES: tuple[tuple[str, str, Route], ...] = (

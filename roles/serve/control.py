@@ -23,10 +23,11 @@ from pydantic import Field
 
 from rondo.roles.engines.engine import SamplingParams
 from rondo.roles.engines.sglang.requirements import of_whole
-from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.fields import Fields, Name
 from rondo.roles.serve.requests import Ask, PauseMode
-from rondo.roles.serve.service import Service, dumps, json_answer
+from rondo.roles.serve.service import Service
+from rondo.runtime.admin.guard import TurnedDown
+from rondo.runtime.admin.server import dumps, json_answer
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.waits import wait_for
 

@@ -50,11 +50,11 @@ async def endpoint(
     if config is None:
         yield
         return
-    tokens = [ctx.token]
+    given = []
     token_path = ctx.rt_dir / "token"
     if config.token_file is not None:
         token_path = config.token_file.resolve()
-        tokens.append(read_token_file(token_path, "rollout.endpoint.token_file"))
+        given.append(read_token_file(token_path, "rollout.endpoint.token_file"))
     name = ctx.group if ctx.world_size == 1 else f"{ctx.group}.{ctx.rank}"
     record = ctx.run_dir / FOLDER / f"{name}.json"
     port = config.port + int(ctx.group.rpartition("-")[2]) * ctx.world_size + ctx.rank if config.port else 0
@@ -69,7 +69,9 @@ async def endpoint(
             stop_token_ids=stop_token_ids, control=False, seeds=seeds, tells_experts=tells_experts,
             max_body_bytes=config.max_body_bytes, trajectories=kept,
         )  # fmt: skip
-        async with listening(service, tokens, config.host, port, earlier=earlier, drain_s=_DRAIN_S) as url:
+        async with listening(
+            service, [ctx.token], config.host, port, given=given, earlier=earlier, drain_s=_DRAIN_S
+        ) as url:
             told = {
                 "group": name, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(),
             }  # fmt: skip

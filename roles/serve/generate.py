@@ -20,13 +20,13 @@ import numpy as np
 from pydantic import Field
 
 from rondo.roles.serve.answering import Asked
-from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.fields import Count, Fields, Name, shown
 from rondo.roles.serve.limits import MAX_NAME
 from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.requests import Answer, Ask
 from rondo.roles.serve.sampling import Sampling, Seed, any_seed, require_samples
 from rondo.roles.serve.service import Service, in_slices
+from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError
 
 _GROWTH = 1.02

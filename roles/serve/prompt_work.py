@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from rondo.roles.serve.errors import TurnedDown
+from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.pool import Outcome, Pool
 from rondo.runtime.values import encode

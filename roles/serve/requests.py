@@ -28,7 +28,7 @@ import numpy as np
 
 from rondo.roles.engines.engine import Completion, Engine, Prefix, Request, SamplingParams, ended_with
 from rondo.roles.engines.stops import Reading
-from rondo.roles.serve.errors import TurnedDown
+from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
 
 PauseMode = Literal["abort", "retract", "in_place"]

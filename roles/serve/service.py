@@ -17,15 +17,17 @@ from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
+from pydantic import BaseModel
 
 from rondo.roles.engines.engine import Engine
-from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.fields import shown
 from rondo.roles.serve.limits import BODY_S, LONG_BODY_BYTES, MAX_LONG_BODIES, MAX_NAME
 from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.prompt_work import PromptWork
 from rondo.roles.serve.requests import Requests
 from rondo.roles.serve.trajectory import Trajectories
+from rondo.runtime.admin.guard import TurnedDown
+from rondo.runtime.admin.server import dumps, status_of
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.reference import uncollected
 from rondo.runtime.waits import wait_for
@@ -131,14 +133,6 @@ def parsed(content: bytes) -> Any:
         return orjson.loads(content)
 
 
-def json_answer(data: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> web.Response:
-    return web.Response(body=dumps(data), status=status, headers=headers, content_type="application/json")
-
-
-def dumps(data: Any) -> bytes:
-    return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-
 async def in_slices(values: Sequence[T], told: Callable[[T], Any]) -> orjson.Fragment:
     """What is told of each value, as a list in JSON. It is made a slice at a time, so that a long one holds nobody up."""
     slices = []
@@ -148,24 +142,22 @@ async def in_slices(values: Sequence[T], told: Callable[[T], Any]) -> orjson.Fra
     return orjson.Fragment(b"[" + b",".join(slices) + b"]")
 
 
-def error_answer(error: Exception) -> web.Response:
-    """What is wrong, in the form that both dialects have: {"error": {"message", "type", "code"}}."""
-    status = status_of(error)
-    return json_answer(_told(error, status), status=status)
+class Failure(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
 
 
-def status_of(error: Exception) -> int:
-    if isinstance(error, TurnedDown):
-        return error.status
-    if isinstance(error, web.HTTPException):
-        return error.status
-    return 400 if isinstance(error, ConfigError) else 503
+class Failed(BaseModel):
+    """What is wrong, in the form that both dialects have."""
+
+    error: Failure
 
 
-def _told(error: Exception, status: int) -> dict[str, Any]:
+def failed(status: int, _: str, words: str) -> Failed:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    words = error.reason if isinstance(error, web.HTTPException) else str(error)
-    return {"error": {"message": words, "type": kind, "param": None, "code": status}}
+    return Failed(error=Failure(message=words, type=kind, code=status))
 
 
 async def stream_events(
@@ -191,7 +183,8 @@ async def stream_events(
         except RondoError as error:
             if not response.prepared:
                 raise
-            await response.write(b"data: " + dumps(_told(error, status_of(error))) + b"\n\n")
+            told = failed(status_of(error), type(error).__name__, str(error))
+            await response.write(b"data: " + dumps(told.model_dump()) + b"\n\n")
         await response.write(DONE)
     except ConnectionError:
         pass  # whoever asked has left, and there is nobody to tell

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.requests import Answer, Ask
 from rondo.roles.serve.spans import Row, Span, in_text, in_tokens, rows_of
+from rondo.runtime.admin.guard import TurnedDown
 
 _SHOWN = 24
 _CALL_BYTES = 1024

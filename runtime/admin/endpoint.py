@@ -1,60 +1,58 @@
 """Admin: the HTTP endpoint of a run, in the leader's event loop. What it shows comes from a `Provider`.
 
-Owns the server, who may ask, and the wire form (JSON, Prometheus text, server-sent events). Does not own any number it
-shows. Invariant: nobody reads from another machine, reads samples or changes a run without a token, whatever route they take.
+Owns the routes, and the form of what is shown (JSON, Prometheus text, server-sent events). Does not own any number it shows,
+nor who may ask and how much: `server.py` and `guard.py` do. Invariant: nobody reads from another machine, reads samples or
+changes a run without a token, whatever route they take.
 
-    GET  /livez /readyz                               probes: 200 or 503, no data, no token
-    GET  /healthz /roles /waits /bus /weights         JSON
-    GET  /samples                                     JSON: prompts and answers
-    GET  /openapi.json                                what all routes take and give, those of other folders too
-    GET  /metrics                                     Prometheus text
-    GET  /events                                      server-sent events, one `data:` line of JSON each
+    GET  /livez /readyz                               open: probes: 200 or 503, no data
+    GET  /healthz /roles /waits /bus /weights         read: JSON
+    GET  /openapi.json                                read: what all routes take and give, those of other folders too
+    GET  /metrics                                     read: Prometheus text
+    GET  /events                                      read: server-sent events, one `data:` line of JSON each
+    GET  /samples                                     content: JSON: prompts and answers
     POST /stop {"reason": ...}                        control: save and leave
 
-    scope      on loopback      on another address
-    read       open             token file's, or the run's token
-    content    token file's, or the run's token: what data and policy say, which other users of this machine may not see
-    control    the run's token  the run's token
-
-A route is mounted with its scope and its `Operation`; there is none without either. What is not there is as `read`.
-
-A token is shown as `Authorization: Bearer TOKEN` and compared in constant time. On loopback the Host header must name
-this machine too, so that a web page cannot reach the endpoint through a name that resolves to 127.0.0.1.
+A route is mounted with its scope and its `Operation`; there is none without either.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, Protocol, get_args
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, Protocol
 
-import orjson
 from aiohttp import web
-from aiohttp.web_urldispatcher import AbstractRoute
 from pydantic import BaseModel, ConfigDict
 
-from rondo.runtime.admin import openapi
-from rondo.runtime.admin.http_log import HTTP_LOG, WRONGLY_ASKED
-from rondo.runtime.admin.openapi import BODY, Mounted, Operation, Scope
+from rondo.runtime.admin.guard import Guard, Scope
+from rondo.runtime.admin.openapi import BODY, Operation
+from rondo.runtime.admin.server import Audit, Handler, HttpServer, Limits, bind, dumps, json_answer
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.config import AdminConfig, is_loopback
-from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
-from rondo.runtime.formats import version_of
 from rondo.runtime.section import Section
 from rondo.runtime.supervision.spec import GroupView
 from rondo.runtime.waits import Pending
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 _KEEP_ALIVE_S = 15.0
-_CLOSE_S = 1.0
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-_MAX_BODY_BYTES = 1 << 20
+_LIMITS = Limits(max_body_bytes=1 << 20, max_connections=512, idle_s=15.0)
+
+
+class Failure(BaseModel):
+    """What went wrong: HTTP's status, the error's type, and words."""
+
+    status: int
+    type: str
+    message: str
+
+
+class Failed(BaseModel):
+    """Every answer that is no success."""
+
+    error: Failure
 
 
 class Health(BaseModel):
@@ -102,129 +100,62 @@ class Provider(Protocol):
 
 
 class AdminServer:
-    """The running endpoint. `token` is the run's own. Routes are added before `start`; `close` ends all connections."""
+    """The running endpoint. `token` is the run's own, `audit` takes a record of every call that may change the run. Routes are
+    added before `start`; `close` ends all connections."""
 
-    def __init__(self, config: AdminConfig, provider: Provider, *, token: str) -> None:
+    def __init__(
+        self, config: AdminConfig, provider: Provider, *, token: str, audit: Audit = lambda record: None
+    ) -> None:
         self._config = config
         self._provider = provider
-        self._loopback = is_loopback(config.host)
-        self._run_token = token
-        self._read_token = read_token_file(config.token_file) if config.token_file is not None else None
-        self._app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
-        self._mounted: dict[AbstractRoute, Mounted] = {}
-        self._runner: web.AppRunner | None = None
+        given = [] if config.token_file is None else [read_token_file(config.token_file)]
+        guard = Guard([token], given, open_reads=is_loopback(config.host))
+        self._http = HttpServer("rondo: a run", guard, _failed, Failed, _LIMITS, host=config.host, audit=audit)
         self._closing = asyncio.Event()
-        self.port = 0
+        self.route = self._http.route
         self._mount_own()
 
     @property
     def url(self) -> str:
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        return f"http://{host}:{self.port}"
+        return self._http.url
 
-    def route(self, method: str, path: str, handler: Handler, *, scope: Scope, operation: Operation) -> None:
-        """Mounts another folder's handler, which finds what was sent, as its `operation` has it, in request[QUERY] and
-        request[BODY]. Errors it raises as RondoError come back as JSON. ConfigError for a method or scope that is none."""
-        for what, given, known in (("method", method, _METHODS), ("scope", scope, get_args(Scope))):
-            if given not in known:
-                raise ConfigError(f"the {what} of {path} must be one of {', '.join(known)}, got {given!r}. Correct it")
-        route = self._app.router.add_route(method, path, handler)
-        guarded = scope in ("content", "control") or (scope == "read" and not self._loopback)
-        self._mounted[route] = Mounted(method, route, scope, operation, guarded)
+    @property
+    def port(self) -> int:
+        return self._http.port
 
     async def start(self, listening: socket.socket | None = None) -> int:
         """Answers on `listening`, which `listen` gave; without it, on the settings' address. Returns the port."""
-        listening = listen(self._config) if listening is None else listening
-        self._runner = web.AppRunner(self._app, access_log=None, logger=HTTP_LOG, shutdown_timeout=_CLOSE_S)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listening).start()
-        self.port = self._runner.addresses[0][1]
+        await self._http.start(listen(self._config) if listening is None else listening)
         return self.port
 
     async def close(self) -> None:
         """Ends event streams and connections. Safe to call twice."""
         self._closing.set()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._http.close()
 
     def _mount_own(self) -> None:
-        provider = self._provider
-        shown: tuple[tuple[str, Callable[[], Any], Scope, Operation], ...] = (
-            (
-                "/roles",
-                provider.roles,
-                "read",
-                Operation("Role groups and services, with their processes.", list[GroupView]),
-            ),
-            ("/waits", provider.waits, "read", Operation("Who waits for what.", list[Pending])),
-            ("/bus", provider.bus, "read", Operation("Prompt groups, rows and rings.", dict[str, Any])),
-            ("/weights", provider.weights, "read", Operation("Versions committed and proved.", dict[str, Any])),
-            ("/samples", provider.samples, "content", Operation("The newest samples.", list[dict[str, Any]])),
-            ("/openapi.json", self._openapi, "read", Operation("This document.", dict[str, Any])),
+        provider, text, events = self._provider, "text/plain", "text/event-stream"
+        shown: tuple[tuple[str, Callable[[], Any], Scope, str, Any], ...] = (
+            ("/roles", provider.roles, "read", "Role groups and services, with their processes.", list[GroupView]),
+            ("/waits", provider.waits, "read", "Who waits for what.", list[Pending]),
+            ("/bus", provider.bus, "read", "Prompt groups, rows and rings.", dict[str, Any]),
+            ("/weights", provider.weights, "read", "Versions committed and proved.", dict[str, Any]),
+            ("/samples", provider.samples, "content", "The newest samples.", list[dict[str, Any]]),
         )
-        for path, method, scope, operation in shown:
-            self.route("GET", path, _json_handler(method), scope=scope, operation=operation)
-        text = "text/plain"
-        not_yet = {503: "Not ready."}
+        for path, method, scope, summary, gives in shown:
+            self.route("GET", path, _json_handler(method), scope=scope, operation=Operation(summary, gives))
+        ready = Operation("Whether all is up.", str, media_type=text, also={503: "Not ready."})
+        health = Operation("How it is.", Health, also={503: "Not healthy."})
         told: tuple[tuple[str, str, Handler, Scope, Operation], ...] = (
             ("GET", "/livez", self._livez, "open", Operation("Whether it answers.", str, media_type=text)),
-            (
-                "GET",
-                "/readyz",
-                self._readyz,
-                "open",
-                Operation("Whether all is up.", str, media_type=text, also=not_yet),
-            ),
-            ("GET", "/healthz", self._healthz, "read", Operation("How it is.", Health, also={503: "Not healthy."})),
+            ("GET", "/readyz", self._readyz, "open", ready),
+            ("GET", "/healthz", self._healthz, "read", health),
             ("GET", "/metrics", self._metrics, "read", Operation("Numbers for Prometheus.", str, media_type=text)),
-            ("GET", "/events", self._events, "read", Operation("What happens.", str, media_type="text/event-stream")),
+            ("GET", "/events", self._events, "read", Operation("What happens.", str, media_type=events)),
             ("POST", "/stop", self._stop, "control", Operation("Save and leave.", Stopping, takes=Stop, status=202)),
         )
         for verb, path, handler, scope, operation in told:
             self.route(verb, path, handler, scope=scope, operation=operation)
-
-    def _openapi(self) -> dict[str, Any]:
-        return openapi.document("rondo: a run", version_of("rondo-rl") or "", self._mounted.values())
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks the scope, and turns errors into JSON."""
-        mounted = self._mounted.get(request.match_info.route)
-        if not self._allowed(request, "read" if mounted is None else mounted.scope):
-            status = 401 if "Authorization" not in request.headers else 403
-            return _error(
-                status, f"{request.path} must be asked with a valid token. Send 'Authorization: Bearer TOKEN'"
-            )
-        if self._loopback and not _names_this_machine(request.host):
-            return _error(403, f"Host must name this machine, got {request.host!r}. Use {self.url}")
-        try:
-            if mounted is not None:
-                await openapi.read(request, mounted.operation)
-            return await handler(request)
-        except WRONGLY_ASKED as error:
-            return _error(
-                400, f"{request.method} {request.path} must arrive whole, got {type(error).__name__}. Ask again"
-            )
-        except web.HTTPException as error:
-            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            return _error(error.status, f"{request.method} {request.path}: {error.reason}", headers=headers)
-        except DeadlineExceeded as late:
-            return _error(408, str(late), "DeadlineExceeded")
-        except RondoError as error:
-            return _error(400 if isinstance(error, ValueError) else 503, str(error), type(error).__name__)
-
-    def _allowed(self, request: web.Request, scope: Scope) -> bool:
-        if scope == "open" or (scope == "read" and self._loopback):
-            return True
-        kind, _, shown = request.headers.get("Authorization", "").partition(" ")
-        if kind != "Bearer":
-            return False
-        accepted = [self._run_token]
-        if scope != "control" and self._read_token is not None:
-            accepted.append(self._read_token)
-        # Headers of other encodings arrive with surrogates.
-        return any(hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode()) for token in accepted)
 
     async def _livez(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -259,7 +190,7 @@ class AdminServer:
                 if not record.done():
                     await response.write(b": still here\n\n")
                     continue
-                data = _dumps(record.result())
+                data = dumps(record.result())
                 record = asyncio.ensure_future(anext(records, None))
                 await response.write(b"data: " + data + b"\n\n")
         except ConnectionError:  # who asked has left
@@ -273,14 +204,7 @@ def listen(config: AdminConfig) -> socket.socket:
     """The socket of an endpoint, before there is anything to show. ConfigError when it cannot be had, nor the token be read."""
     if config.token_file is not None:
         read_token_file(config.token_file)
-    try:
-        (family, *_, address), *_ = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
-        return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"admin.port must be free on {config.host}, got {config.port} ({error.strerror}). "
-            "Set admin.port to 0 for a free one, or stop the program that uses it"
-        ) from error
+    return bind(config.host, config.port, "admin.port")
 
 
 def prometheus_lines(metrics: Mapping[str, Any], prefix: str = "rondo") -> Iterator[str]:
@@ -315,11 +239,6 @@ def _escape(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _names_this_machine(host: str) -> bool:
-    name = host[: host.rindex(":")] if re.search(r":\d+$", host) else host
-    return is_loopback(name.strip("[]"))
-
-
 def _json_handler(method: Callable[[], Any]) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         return json_answer(method())
@@ -327,15 +246,5 @@ def _json_handler(method: Callable[[], Any]) -> Handler:
     return handler
 
 
-def json_answer(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=_dumps(data), status=status, headers=headers, content_type="application/json")
-
-
-def _dumps(data: Any) -> bytes:
-    return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-
-def _error(
-    status: int, message: str, kind: str = "HTTPError", headers: Mapping[str, str] | None = None
-) -> web.Response:
-    return json_answer({"error": {"status": status, "type": kind, "message": message}}, status, headers)
+def _failed(status: int, kind: str, words: str) -> Failed:
+    return Failed(error=Failure(status=status, type=kind, message=words))

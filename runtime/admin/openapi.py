@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import web
 from aiohttp.web_urldispatcher import AbstractRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.admin.guard import Scope, TurnedDown
+from rondo.runtime.errors import ConfigError, DeadlineExceeded
 from rondo.runtime.section import Section, explain, show_value
 from rondo.runtime.waits import wait_for
 
@@ -30,7 +31,6 @@ BODY_S = 20.0
 _REFERENCES = "#/components/schemas/{model}"
 _JSON = "application/json"
 
-Scope = Literal["open", "read", "content", "control"]
 QUERY: web.RequestKey[Any] = web.RequestKey("query", Section)
 BODY: web.RequestKey[Any] = web.RequestKey("body", Section)
 """Of a request: what stands behind its `?`, and its body, as the models of its operation."""
@@ -40,30 +40,17 @@ class Nothing(Section):
     """Of what has no fields."""
 
 
-class Failure(BaseModel):
-    """What went wrong: HTTP's status, the error's type, and words."""
-
-    status: int
-    type: str
-    message: str
-
-
-class Failed(BaseModel):
-    """Every answer that is no success."""
-
-    error: Failure
-
-
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a route does. `gives`: the type of its answer, which pydantic knows (a model, a dataclass, `list[Model]`,
-    `dict[str, Any]`), in JSON unless `media_type` says otherwise. `takes`: of its body, None for a route without one. `query`: of
-    what stands behind the `?`. `also`: other answers of the same form, by their status, with words."""
+    """What a route does, in a sentence. `gives`: the type of its answer, which pydantic knows (a model, a dataclass,
+    `list[Model]`, `dict[str, Any]`), in JSON unless `media_type` says otherwise. `takes`: of its body, None for a route without
+    one. `query`: of what stands behind the `?`, None for a route that looks at it itself, and at its body. `also`: other answers
+    of the same form, by their status, with words."""
 
     summary: str
     gives: Any
-    takes: type[Section] | None = None
-    query: type[Section] = Nothing
+    takes: type[BaseModel] | None = None
+    query: type[Section] | None = Nothing
     status: int = 200
     media_type: str = _JSON
     also: Mapping[int, str] = field(default_factory=dict)
@@ -71,18 +58,20 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Mounted:
-    """A route with what it says of itself. `guarded`: it needs a token."""
+    """A route with what it says of itself, None where that is nobody's business. `guarded`: it needs a token."""
 
     method: str
     route: AbstractRoute
     scope: Scope
-    operation: Operation
+    operation: Operation | None
     guarded: bool
 
 
 async def read(request: web.Request, operation: Operation) -> None:
     """Puts request[QUERY] and, where there is to be one, request[BODY] in place. ConfigError for what they must not be,
-    DeadlineExceeded for a body that does not come."""
+    TurnedDown (408) for a body that does not come."""
+    if operation.query is None:
+        return
     where = f"{request.method} {request.path}"
     names = list(request.query.keys())
     known = operation.query.model_fields
@@ -97,57 +86,41 @@ async def read(request: web.Request, operation: Operation) -> None:
         raise explain(error, f"the query of {where}") from None
     if operation.takes is None:
         return
-    content = await wait_for(request.read(), name="a body", peer="its caller", deadline_s=BODY_S)
+    try:
+        content = await wait_for(request.read(), name="a body", peer="its caller", deadline_s=BODY_S)
+    except DeadlineExceeded as late:
+        raise TurnedDown(408, f"a body must come within {BODY_S:g} s, got part of it. Ask again") from late
     try:
         request[BODY] = operation.takes.model_validate_json(content or b"{}", strict=True)
     except ValidationError as error:
         raise explain(error, f"the body of {where}") from None
 
 
-def document(title: str, version: str, mounted: Iterable[Mounted]) -> dict[str, Any]:
-    """OpenAPI 3.1 of these routes, as JSON values."""
-    told = list(mounted)
-    asked = {model for each in told for model in (each.operation.takes, each.operation.query) if model is not None}
-    schemas: dict[Any, Any] = {model: TypeAdapter(model) for model in asked}
-    answers = [TypeAdapter(each.operation.gives) for each in told]
-    inputs: list[Any] = [(model, "validation", adapter) for model, adapter in schemas.items()]
-    inputs += [(number, "serialization", adapter) for number, adapter in enumerate(answers)]
-    inputs.append(("failed", "serialization", TypeAdapter(Failed)))
+def document(title: str, version: str, mounted: Iterable[Mounted], failed: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI 3.1 of these routes, as JSON values. `failed`: what every answer is that is no success."""
+    told = [(each, each.operation) for each in mounted if each.operation is not None]
+    bodies = {operation.takes for _, operation in told if operation.takes is not None}
+    inputs: list[Any] = [(model, "validation", TypeAdapter(model)) for model in bodies]
+    inputs += [(n, "serialization", TypeAdapter(operation.gives)) for n, (_, operation) in enumerate(told)]
+    inputs.append(("failed", "serialization", TypeAdapter(failed)))
     found, defined = TypeAdapter.json_schemas(inputs, ref_template=_REFERENCES)
+    otherwise = {"description": "Refused or failed.", "content": {_JSON: {"schema": found["failed", "serialization"]}}}
     paths: dict[str, dict[str, Any]] = {}
-    for number, each in enumerate(told):
-        operation, resource = each.operation, each.route.resource
-        assert resource is not None
-        info = resource.get_info()
-        names = info["pattern"].groupindex if "pattern" in info else ()
-        query = operation.query.model_json_schema(ref_template=_REFERENCES)
-        parameters = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
-        parameters += [
-            {"name": name, "in": "query", "required": name in query.get("required", ()), "schema": schema}
-            for name, schema in query.get("properties", {}).items()
-        ]
+    for number, (each, operation) in enumerate(told):
+        path, parameters = _place(each, operation)
         answer = {operation.media_type: {"schema": found[number, "serialization"]}}
-        failed = {"description": "Refused or failed.", "content": {_JSON: {"schema": found["failed", "serialization"]}}}
-        also = {str(status): {"description": words, "content": answer} for status, words in operation.also.items()}
-        path = paths.setdefault(info.get("formatter") or info["path"], {})
-        path[each.method.lower()] = {
-            "summary": operation.summary,
-            "parameters": parameters,
-            "responses": {
-                str(operation.status): {"description": "Done.", "content": answer},
-                **also,
-                "default": failed,
-            },
+        answers = {operation.status: "Done.", **operation.also}
+        entry = {
+            "summary": operation.summary, "parameters": parameters, "x-scope": each.scope,
             "security": [{"token": []}] if each.guarded else [],
-            "x-scope": each.scope,
-        }
+            "responses": {str(status): {"description": words, "content": answer} for status, words in answers.items()}
+            | {"default": otherwise},
+        }  # fmt: skip
         if operation.takes is not None:
-            schema = found[operation.takes, "validation"]
-            required = bool(operation.takes.model_json_schema().get("required"))
-            path[each.method.lower()]["requestBody"] = {"required": required, "content": {_JSON: {"schema": schema}}}
+            content = {_JSON: {"schema": found[operation.takes, "validation"]}}
+            needed = any(field.is_required() for field in operation.takes.model_fields.values())
+            entry["requestBody"] = {"required": needed, "content": content}
+        paths.setdefault(path, {})[each.method.lower()] = entry
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -157,3 +130,19 @@ def document(title: str, version: str, mounted: Iterable[Mounted]) -> dict[str, 
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _place(mounted: Mounted, operation: Operation) -> tuple[str, list[dict[str, Any]]]:
+    """A route's path as OpenAPI writes it, and the parameters in it and behind it."""
+    assert mounted.route.resource is not None
+    info = mounted.route.resource.get_info()
+    names = info["pattern"].groupindex if "pattern" in info else ()
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
+    ]
+    query = {} if operation.query is None else operation.query.model_json_schema()
+    for name, schema in query.get("properties", {}).items():
+        parameters.append(
+            {"name": name, "in": "query", "required": name in query.get("required", ()), "schema": schema}
+        )
+    return info.get("formatter") or info["path"], parameters

@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from rondo.roles.serve import prompt_work as limits
-from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.prompt_work import PromptWork, prompt_work
 from rondo.roles.serve.prompt_worker import do
+from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.pool import Outcome
 from tests.roles.serve.serving import ids, in_thread, tokenizer

@@ -11,9 +11,9 @@ import pytest
 from rondo.models.tiny.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
 from rondo.roles.engines.engine import Completion, Prefix, Request, SamplingParams
 from rondo.roles.engines.sglang.client import ServerError
-from rondo.roles.serve.errors import TurnedDown
 from rondo.roles.serve.requests import Answer, Ask, Finish
 from rondo.roles.serve.trajectory import Prompt, Trajectories
+from rondo.runtime.admin.guard import TurnedDown
 from tests.roles.serve.serving import MODEL, Served, ids, serving, tokenizer
 from tests.roles.serve.test_openai import ADD, CALL
 

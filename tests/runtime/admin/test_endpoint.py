@@ -14,8 +14,9 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from rondo.runtime.actors.broadcast import Broadcast
-from rondo.runtime.admin.endpoint import AdminServer, json_answer, prometheus_lines
+from rondo.runtime.admin.endpoint import AdminServer, prometheus_lines
 from rondo.runtime.admin.openapi import BODY, Operation
+from rondo.runtime.admin.server import json_answer
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError, Refused
@@ -104,7 +105,7 @@ async def test_reading_is_open_on_loopback() -> None:
 async def test_prompts_and_answers_need_a_token_on_loopback_too(token_file: Path) -> None:
     async with endpoint(AdminConfig(token_file=token_file)) as (server, provider):
         assert (await ask(server, "GET", "/samples"))[0] == 401
-        assert (await ask(server, "GET", "/samples", token="x"))[0] == 403
+        assert (await ask(server, "GET", "/samples", token="x"))[0] == 401
         for token in (RUN_TOKEN, READ_TOKEN):
             assert await ask(server, "GET", "/samples", token=token) == (200, provider.samples())
 
@@ -132,7 +133,7 @@ def test_prometheus_text_escapes_labels_and_leaves_text_out() -> None:
 async def test_control_needs_the_runs_token_on_loopback_too() -> None:
     async with endpoint() as (server, provider):
         assert (await ask(server, "POST", "/stop"))[0] == 401
-        assert (await ask(server, "POST", "/stop", token="wrong"))[0] == 403
+        assert (await ask(server, "POST", "/stop", token="wrong"))[0] == 401
         assert provider.stopped_for == []
         assert (await ask(server, "POST", "/stop", token=RUN_TOKEN, json={"reason": "enough"}))[0] == 202
         assert provider.stopped_for == [("enough", False)]
@@ -144,7 +145,9 @@ async def test_another_address_needs_a_token_for_everything_but_probes(token_fil
     async with endpoint(AdminConfig(host="0.0.0.0", token_file=token_file)) as (server, provider):
         assert (await ask(server, "GET", "/livez"))[0] == 200
         assert (await ask(server, "GET", "/samples"))[0] == 401
-        assert (await ask(server, "GET", "/samples", token="x"))[0] == 403
+        assert (await ask(server, "GET", "/samples", token="x"))[0] == 401
+        assert (await ask(server, "GET", "/what", token="x"))[0] == 401
+        assert (await ask(server, "GET", "/what", token=READ_TOKEN))[0] == 404
         assert (await ask(server, "GET", "/samples", token=READ_TOKEN))[0] == 200
         assert (await ask(server, "GET", "/samples", token=RUN_TOKEN))[0] == 200
         assert (await ask(server, "POST", "/stop", token=READ_TOKEN))[0] == 403
