@@ -187,6 +187,30 @@ class ChaosRun(subprocess.Popen[str]):
                     return child
         raise LookupError("a run must have a nursery, got none that lives")
 
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """All that live, by what they are."""
+        self.pump()
+        known = {self.pid: "supervisor"}
+        for line in self.lines:
+            if line.kind == "started" and "janitor_pid" in line.told:
+                known[int(line.told["janitor_pid"])] = "janitor"
+            elif line.kind in ("starting", "registered"):
+                of = (
+                    ""
+                    if line.group in ("coordinator", "store")
+                    else "root of "
+                    if line.kind == "starting"
+                    else "worker of "
+                )
+                known[int(line.told["pid"])] = f"{of}{line.group}"
+        found: dict[str, list[psutil.Process]] = {}
+        for process in [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    kind = known.get(process.pid) or f"child of {known.get(process.ppid(), 'such')}"
+                    found.setdefault(kind, []).append(process)
+        return found
+
     def pump(self) -> None:
         """Takes in what was said, and waits for none of it."""
         seen = self._seen

@@ -66,6 +66,22 @@ def chaos(f: Figures) -> Iterator[Row]:
     )
 
 
+def soak(f: Figures) -> Iterator[Row]:
+    yield (
+        f"quick start for {f['minutes']:g} minutes in which something dies every {f['every_s']:g} s ({sum(f['killed'].values())} "
+        f"deaths): mean reward of its first {f['reward']['steps']} steps, and where 95 of 100 runs without deaths have theirs",
+        f"{f['reward']['soak']:.3f}; {f['reward']['low']:.3f} to {f['reward']['high']:.3f}",
+    )
+    growing = [
+        f"{what} of {kind}" for kind, row in f["growth"].items() for what, each in row.items() if not each["flat"]
+    ]
+    yield (
+        f"samples lost, trained twice there ({f['samples_trained']:,} trained); left behind; what grows of memory, descriptors, "
+        f"threads of {len(f['growth'])} kinds of process",
+        f"{f['samples_lost']}, {f['samples_trained_twice']}; {len(f['left']) or 'nothing'}; {', '.join(growing) or 'nothing'}",
+    )
+
+
 def calls(f: Figures) -> Iterator[Row]:
     of, over = f["systems"], f["ours_p50_over"]
     yield (
@@ -327,10 +343,10 @@ def sglang_weights(f: Figures) -> Iterator[Row]:
 
 
 ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
-    ("start", start), ("chaos", chaos), ("faults", faults), ("strangers", strangers), ("calls", calls), ("trl", trl),
-    ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper), ("generation", generation),
-    ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring), ("bus", bus),
-    ("growth", growth), ("link", link), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),
+    ("start", start), ("chaos", chaos), ("soak", soak), ("faults", faults), ("strangers", strangers), ("calls", calls),
+    ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper),
+    ("generation", generation), ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring),
+    ("bus", bus), ("growth", growth), ("link", link), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),
     ("router_replay", router_replay), ("staleness", staleness),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rondo.runtime.errors import ConfigError, RondoError
 
     try:
-        code: int = options.pop("verb")(**options)
+        with _stops_clear_up():
+            code: int = options.pop("verb")(**options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
@@ -77,6 +79,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = EXIT_FAILED
     _finish_stdout()
     return code
+
+
+@contextmanager
+def _stops_clear_up() -> Iterator[None]:
+    """A signal that ends this process leaves the body first, as Ctrl-C does, so that nothing of it stays on the disk. A run hears
+    these signals itself, from its first process to its last."""
+    stops = [
+        each for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(each) is signal.SIG_DFL
+    ]
+    heard: list[int] = []
+
+    def leave(number: int, frame: object) -> None:
+        heard.append(number)
+        if len(heard) == 1:
+            raise KeyboardInterrupt
+
+    for each in stops:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each in stops:
+            signal.signal(each, signal.SIG_DFL)
+        if heard:
+            os.kill(os.getpid(), heard[0])
 
 
 def _finish_stdout() -> None:

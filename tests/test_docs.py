@@ -120,6 +120,7 @@ BY_HAND = {
     "rondo bench ring",
     "rondo bench router_replay",
     "rondo bench shared_prompts",
+    "rondo bench soak",
     "rondo bench start",
     "rondo bench staleness docs/staleness --steps 100",
     "rondo bench strangers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,16 @@ def test_wrong_settings_end_with_2_and_one_line_and_start_nothing(tmp_path: Path
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "train.lrr must be a field of TrainConfig, got an unknown name. Did you mean 'lr'?\n"
     assert {path.name for path in tmp_path.iterdir()} <= {"demo_config.py", "__pycache__"}
+
+
+def test_a_signal_before_anything_is_started_leaves_nothing_and_ends_the_command(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    config = tmp_path / "config.py"
+    config.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    line = [sys.executable, "-m", "rondo.launch.cli", "train", str(config), "--set", f"run_dir={tmp_path}/runs"]
+    ended = subprocess.run(line, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGTERM
+    assert list((tmp_path / "tmp").iterdir()) == [] and not (tmp_path / "runs").exists()
 
 
 def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path) -> None:
