@@ -204,11 +204,14 @@ class ChaosRun(subprocess.Popen[str]):
                 )
                 known[int(line.told["pid"])] = f"{of}{line.group}"
         found: dict[str, list[psutil.Process]] = {}
-        for process in [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]:
+        above = [psutil.Process(self.pid)]
+        for process in above:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    kind = known.get(process.pid) or f"child of {known.get(process.ppid(), 'such')}"
-                    found.setdefault(kind, []).append(process)
+                    found.setdefault(known[process.pid], []).append(process)
+                    for child in process.children():
+                        known.setdefault(child.pid, _below(known[process.pid]))
+                        above.append(child)
         return found
 
     def pump(self) -> None:
@@ -253,6 +256,21 @@ class ChaosRun(subprocess.Popen[str]):
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def _below(kind: str) -> str:
+    """What a process is that has not told, by what is above it."""
+    if kind == "supervisor":
+        return "nursery"
+    for above, below in (
+        ("root of", "torchrun of"),
+        ("torchrun of", "proxy of"),
+        ("worker of", "pool of"),
+        ("pool of", "pool worker of"),
+    ):
+        if kind.startswith(above):
+            return kind.replace(above, below)
+    return f"below {kind}"
 
 
 def left_behind(folder: Path) -> list[str]:

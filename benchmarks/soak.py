@@ -157,7 +157,8 @@ def soak(seconds: float, every_s: float, num_steps: int, seed: int) -> dict[str,
             summary = run.stop()
             told = rewards_of(run.run_dir, 10**9)
         left = left_behind(Path(name))
-    left += [str(each) for each in set(Path("/dev/shm").iterdir()) - before if "rondo" in each.name]
+    own = {str(pid) for _, pid in looks.lives}
+    left += [str(each) for each in set(Path("/dev/shm").iterdir()) - before if own & set(each.name.split("_"))]
     left += [str(rt_dir)] if rt_dir.exists() else []
     names = (
         "samples_admitted",

@@ -6,6 +6,7 @@ Owns the one promise that makes orphans impossible: the kernel sends SIGKILL to 
 when the parent is killed itself. The command replaces the guard (`exec`), so pid, descriptors and the promise stay.
 Batch systems and service managers signal all processes of a run at once, of which the supervisor alone is meant: with --deaf the
 command ignores SIGTERM, SIGHUP and SIGUSR1, as does what it starts, until it says what it does at them.
+Where RONDO_CGROUP names a control group, the command and all that it starts are in it (`cgroup.py`).
 Does not own grandchildren: each asks for the same with `die_with_parent`, and finds its parent's pid in
 RONDO_PARENT_PID, which the guard sets to its own.
 
@@ -14,6 +15,7 @@ Standard library only: the supervisor runs this file by its path, without `site`
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -22,6 +24,8 @@ from collections.abc import Sequence
 
 PARENT_PID = "RONDO_PARENT_PID"
 """The environment variable in which a process finds the pid that its parent must have."""
+CGROUP = "RONDO_CGROUP"
+"""The environment variable that names the folder of the run's control group, where it has one."""
 PARENT_DIED = signal.SIGPWR
 """What a process that has to end more than itself is sent when its parent dies: nobody sends it to all processes of a run."""
 
@@ -56,6 +60,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     die_with_parent(int(arguments[1]))
     os.environ[PARENT_PID] = str(os.getpid())
+    if CGROUP in os.environ:
+        with contextlib.suppress(OSError), open(f"{os.environ[CGROUP]}/cgroup.procs", "w") as members:  # noqa: PTH123 - light
+            members.write("0")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if deaf else ():
         signal.signal(number, signal.SIG_IGN)
     command = rest[1:]

@@ -1,9 +1,10 @@
-"""Janitor: what is left when the supervisor is killed itself. `python -m rondo.runtime.processes.janitor RT_DIR`
+"""Janitor: what is left when the supervisor is killed itself. `python -m rondo.runtime.processes.janitor RT_DIR [CGROUP]`
 
 Owns the last sweep. The supervisor starts it, holds the other end of its standard input, and never writes: when that
-pipe closes, the run is over, in whatever way. Then every process of the run that still lives, known by its environment, is
-SIGKILLed with all below it, and the run-time directory removed. The guard's promise and the roots of role groups, which leave
-last, end almost all of them before; this finds what slipped through.
+pipe closes, the run is over, in whatever way. Then every process of the run that still lives is SIGKILLed, and the run-time
+directory removed. The guard's promise and the roots of role groups, which leave last, end almost all of them before; this finds
+what slipped through: all that is in the run's control group, where it has one (CGROUP), else, with all below it, what shows the
+run in its environment, which is all that is left to go by when whatever stood above it was killed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rondo.runtime.processes.cgroup import Cgroup
 from rondo.runtime.processes.process import end_all, scan
 
 _SWEEP_S = 30.0
@@ -23,9 +25,10 @@ _SWEEP_S = 30.0
 class Janitor:
     """The supervisor's side: starts the process, and later waits for it."""
 
-    def __init__(self, rt_dir: Path) -> None:
+    def __init__(self, rt_dir: Path, cgroup: Cgroup | None = None) -> None:
+        group = () if cgroup is None else (str(cgroup.path),)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rondo.runtime.processes.janitor", str(rt_dir)],
+            [sys.executable, "-m", "rondo.runtime.processes.janitor", str(rt_dir), *group],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -47,16 +50,21 @@ class Janitor:
             self._process.wait()
 
 
-def main(rt_dir: str) -> int:
+def main(rt_dir: str, cgroup: str | None = None) -> int:
     """1 when something could not be ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it leaves when the run has left, not before
     while os.read(0, 4096):
         pass
-    left = end_all(lambda: scan({f"RONDO_RT_DIR={rt_dir}".encode()}), deadline_s=_SWEEP_S / 2)
+    if cgroup is not None:
+        group = Cgroup(Path(cgroup))
+        left = not group.end(deadline_s=_SWEEP_S / 2)
+        group.remove()
+    else:
+        left = bool(end_all(lambda: scan({f"RONDO_RT_DIR={rt_dir}".encode()}), deadline_s=_SWEEP_S / 2))
     shutil.rmtree(rt_dir, ignore_errors=True)
     return 1 if left or Path(rt_dir).exists() else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

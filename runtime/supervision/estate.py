@@ -1,4 +1,5 @@
-"""Estate: what a run owns while it lasts, and leaves no trace of: run-time directory, token, memory, socket, janitor.
+"""Estate: what a run owns while it lasts, and leaves no trace of: run-time directory, token, memory, socket, control group,
+janitor.
 
 Owns the making of these in the right order and their end in the other. Does not own the run directory, which stays.
 Invariant: however the run ends, and if this process is killed, no process and no file of the estate is left.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.memory.segments import Registration, SegmentServer
+from rondo.runtime.processes.cgroup import Cgroup
 from rondo.runtime.processes.janitor import Janitor
 from rondo.runtime.processes.process import Stat, children, end_all, orphans
 from rondo.runtime.supervision.launcher import Surroundings
@@ -38,7 +40,10 @@ class Estate:
             self.rt_dir = Path(tempfile.mkdtemp(prefix="rondo-", dir=_folder(longest_name)))
             ends.callback(shutil.rmtree, self.rt_dir, ignore_errors=True)
             self._others = {child.pid for child in children(os.getpid())}
-            self.janitor = Janitor(self.rt_dir)
+            self.cgroup = Cgroup.make(self.rt_dir.name)
+            if self.cgroup is not None:
+                ends.callback(self.cgroup.remove)
+            self.janitor = Janitor(self.rt_dir, self.cgroup)
             ends.callback(self.janitor.close)
             self.token = secrets.token_hex(32)
             _write_private(self.rt_dir / "token", self.token)
@@ -49,7 +54,7 @@ class Estate:
             ends.callback(self.segments.close)
             ends.callback(end_all, self._left, deadline_s=_SWEEP_S)
             host, port = self.store_socket.getsockname()
-            self.surroundings = Surroundings(run_dir, self.rt_dir, (host, port))
+            self.surroundings = Surroundings(run_dir, self.rt_dir, (host, port), self.cgroup)
             self._ends = ends.pop_all()
 
     def address(self, name: str) -> str:

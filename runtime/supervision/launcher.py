@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rondo.runtime.processes import guard
+from rondo.runtime.processes.cgroup import Cgroup
 from rondo.runtime.supervision import proxy
 from rondo.runtime.supervision.spec import (
     ATTEMPT,
@@ -61,6 +62,7 @@ class Surroundings:
     run_dir: Path
     rt_dir: Path
     store: tuple[str, int]
+    cgroup: Cgroup | None = None
 
     def environment(self, name: str, incarnation: int, attempt: int) -> dict[str, str]:
         """This process's environment and the run's own variables."""
@@ -72,6 +74,7 @@ class Surroundings:
             INCARNATION: str(incarnation),
             ATTEMPT: str(attempt),
             STORE: "{}:{}".format(*self.store),
+            **({} if self.cgroup is None else {guard.CGROUP: str(self.cgroup.path)}),
             "PYTHONUNBUFFERED": "1",
         }
 

@@ -131,6 +131,9 @@ class Supervisor(Actor):
             ends.enter_context(self._nursery)
             place = self._estate.surroundings.place(NURSERY, self._config.attempt)
             self._nursery.belong(place, self._config.loaded(), self._config.limits.start_s)
+            if self._estate.cgroup is not None:
+                for pid in self._nursery.pids.values():  # one that was there before the group
+                    self._estate.cgroup.add(pid)
             ends.callback(self._close_lives)
             async with await serve(
                 self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"

@@ -23,6 +23,7 @@ import pytest
 
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.processes import process
+from rondo.runtime.processes.cgroup import Cgroup
 from rondo.runtime.records.ledger import Ledger
 from rondo.runtime.supervision.orders import Kill, Note
 from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
@@ -464,17 +465,24 @@ def test_a_program_that_was_started_to_outlive_its_terminal_is_not_stopped_by_it
 
 
 def test_nothing_is_left_when_the_supervisor_itself_is_killed(tmp_path: Path) -> None:
+    """With a root where control groups can be made: then nobody is left above what it kept, which shows nothing of the run."""
+    group = Cgroup.make(f"rondo-test-{os.getpid()}")
     with program(tmp_path, [("alpha-0", 2, ["Idle"])]) as run:
         run.ready("alpha-0")
         watched = [os.pidfd_open(found.pid) for found in run.leftovers()]
         janitor = os.pidfd_open(run.of("started")[0]["janitor_pid"])
         watched.append(os.pidfd_open(run.of("lives")[0]["hidden"]))
         assert len(watched) == 10
+        if group is not None:
+            group.remove()
+            run.process.send_signal(signal.SIGSTOP)
+            os.kill(run.of("starting", group="alpha-0")[0]["pid"], signal.SIGKILL)
         run.process.kill()
         for descriptor in (*watched, janitor):
             assert select.select([descriptor], [], [], PATIENCE_S)[0]
             os.close(descriptor)
         assert run.leftovers() == [] and not run.rt_dir.exists()
+        assert group is None or not group.path.with_name(run.rt_dir.name).exists()
 
 
 def test_what_follows_a_note_is_done_also_where_it_cannot_be_told(
