@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from rondo.launch.groups import RoleGroup, RoleName
 from rondo.roles.config import JobConfig
-from rondo.runtime.config import AdminConfig
+from rondo.runtime.config import AdminConfig, PreemptionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import confirm, load_file
 from rondo.runtime.section import FunctionRef, Section, explain, nearest, nearest_field, parts_of, references, sections
@@ -38,6 +38,7 @@ class RunConfig(JobConfig):
     run_dir: Path = Path("runs")
     """The folder that holds run directories; relative to where the run is started."""
     admin: AdminConfig = AdminConfig()
+    preemption: PreemptionConfig = PreemptionConfig()
 
     def group_of(self, role: str) -> RoleGroup | None:
         """The group that holds a role, or None."""

@@ -12,6 +12,7 @@ command however often it is queued, so there is one run directory, which the fir
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import subprocess
@@ -122,7 +123,13 @@ def num_cores(config: RunConfig) -> int:
 
 
 def _grace_s(config: RunConfig, options: SlurmOptions) -> int:
-    return _GRACE_S if options.grace is None else options.grace
+    notice_s, grace = config.preemption.grace_s, options.grace
+    if notice_s is not None and grace is not None and grace < notice_s:
+        raise ConfigError(
+            f"--grace must be at least preemption.grace_s, got {grace} and {notice_s:g}. Raise it, or leave it out"
+        )
+    given = _GRACE_S if notice_s is None else math.ceil(notice_s) + _MARGIN_S
+    return given if grace is None else grace
 
 
 def _memory(config: RunConfig) -> str:

@@ -35,6 +35,7 @@ from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.keeping import Keeper
 from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
+from rondo.launch.preemption import watch, within_s
 from rondo.launch.provider import TRACE, RunProvider, serve_trace
 from rondo.launch.report.answers import answers
 from rondo.launch.report.plot import EXIT_UNDRAWN
@@ -59,7 +60,7 @@ _STEPS_S = 2.0
 PREPARED = "prepared.json"
 MODEL = "model"
 """Where a model that a function builds lies in the run directory."""
-_PLACES = ("groups", "supervision", "admin")
+_PLACES = ("groups", "supervision", "admin", "preemption")
 """Settings that say where and under whose eyes a run works, and not what it trains."""
 
 
@@ -376,7 +377,7 @@ async def _supervise(
     if not begun.done():
         return await running
     if asked:
-        supervisor.request_stop(asked[0])
+        supervisor.request_stop(asked[0], notice=signal.SIGUSR1.name in asked)
     rt_dir = begun.result()
     loop = asyncio.get_running_loop()
 
@@ -390,6 +391,9 @@ async def _supervise(
     listeners.append(keeper.on_event)
     keeping = asyncio.create_task(keeper.run())
     beside = [asyncio.create_task(view.run()), asyncio.create_task(_tell_steps(run.path))]
+    if config.preemption.file is not None:
+        noticed = functools.partial(supervisor.request_stop, notice=True)
+        beside.append(asyncio.create_task(watch(config.preemption.file, noticed)))
     admin: AdminServer | None = None
     with view:
         with telling("admin endpoint"):
@@ -408,7 +412,7 @@ async def _supervise(
             outcome = await running
             if outcome.exit_code in (0, 75):
                 num_asked = len(asked)
-                await keeper.finish(keeping, lambda: len(asked) > num_asked)
+                await keeper.finish(keeping, lambda: len(asked) > num_asked or time.monotonic() > supervisor.leave_by)
             return outcome
         except Exception as error:  # noqa: BLE001  # a mistake of ours: told whole, and the run has its summary
             traceback.print_exception(error)
@@ -441,6 +445,7 @@ def _supervisor_config(
         attempt=attempt,
         limits=config.supervision,
         modules=model_modules(path if config.model.recipe is None else run.path / path),
+        notice_s=within_s(config.preemption.grace_s),
         kill=options.kill,
         finds_state=config.train.hot_snapshot,
         can_restart_globally=lambda: not options.trains or newest_complete(run.checkpoints) is not None,

@@ -1,6 +1,6 @@
-"""Settings of what every process stands on: how failures are found and answered, and where the admin endpoint listens.
+"""Settings of what every process stands on: how failures and notices are answered, and where the admin endpoint listens.
 
-Owns `SupervisionConfig` and `AdminConfig`. Does not own their use: `supervision.py` and `admin.py` do.
+Owns `SupervisionConfig`, `PreemptionConfig` and `AdminConfig`. Does not own their use.
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ class SupervisionConfig(Section):
                 "supervision.work_floor_s must be at most supervision.work_ceiling_s, "
                 f"got {self.work_floor_s:g} and {self.work_ceiling_s:g}. Raise the ceiling, or lower the floor"
             )
+
+
+class PreemptionConfig(Section):
+    """What becomes of a notice that this machine is about to be taken away: SIGUSR1, as batch systems send it, or a file."""
+
+    file: Path | None = None
+    """A notice, once it is there: an agent of the node or of the cloud writes it. Its first line is told as the reason."""
+    grace_s: float | None = Field(None, gt=0)
+    """From a notice until the run has left, whether it has saved or not. None: a notice is a stop as any other, whose save takes
+    the time that it needs."""
 
 
 class AdminConfig(Section):

@@ -201,6 +201,10 @@ def _host(config: RunConfig) -> Iterator[Finding]:
             f"the run directory {path} must have no other owner, got a live run with pid {pid}. "
             f"Stop it with `rondo stop {path}`, or choose another name with --set name=..."
         )
+    if (notice := config.preemption.file) is not None and notice.exists():
+        yield error(
+            f"preemption.file must not be there before a notice, got {notice}, at which a run leaves at once. Remove it"
+        )
     admin = config.admin
     yield from _token_file(admin.token_file, "admin.token_file")
     yield from _endpoint(config)

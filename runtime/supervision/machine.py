@@ -14,6 +14,7 @@ with the time, actions go out, `supervisor.py` does them.
                 coordinator), then all role groups with the store, then it escalates
     stop        role groups save and leave, then services; asked for again, it is the same stop, unless it is to be quick.
                 Who holds what there is to save, and is being started (again), comes up for it first
+    notice      a stop with a deadline: who is left by then is killed, also one that saves
 
     life of a child:  waiting -> starting -> ready -> ending -> waiting (back-off) | done | ended | forgotten
                                                `-> draining ---^
@@ -104,6 +105,7 @@ class Supervision:
             None  # the first role group that failed while it left, or told why it saves nothing
         )
         self._late: Cause | None = None  # the first that did not leave in time
+        self._gone_by = math.inf  # when a stop is made quick
         self._meeting: Life | None = None  # a service that starts again with all role groups, once all are gone
         self._save_s = 0.0
         self._ticked_at: float | None = None
@@ -267,18 +269,21 @@ class Supervision:
         note = Note("stays", {"group": name, "incarnation": life.incarnation})
         return [note, TellDraining(name, life.incarnation, stays=True)]
 
-    def stop(self, reason: str, now: float, *, quick: bool = False) -> list[Action]:
-        """Role groups save and leave, then services. However often it is asked for, it is one stop; `quick` kills everything."""
+    def stop(self, reason: str, now: float, *, quick: bool = False, within_s: float | None = None) -> list[Action]:
+        """Role groups save and leave, then services. However often it is asked for, it is one stop; `quick` kills everything, as
+        does the end of `within_s` seconds, the shortest that was asked for."""
         if self.phase in (Phase.FAILING, Phase.FINISHED):
             return []
+        grace_s = self._limits.grace_s if within_s is None else within_s
+        self._gone_by = min(self._gone_by, math.inf if within_s is None else now + within_s)
         if self.phase in (Phase.RUNNING, Phase.RESTARTING):
             restarting = self.phase is Phase.RESTARTING
             self.phase, self._exit_code = Phase.STOPPING, EXIT_REQUEUE
             comes_up = self._committed and self._meeting is None and not (restarting or quick)
             self._meeting = None
-            actions: list[Action] = [Note("stopping", {"reason": reason, "grace_s": self._limits.grace_s})]
+            actions: list[Action] = [Note("stopping", {"reason": reason, "grace_s": grace_s})]
             for life in self._lives.values():
-                life.leave_by = now + self._limits.grace_s
+                life.leave_by = now + grace_s
                 life.comes_up = comes_up and life.child.saves and (life.failed or life.state in COMING)
                 life.failed = life.failed and (life.serves_alone or life.comes_up)
                 if life.comes_up:
@@ -287,7 +292,7 @@ class Supervision:
                     actions += self._ask_to_leave(life)
             actions += self._advance(now)
         else:
-            actions = [] if quick else [Note("stops_already", {"reason": reason})]
+            actions = [] if quick else [Note("stops_already", {"reason": reason, "grace_s": grace_s})]
         if quick:
             self._late = self._late or Cause("supervisor", self.attempt, f"stopped at once, without saving: {reason}")
         return actions + ([Note("stop_now", {"reason": reason}), *self._kill_all(now)] if quick else [])
@@ -348,6 +353,9 @@ class Supervision:
                 actions += self._judge(life, beats.get(life.child.name, ()), now)
                 actions += self._ask_to_leave(life) if life.comes_up else []
         if self.phase in (Phase.STOPPING, Phase.CLOSING):
+            if now >= self._gone_by:
+                self._gone_by = math.inf
+                return actions + self.stop("the time that a notice left is over", now, quick=True)
             for life in self._lives.values():
                 if life.child.service is (self.phase is Phase.CLOSING):
                     actions += self._insist(life, beats.get(life.child.name, ()), now)

@@ -70,6 +70,8 @@ class SupervisorConfig:
     """Whether role groups that all start again together find what they had: state in memory that outlives them, or none."""
     modules: tuple[str, ...] = ()
     """What role groups import, beside their role classes of rondo: loaded once, and shared by all that is forked."""
+    notice_s: float | None = None
+    """After a notice (SIGUSR1, or as it is told) everything is gone within so long; None: it is a stop as any other."""
     kill: tuple[tuple[str, int], ...] = ()
     """Faults on purpose: (role, group or service; step): SIGKILLed once, when that many steps are committed."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -109,6 +110,8 @@ class Supervisor(Actor):
         self._faults = list(config.kill)
         self._num_dumps = 0
         self._num_interrupts = 0
+        self.leave_by = math.inf
+        """When everything is to be gone after a notice, in monotonic seconds."""
         self._outcome: Outcome | None = None
         self._finished = asyncio.Event()
 
@@ -140,9 +143,12 @@ class Supervisor(Actor):
             ):
                 return await self._supervise()
 
-    def request_stop(self, reason: str, *, quick: bool = False) -> None:
-        """Role groups save and leave; asked again, it is the same stop. `quick`: everything is killed at once."""
-        self._do(self._machine.stop(reason, time.monotonic(), quick=quick))
+    def request_stop(self, reason: str, *, quick: bool = False, notice: bool = False) -> None:
+        """Role groups save and leave; asked again, it is the same stop. `quick`: everything is killed at once. `notice`: it is,
+        when the time is over that a notice leaves."""
+        now, within_s = time.monotonic(), self._config.notice_s if notice else None
+        self.leave_by = min(self.leave_by, math.inf if within_s is None else now + within_s)
+        self._do(self._machine.stop(reason, now, quick=quick, within_s=within_s))
         self._announcers[COORDINATOR_NAME].tell("drain")
 
     def add_group(self, spec: GroupSpec) -> None:
@@ -165,9 +171,11 @@ class Supervisor(Actor):
             raise Refused(f"the run must go on for replicas to come or go, got {self._machine.phase.value}. Ask again")
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Batch systems repeat themselves; a person at a terminal who presses Ctrl-C twice does not want to wait."""
+        """Batch systems repeat themselves, and give notice by SIGUSR1; a person at a terminal who presses Ctrl-C twice does not
+        want to wait."""
         self._num_interrupts += number == signal.SIGINT
-        self.request_stop(number.name, quick=number == signal.SIGINT and self._num_interrupts > 1 and _at_terminal())
+        quick = number == signal.SIGINT and self._num_interrupts > 1 and _at_terminal()
+        self.request_stop(number.name, quick=quick, notice=number == signal.SIGUSR1)
 
     async def _supervise(self) -> Outcome:
         async with asyncio.TaskGroup() as self._tasks:

@@ -110,7 +110,11 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     """Before that its store dies, without any checkpoint, and one of its processes is stopped. It is told to stop twice. When it
     goes on, an agent asks its policy. Meanwhile the user has edited the reward, whose first form is that of the run."""
     config = quickstart_with_a_helper(tmp_path)
-    endless = ("num_steps=100000", "rollout.endpoint.max_sessions=8", "supervision.silence_s=8")
+    notice = tmp_path / "notice"
+    endless = (
+        "num_steps=100000", "rollout.endpoint.max_sessions=8", "supervision.silence_s=8", f"preemption.file={notice}",
+        "preemption.grace_s=300",
+    )  # fmt: skip
     sets = (*endless, f"groups={FEWER}")  # everything starts three times
     running = start(command(tmp_path, "--kill", "store@5", sets=sets, config=config), tmp_path)
     read_until(running, "step=1/")
@@ -122,10 +126,15 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     assert "silent for" in read_until(running, "died")
     read_until(running, "recovery_s")
     read_until(running, "step=")
-    running.send_signal(signal.SIGHUP)
+    notice.write_text("the node is reclaimed\n")
     read_until(running, "stopping")
-    running.send_signal(signal.SIGTERM)
+    running.send_signal(signal.SIGUSR1)
     stopped = finish(running, tmp_path / "quickstart")
+    told = [record for record in read_records(stopped.run_dir / "events.jsonl") if record["kind"].startswith("stop")]
+    assert [(each["kind"], each["reason"], each["grace_s"]) for each in told] == [
+        ("stopping", f"notice in {notice}: the node is reclaimed", 295), ("stops_already", "SIGUSR1", 295)
+    ]  # fmt: skip
+    notice.unlink()
     assert stopped.code == 75, stopped.output
     assert stopped.summary["attempt"] == 0
     assert stopped.summary["restarts"] == {"store": 1, "rollout": 1, "actor": 1, "actor_fwd": 2}

@@ -82,6 +82,15 @@ def test_a_job_asks_for_what_its_groups_need() -> None:
     assert "--gres" not in text() and "#SBATCH --cpus-per-task=32\n" in text(cpus=32)
 
 
+def test_the_signal_comes_before_the_limit_by_what_a_notice_leaves() -> None:
+    lines = [text(), text(grace=900), text("preemption.grace_s=119.5"), text("preemption.grace_s=119.5", grace=120)]
+    assert [line.partition("--signal=")[2].partition("\n")[0] for line in lines] == [
+        f"B:USR1@{grace}" for grace in (600, 900, 150, 120)
+    ]
+    with pytest.raises(ConfigError, match=r"^--grace must be at least preemption.grace_s, got 100 and 119.5"):
+        text("preemption.grace_s=119.5", grace=100)
+
+
 def test_a_container_is_pyxis_or_a_file_of_apptainer() -> None:
     pyxis = text(container_image="nvcr.io#nvidia/pytorch", container_mounts="/data:/data")
     assert "--container-image='nvcr.io#nvidia/pytorch' --container-mounts=\"$PWD:$PWD\",/data:/data" in pyxis

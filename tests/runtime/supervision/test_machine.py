@@ -527,6 +527,30 @@ def test_who_saves_is_not_cut_off_by_the_grace_but_by_the_limit_of_its_save() ->
         assert run.tick(1, actor_0=done) == [kill]
 
 
+def test_a_notice_leaves_its_own_time_and_ends_a_save_that_is_over_it() -> None:
+    run = Run().up()
+    run.do(run.machine.stop("SIGUSR1", run.now, within_s=100))
+    assert run.notes[-1].data == {"reason": "SIGUSR1", "grace_s": 100}
+    save = Beat(0, run.now, 0, "save", run.now + 300, save_limit_s=run.now + 300)
+    for _ in range(99):  # who does not listen has as long: the grace of other stops is over
+        assert run.tick(1, actor_0=save) == []
+    everything = [Kill(name, 1) for name in ("store", "coordinator", "actor-0", "rollout-0")]
+    assert run.tick(1, actor_0=save) == everything
+    assert [run.gone(kill.child) for kill in everything][-1] == [Finish(EXIT_REQUEUE)]
+
+
+def test_a_notice_during_a_stop_is_the_same_stop_with_a_deadline_and_of_several_the_first_one_counts() -> None:
+    run = Run().up()
+    run.do(run.machine.stop("SIGTERM", run.now))
+    save = Beat(0, run.now, 0, "save", run.now + 300, save_limit_s=run.now + 300)
+    assert run.do(run.machine.stop("notice", run.now, within_s=50)) == []
+    assert run.do(run.machine.stop("notice", run.now + 10, within_s=90)) == []
+    run.gone("rollout-0")
+    for _ in range(49):
+        assert run.tick(1, actor_0=save) == []
+    assert Kill("actor-0", 1) in run.tick(1, actor_0=save)
+
+
 def test_a_save_that_takes_longer_than_the_grace_is_told_and_told_again_when_that_has_doubled() -> None:
     run = Run()
     told = [bool(run.machine.saved(save_s)) for save_s in (19, 21, 41, 43, 80, 90)]
