@@ -67,6 +67,8 @@ class SupervisorRecord:
     admin_host: str
     admin_port: int
     token_path: str
+    admin_cert: str | None = None
+    """The certificate that it shows; None where it speaks without TLS."""
 
 
 class RunDir:
@@ -137,9 +139,12 @@ class RunDir:
         numbers = [int(folder.name.removeprefix("attempt_")) for folder in (self.path / "logs").glob("attempt_*")]
         return max(numbers, default=-1) + 1
 
-    def write_supervisor(self, *, rt_dir: Path, admin_host: str, admin_port: int, token_path: Path) -> None:
+    def write_supervisor(
+        self, *, rt_dir: Path, admin_host: str, admin_port: int, token_path: Path, admin_cert: Path | None = None
+    ) -> None:
         """Tells `status` and `stop` how to reach this process."""
-        record = SupervisorRecord(os.getpid(), str(rt_dir), admin_host, admin_port, str(token_path))
+        cert = None if admin_cert is None else str(admin_cert.resolve())
+        record = SupervisorRecord(os.getpid(), str(rt_dir), admin_host, admin_port, str(token_path), cert)
         write_json(self.path / "supervisor.json", asdict(record), PRIVATE)
 
     def close(self) -> None:

@@ -404,10 +404,11 @@ async def _supervise(
             admin = AdminServer(config.admin, provider, token=token, audit=functools.partial(tell, "asked"))
             admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
             port = await admin.start(listening)
-            say(f"run directory: {run.path}  admin: http://{config.admin.host}:{port}")
+            say(f"run directory: {run.path}  admin: {admin.url}")
             run.write_supervisor(
-                rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token"
-            )
+                rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token",
+                admin_cert=config.admin.tls_cert,
+            )  # fmt: skip
         try:
             outcome = await running
             if outcome.exit_code in (0, 75):

@@ -72,8 +72,17 @@ class AdminConfig(Section):
     """0 takes a free port; `rondo status` and the run's first line say which."""
     token_file: Path | None = None
     """A file (mode 0600) with the token to show. Without it samples and control need the run's own token."""
+    tls_cert: Path | None = None
+    """A certificate (PEM), with those that lead to its root behind it: the endpoint speaks TLS, 1.2 or newer."""
+    tls_key: Path | None = None
+    """Its key (PEM, mode 0600, without a password)."""
 
     def refused(self) -> Iterator[str]:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            yield (
+                f"admin.tls_cert and admin.tls_key must be set together, got {self.tls_cert} and {self.tls_key}. "
+                "Set both, or neither"
+            )
         if not is_loopback(self.host) and self.token_file is None:
             yield (
                 f"admin.token_file must be set when admin.host is not loopback, got host {self.host!r} without a token. "

@@ -43,6 +43,7 @@ from rondo.launch.machine import folder_problem, num_cores, port_problem, show_b
 from rondo.launch.rundir import owner
 from rondo.roles.engines.sglang.requirements import of_context
 from rondo.roles.streams import media_bytes, row_bytes
+from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
 from rondo.runtime.memory.free import free_memory_bytes
@@ -207,6 +208,11 @@ def _host(config: RunConfig) -> Iterator[Finding]:
         )
     admin = config.admin
     yield from _token_file(admin.token_file, "admin.token_file")
+    if admin.tls_cert is not None and admin.tls_key is not None:
+        try:
+            server_context(admin.tls_cert, admin.tls_key)
+        except ConfigError as wrong:
+            yield error(str(wrong))
     yield from _endpoint(config)
     problem = port_problem(admin.host, admin.port)
     if problem is not None:

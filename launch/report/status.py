@@ -19,8 +19,9 @@ import orjson
 from rondo.launch.report.records import evaluation_records, shown_reward, step_records
 from rondo.launch.report.summary import print_table, read
 from rondo.launch.rundir import SupervisorRecord, existing_run, owner, read_json, supervisor_record
+from rondo.runtime.admin.tls import client_context
 from rondo.runtime.checkpoints import newest_complete
-from rondo.runtime.errors import ConfigError, PeerGone
+from rondo.runtime.errors import ConfigError, PeerGone, Refused
 
 _ANSWER_S = 10.0
 _LOOK_S = 0.1
@@ -78,11 +79,13 @@ def ask_to_stop(path: Path, *, reason: str, now: bool = False, wait: bool = True
 def url_of(record: SupervisorRecord) -> str:
     """The admin endpoint as seen from this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(record.admin_host, record.admin_host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{record.admin_port}"
+    scheme = "http" if record.admin_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{record.admin_port}"
 
 
 def ask(record: SupervisorRecord, path: str, body: dict[str, Any] | None = None) -> Any:
-    """One request with the run's token; the answer's JSON. PeerGone when nobody answers."""
+    """One request with the run's token; the answer's JSON. PeerGone when nobody answers, ConfigError or Refused with the words of
+    an answer that is no success."""
     try:
         token = Path(record.token_path).read_text().strip()
         request = urllib.request.Request(
@@ -92,17 +95,20 @@ def ask(record: SupervisorRecord, path: str, body: dict[str, Any] | None = None)
             method="GET" if body is None else "POST",
         )
         # A proxy from the environment has no business between a command and its own machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if record.admin_cert is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=client_context(Path(record.admin_cert))))
+        opener = urllib.request.build_opener(*handlers)
         try:
             with opener.open(request, timeout=_ANSWER_S) as response:
                 return orjson.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:
-                if error.code == 503:
-                    return orjson.loads(error.read())
-                raise PeerGone(
-                    f"{request.full_url} must answer with data, got status {error.code}: {error.reason}"
-                ) from None
+                told = orjson.loads(error.read())
+            if "error" not in told:  # a run that is not well says so
+                return told
+            words = f"{told['error']['message']} ({request.full_url}, status {error.code})"
+            raise (ConfigError if error.code == 400 else Refused)(words) from None
     except OSError as error:
         raise PeerGone(
             f"the run's admin endpoint must answer, got {error} from pid {record.pid}. See its logs, or try again"

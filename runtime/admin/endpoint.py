@@ -21,6 +21,7 @@ import asyncio
 import math
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -30,8 +31,10 @@ from pydantic import BaseModel, ConfigDict
 from rondo.runtime.admin.guard import Guard, Scope
 from rondo.runtime.admin.openapi import BODY, Operation
 from rondo.runtime.admin.server import Audit, Handler, HttpServer, Limits, bind, dumps, json_answer
+from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.config import AdminConfig, is_loopback
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import Section
 from rondo.runtime.supervision.spec import GroupView
 from rondo.runtime.waits import Pending
@@ -110,7 +113,9 @@ class AdminServer:
         self._provider = provider
         given = [] if config.token_file is None else [read_token_file(config.token_file)]
         guard = Guard([token], given, open_reads=is_loopback(config.host))
-        self._http = HttpServer("rondo: a run", guard, _failed, Failed, _LIMITS, host=config.host, audit=audit)
+        self._http = HttpServer(
+            "rondo: a run", guard, _failed, Failed, _LIMITS, host=config.host, tls=_tls(config), audit=audit
+        )
         self._closing = asyncio.Event()
         self.route = self._http.route
         self._mount_own()
@@ -201,10 +206,20 @@ class AdminServer:
 
 
 def listen(config: AdminConfig) -> socket.socket:
-    """The socket of an endpoint, before there is anything to show. ConfigError when it cannot be had, nor the token be read."""
+    """The socket of an endpoint, before there is anything to show. ConfigError when it cannot be had, nor the token or the
+    certificate be read, and where a name that says loopback is none."""
     if config.token_file is not None:
         read_token_file(config.token_file)
-    return bind(config.host, config.port, "admin.port")
+    _tls(config)
+    listening = bind(config.host, config.port, "admin.port")
+    if config.token_file is None and not is_loopback(host := listening.getsockname()[0]):
+        listening.close()
+        raise ConfigError(f"admin.host must be loopback without admin.token_file, got {config.host}: {host}. Set it")
+    return listening
+
+
+def _tls(config: AdminConfig) -> ssl.SSLContext | None:
+    return server_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
 
 
 def prometheus_lines(metrics: Mapping[str, Any], prefix: str = "rondo") -> Iterator[str]:

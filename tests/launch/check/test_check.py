@@ -329,6 +329,8 @@ def test_every_port_and_the_token_of_an_endpoint_are_looked_at(make: Make, tmp_p
             f"rollout.endpoint.port must be free, one port a replica, got 127.0.0.1:{port} (Address already in use). "
             "Set rollout.endpoint.port=0 for free ones"
         ]
+    [untold] = judged(make(f"admin.tls_cert={tmp_path}/none", f"admin.tls_key={tmp_path}/none"))
+    assert untold.startswith(f"admin.tls_key must be readable, got {tmp_path}/none (No such file or directory)")
     missing = judged(make(f"rollout.endpoint.token_file={tmp_path}/none"))
     assert missing == [
         f"rollout.endpoint.token_file must be readable, got {tmp_path}/none (No such file or directory). Check the path"

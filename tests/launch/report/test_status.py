@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.report.status import ask_to_stop, show_status
+from rondo.launch.report.status import ask, ask_to_stop, show_status
 from rondo.launch.report.summary import Summary, write
-from rondo.launch.rundir import RunDir, owner
-from rondo.runtime.errors import ConfigError, PeerGone
+from rondo.launch.rundir import RunDir, owner, supervisor_record
+from rondo.runtime.errors import ConfigError, PeerGone, Refused
+from tests.runtime.admin.certificates import CERT, OTHER_CERT
 
 LIVE_RUN = """
 import asyncio, sys
@@ -22,6 +23,7 @@ from rondo.launch.rundir import RunDir
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.config import AdminConfig
+from tests.runtime.admin.certificates import CERT, KEY
 
 class Provider:
     def __init__(self): self.stopped, self.reason = asyncio.Event(), None
@@ -36,9 +38,11 @@ async def main(parent):
     provider, token = Provider(), "t" * 32
     with RunDir.create(parent, "demo", {}) as run:
         (parent / "token").write_text(token)
-        server = AdminServer(AdminConfig(), provider, token=token)
+        cert, key = parent / "cert.pem", parent / "key.pem"
+        cert.write_text(CERT); key.write_text(KEY); key.chmod(0o600)
+        server = AdminServer(AdminConfig(tls_cert=cert, tls_key=key), provider, token=token)
         port = await server.start()
-        run.write_supervisor(rt_dir=parent, admin_host="127.0.0.1", admin_port=port, token_path=parent / "token")
+        run.write_supervisor(rt_dir=parent, admin_host="127.0.0.1", admin_port=port, token_path=parent / "token", admin_cert=cert)
         print("ready", flush=True)
         await provider.stopped.wait()
         await server.close()
@@ -64,7 +68,7 @@ def test_a_live_run_is_shown_and_stops_when_it_is_asked_to(
 ) -> None:
     assert show_status(tmp_path / "latest") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"run demo  pid {live.pid}  http://127.0.0.1:")
+    assert lines[0].startswith(f"run demo  pid {live.pid}  https://127.0.0.1:")
     assert lines[1:] == [
         "ready=True  healthy=False  step=3  reward_mean=0.25",
         "  name=actor-0  state=running  pids=1,2",
@@ -73,6 +77,18 @@ def test_a_live_run_is_shown_and_stops_when_it_is_asked_to(
     assert show_status(tmp_path / "latest", as_json=True) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["alive"], shown["health"]["step"]) == (True, 3)
+    record = supervisor_record(tmp_path / "demo")
+    assert record is not None
+    with pytest.raises(
+        ConfigError, match=r"why must be a field of Stop, got an unknown name.* \(https://127.*/stop, status 400\)"
+    ):
+        ask(record, "/stop", {"why": "?"})
+    with pytest.raises(Refused, match=r"POST /roles: Method Not Allowed"):
+        ask(record, "/roles", {})
+    (tmp_path / "cert.pem").write_text(OTHER_CERT)  # somebody else answers there
+    with pytest.raises(PeerGone, match="certificate verify failed"):
+        ask(record, "/healthz")
+    (tmp_path / "cert.pem").write_text(CERT)
 
     assert ask_to_stop(tmp_path / "demo", reason="enough for today", now=True) == 0
     assert owner(tmp_path / "demo") is None

@@ -327,7 +327,7 @@ def test_a_token_file_that_is_missing_or_short_is_refused(token_file: Path) -> N
     with pytest.raises(ConfigError, match=r"admin.token_file must be readable, got .*No such file"):
         read_token_file(token_file.with_name("none"))
     token_file.write_text("short")
-    with pytest.raises(ConfigError, match="at least 16 characters, got 5"):
+    with pytest.raises(ConfigError, match="at least 16 characters and at most 4096, got 5"):
         read_token_file(token_file)
 
 
