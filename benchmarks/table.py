@@ -82,6 +82,19 @@ def soak(f: Figures) -> Iterator[Row]:
     )
 
 
+def autoscale(f: Figures) -> Iterator[Row]:
+    told = [
+        f"{name} {row['rondo']['out']}, {row['rondo']['in']}, {row['rondo']['turns']}, {row['rondo']['above']:.1%}, "
+        f"{row['rondo']['replica_hours'] / row['best_fixed']['replica_hours']:.2f}x"
+        for name, row in f["scenarios"].items()
+    ]
+    yield (
+        "autoscaler in a simulated run of three hours, by load: times larger, smaller, turned back within ten minutes; share of "
+        "time with the trainer waiting more than 10 %; replica hours over those of the best fixed size, which knows the load",
+        "; ".join(told),
+    )
+
+
 def calls(f: Figures) -> Iterator[Row]:
     of, over = f["systems"], f["ours_p50_over"]
     yield (
@@ -343,7 +356,8 @@ def sglang_weights(f: Figures) -> Iterator[Row]:
 
 
 ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
-    ("start", start), ("chaos", chaos), ("soak", soak), ("faults", faults), ("strangers", strangers), ("calls", calls),
+    ("start", start), ("chaos", chaos), ("soak", soak), ("faults", faults), ("strangers", strangers),
+    ("autoscale", autoscale), ("calls", calls),
     ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper),
     ("generation", generation), ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring),
     ("bus", bus), ("growth", growth), ("link", link), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),

@@ -104,6 +104,7 @@ ELSEWHERE = {
 }
 """The test that shows what a command does, with other folders and ports."""
 BY_HAND = {
+    "rondo bench autoscale",
     "rondo bench bus --peers-python PEERS_VENV/bin/python",
     "rondo bench calls",
     "rondo bench chaos",
