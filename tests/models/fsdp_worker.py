@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -42,6 +43,7 @@ OUT = Path(sys.argv[1])
 DENSE, MOE, FUSED, DRAWN = sys.argv[2:6]
 SLAB = new_slab(empty_model(MOE))
 """All ranks have it, forked off this process."""
+COMPILE = torch.compile
 SCORED = pack(sequences(RAGGED, seed=9))
 
 
@@ -149,6 +151,22 @@ def whole(model: Any, name: str) -> None:
     tensors = {key: value.clone() for key, value in parallel.full_tensors(model)}
     if dist.get_rank() == 0:
         save_file(tensors, OUT / f"{name}.safetensors")
+
+
+def compiled() -> dict[str, Any]:
+    """Steps through compiled layers, whose graphs run as they are traced, and how many of them there were after each."""
+    made, torch.compile = torch._dynamo.utils.counters["stats"], functools.partial(COMPILE, backend="eager")
+    # For the first length, and for all others.
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 2, True
+    model, optimizer = sharded(DENSE, activation_checkpointing=True, compiled=True)
+    torch.compile = COMPILE
+    made.clear()
+    told, graphs = [], []
+    for step in range(3):
+        told += steps(model, optimizer, range(step, step + 1))
+        graphs.append(made["unique_graphs"])
+    whole(model, "compiled")
+    return {"told": told, "graphs": graphs}
 
 
 def trained(name: str, path: str, *, replay: bool = False, **options: Any) -> list[list[float]]:
@@ -329,6 +347,7 @@ def on_two() -> None:
         "replayed": trained("replayed", MOE, replay=True, activation_checkpointing=True),
         "bfloat16": trained("bfloat16", DENSE, dtype="bfloat16"),
     }
+    facts["compiled"] = compiled()
     facts["published"] = published_together(sharded(MOE)[0], mesh_of())
     half, _ = sharded(DENSE, dtype="bfloat16")
     facts["bfloat16_scores"] = everywhere(torch.equal(scored(half), scored(load_model(DENSE, dtype="bfloat16"))))

@@ -159,6 +159,14 @@ def test_recomputed_layers_and_moments_in_host_memory_change_no_bit(run: Run) ->
     assert run.facts["dense"] == run.facts["recomputed"]
 
 
+def test_two_ranks_train_through_compiled_layers_to_the_bit_and_compile_no_more_for_other_lengths(run: Run) -> None:
+    found, wanted = (load_file(run.out / f"{name}.safetensors") for name in ("compiled", "dense"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert run.facts["compiled"]["told"] == run.facts["dense"]
+    first, *others = run.facts["compiled"]["graphs"]
+    assert first > 0 and others == [first, first]
+
+
 def test_two_ranks_that_recompute_replay_experts_as_one_process_does(run: Run) -> None:
     told, weights = run.alone(run.moe, replay=True)
     assert [loss for loss, _ in run.facts["replayed"]] == pytest.approx([loss for loss, _ in told], rel=1e-5)

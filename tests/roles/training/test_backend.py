@@ -147,26 +147,6 @@ def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
     assert again.checksum() == after != before
 
 
-def test_float16_trains_as_float32_does_on_a_scaled_loss_and_skips_what_overflows(model: str) -> None:
-    config, half = job(model), job(model)
-    half = half.model_copy(update={"train": half.train.model_copy(update={"dtype": "float16"})})
-    exact, made = trainer(config, model), trainer(half, model)
-    group = made.optimizer.param_groups[0]
-    assert group["loss_scale"] == 2.0**16 / half.train.micro_batch_tokens
-    told = []
-    for backend in (exact, made):
-        backend.accumulate(0, rows(0), [[0, 0, 0, 6]], last=True)
-        told.append(backend.finish(0)[0])
-    assert told[1]["grad_norm"] == pytest.approx(told[0]["grad_norm"], rel=0.02)
-    assert (told[1]["loss_scale"], told[1]["skipped"]) == (1024.0, 0.0) and "loss_scale" not in told[0]
-    before = [parameter.clone() for parameter in made.model.parameters()]
-    group["loss_scale"] = 2.0**60
-    made.accumulate(1, rows(1), [[0, 0, 0, 6]], last=True)
-    metrics, _ = made.finish(1)
-    assert (metrics["skipped"], metrics["loss_scale"]) == (1.0, 2.0**59)
-    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
-
-
 def test_the_scale_grows_after_many_finite_gradients_falls_no_further_than_it_helps_and_is_part_of_the_state(
     model: str,
 ) -> None:

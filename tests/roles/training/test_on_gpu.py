@@ -14,11 +14,14 @@ __all__ = ["model"]
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
 
 
-def opened(model: str, device: str) -> Policy:
-    """In float32 and with torch's own attention, heads of 8 being too narrow for other kernels."""
+def opened(model: str, device: str, dtype: str = "float32") -> Policy:
+    """With torch's own attention, heads of 8 being too narrow for other kernels."""
     config = job(model)
-    its = config.model.model_copy(update={"attn": "sdpa"})
-    return open_policy(config.model_copy(update={"model": its}), model, world_size=1, device=device)
+    its = {
+        "model": config.model.model_copy(update={"attn": "sdpa"}),
+        "train": config.train.model_copy(update={"dtype": dtype}),
+    }
+    return open_policy(config.model_copy(update=its), model, world_size=1, device=device)
 
 
 def stepped(made: Policy, step: int) -> list[float]:
@@ -38,6 +41,25 @@ def test_steps_make_the_weights_that_they_make_on_the_cpu(model: str, device: st
     for step in range(2):
         assert stepped(made, step) == pytest.approx(stepped(plain, step), abs=2e-4)
     torch.testing.assert_close(weights(made).cpu(), weights(plain), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float16_trains_as_float32_does_on_a_scaled_loss_and_skips_what_overflows(model: str, device: str) -> None:
+    exact, made = opened(model, device), opened(model, device, dtype="float16")
+    group = made.optimizer.param_groups[0]
+    assert group["loss_scale"] == 2.0**16 / job(model).train.micro_batch_tokens
+    told = []
+    for backend in (exact, made):
+        backend.accumulate(0, rows(0), [[0, 0, 0, 6]], last=True)
+        told.append(backend.finish(0)[0])
+    assert told[1]["grad_norm"] == pytest.approx(told[0]["grad_norm"], rel=0.02)
+    assert (told[1]["loss_scale"], told[1]["skipped"]) == (1024.0, 0.0) and "loss_scale" not in told[0]
+    before = [parameter.clone() for parameter in made.model.parameters()]
+    group["loss_scale"] = 2.0**60
+    made.accumulate(1, rows(1), [[0, 0, 0, 6]], last=True)
+    metrics, _ = made.finish(1)
+    assert (metrics["skipped"], metrics["loss_scale"]) == (1.0, 2.0**59)
+    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
