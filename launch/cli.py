@@ -326,7 +326,7 @@ def _add_serving(add: Callable[..., Any]) -> None:
     for name, kind, default, text in (
         ("--host", str, "127.0.0.1", "address; any but loopback needs --token-file"),
         ("--port", int, 30000, "0 takes a free one"),
-        ("--dtype", str, None, "float32 or bfloat16; default: float32 on the CPU, else bfloat16"),
+        ("--dtype", str, None, "float32, bfloat16 or float16; default: float32 on the CPU, else bfloat16"),
         ("--device", str, None, "such as cpu or cuda:0; default: the first accelerator, else the CPU"),
         ("--num-slots", int, 32, "sequences that are decoded at once"),
         ("--max-length", int, None, length),

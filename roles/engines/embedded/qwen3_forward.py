@@ -91,7 +91,7 @@ def ranges(positions: np.ndarray) -> list[tuple[int, int]]:
 
 
 class Qwen3Forward:
-    """`Forward` for a `Qwen3ForCausalLM` that `is_plain_qwen3`. Float32 and bfloat16, any device."""
+    """`Forward` for a `Qwen3ForCausalLM` that `is_plain_qwen3`. Float32, bfloat16 and float16, any device."""
 
     def __init__(self, model: Any, *, num_slots: int, max_length: int, fixed_shapes: bool = False) -> None:
         config = model.config
