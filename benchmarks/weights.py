@@ -45,7 +45,7 @@ from rondo.comm.weights.publisher import Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.sums import bucket_sum
 from rondo.models.optimizer import make_optimizer
-from rondo.models.parallel import full_tensors
+from rondo.models.published import own_weights
 from rondo.roles.engines.embedded.embedded import slot_engine
 
 _BUCKET_BYTES = 16 << 20
@@ -147,7 +147,7 @@ def flip(size_name: str, flips: int) -> dict[str, Any]:
     size = SIZES[size_name]
     model = build(size, torch.bfloat16)
     engine = slot_engine(model, num_slots=size.num_slots, max_length=size.num_prompt[1] + size.num_new)
-    weights = [{name: t.clone() for name, t in full_tensors(model)} for _ in range(2)]
+    weights = [{name: t.clone() for name, t in own_weights(model)} for _ in range(2)]
     for tensor in weights[1].values():
         tensor.mul_(1.001)
     steps: list[float] = []
@@ -188,7 +188,7 @@ def delta(lr: float, num_steps: int) -> dict[str, Any]:
     held: Held | None = None
     shares, encode_s, apply_s = [], [], []
     for version in range(num_steps + 1):
-        tensors = dict(full_tensors(model, "bfloat16"))
+        tensors = dict(own_weights(model, "bfloat16"))
         if slab is None:
             total = sum(tensor.nbytes for tensor in tensors.values())
             slab = WeightSlab(Memory(slab_bytes(total, len(tensors), 2)), 2)

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rondo.models.hf_folder import write_folder
 from rondo.models.load import empty_model, generation_config
 from rondo.models.names import disk_dtypes, disk_groups, local_part, memory_tensors, to_disk, with_local_part
-from rondo.models.parallel import full_tensors
+from rondo.models.published import weights_on_first
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
 from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
 from rondo.runtime.errors import CorruptData, PeerGone, RondoError
@@ -110,7 +110,9 @@ def save(
 
     def write_hf(aside: Path) -> None:
         if tokenizer_path is not None:
-            _write_hf(aside / HF, model, tokenizer_path, "float32")
+            _write_hf(
+                aside / HF, model, tokenizer_path, "float32", weights_on_first(model, "float32", beside=_group(group))
+            )
 
     num_bytes = _hf_bytes(model, "float32") if tokenizer_path is not None else 0
     _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, group, beside, write_hf, num_bytes)
@@ -289,6 +291,8 @@ def export_hf(
         aside.rename(folder)
         flush(folder.parent)
 
+    if tensors is None:
+        tensors = weights_on_first(model, dtype, beside=_group(group))
     with _removed_after_a_failure(aside):
         ranks.first(begin)
         ranks.all(functools.partial(_write_hf, aside, model, tokenizer_path, dtype, tensors))
@@ -336,19 +340,15 @@ def _local_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _write_hf(
-    folder: Path,
-    model: Any,
-    tokenizer_path: str,
-    dtype: str,
-    tensors: Iterator[tuple[str, torch.Tensor]] | None = None,
+    folder: Path, model: Any, tokenizer_path: str, dtype: str, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
-    tensors = full_tensors(model, dtype) if tensors is None else tensors
+    """`tensors`: whole ones on the first rank, which writes them."""
     try:
         if _rank() == 0:
             write_folder(folder, model, tokenizer_path, dtype, tensors)
     finally:
         for _ in tensors:
-            pass  # this rank's part of the gathering, also where the first one could not write
+            pass  # what this rank sends, or what is sent to one that could not write
 
 
 def _check_whole(folder: Path) -> None:
@@ -385,6 +385,11 @@ def _single_process_allowed() -> Iterator[None]:
 
 def _of_rank(name: str) -> str:
     return f"{name}.{_rank()}"
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """`group`, or that of all ranks; None for one process."""
+    return group or dist.group.WORLD if dist.is_initialized() else None
 
 
 def _rank() -> int:

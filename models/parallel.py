@@ -23,7 +23,7 @@ micro-batches. Between two micro-batches a rank holds of a copy's parameters and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rondo.models.compiling import check_compiler, compile_layers
 from rondo.models.mesh import Mesh
-from rondo.models.names import disk_dtypes, disk_groups, kept_in_float32, local_part, memory_tensors, to_disk
+from rondo.models.names import kept_in_float32, local_part
 from rondo.models.packing import can_share_rows
 from rondo.models.routing import the_same_way
 from rondo.models.shared_prompts import share_prompts
@@ -231,28 +231,6 @@ def discard_gradients(model: Any) -> None:
     for unit in sharded_units(model):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             group._partial_reduce_output = None
-
-
-# ---- whole tensors ------------------------------------------------------------------------------------------------------
-
-
-def full_tensors(model: Any, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name on disk, whole tensor), one group of tensors at a time; cast to `dtype` before they are gathered, but for what
-    transformers keeps in float32.
-
-    Collective when sharded: every rank iterates to the end. Without a cast the tensors of an unsharded model are its own.
-    """
-    drop_copies(model)
-    memory, dtypes = memory_tensors(model), disk_dtypes(model, dtype)
-    for group in disk_groups(model):
-        whole = {name: _whole(memory[name].detach().to(dtypes[name])) for name in group.sources}
-        yield from to_disk(model, group, whole).items()
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # from host memory, where it is at rest
 
 
 # ---- forward of a unit --------------------------------------------------------------------------------------------------

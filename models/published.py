@@ -1,17 +1,20 @@
-"""The weights of a model as they are published: under their names on disk, and of each what this rank gives.
+"""The weights of a model as they leave it: under their names on disk, and of each what this rank gives.
 
-Owns which rank of a copy gives what of a version, so that together they give all of it once, and none gathers it: of what is cut
-every rank gives its rows; of what all hold whole, and of what is converted on its way to disk (the experts of a layer, which are
-gathered for that), one rank gives everything, each in its turn. Does not own names and conversions (`names.py`), nor where it is
-written (`comm/weights/together.py`).
+Owns which rank of a copy gives what of a version that is published, so that together they give all of it once, and none gathers
+it: of what is cut every rank gives its rows; of what all hold whole, and of what is converted on its way to disk (the experts of
+a layer, which are gathered for that), one rank gives everything, each in its turn. And who gives all of what is written by one
+process: the first rank, to which the others send their rows. Does not own names and conversions (`names.py`), nor where it is
+written (`comm/weights/together.py`, `checkpoint.py`).
 
     a DTensor    every rank gives its rows of it
     on meta      another rank gives it
     else         this rank gives all of it
 
-Invariant: names, shapes, dtypes and their order are the same on every rank.
+Invariant: names, shapes, dtypes and their order are the same on every rank. What is gathered is the tensors of one conversion at
+a time, and lies on the rank that gives it alone.
 
     for name, tensor in own_weights(model, "bfloat16", beside=group): ...
+    for name, tensor in weights_on_first(model, "bfloat16", beside=group): ...
 """
 
 from __future__ import annotations
@@ -39,7 +42,16 @@ def own_weights(
     that a forward may run while they are iterated on another thread, but not the optimizer.
     """
     drop_copies(model)
-    return _given(model, memory_tensors(model), disk_dtypes(model, dtype), beside)
+    return _given(model, memory_tensors(model), disk_dtypes(model, dtype), beside, on_first=False)
+
+
+def weights_on_first(
+    model: Any, dtype: str | None = None, *, beside: dist.ProcessGroup | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, but that the first rank of `beside` gives all of each. Of a group of several copies, those beyond the first have
+    nothing to do."""
+    drop_copies(model)
+    return _given(model, memory_tensors(model), disk_dtypes(model, dtype), beside, on_first=True)
 
 
 def published_shapes(model: Any, dtype: str | None = None) -> dict[str, torch.Tensor]:
@@ -53,11 +65,13 @@ def _given(
     memory: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
     beside: dist.ProcessGroup | None,
+    *,
+    on_first: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     num_ranks, rank = (1, 0) if beside is None else (dist.get_world_size(beside), dist.get_rank(beside))
     for number, group in enumerate(disk_groups(model)):
         cut = num_ranks > 1 and any(isinstance(memory[name], DTensor) for name in group.sources)
-        in_rows, giver = cut and group.renamed, number % num_ranks
+        in_rows, giver = cut and group.renamed and not on_first, 0 if on_first else number % num_ranks
         found = {name: memory[name].detach() for name in group.sources} if cut or giver == rank else {}
         found = {name: tensor.to(dtypes[name]) for name, tensor in found.items()}
         if cut and not in_rows:
@@ -75,21 +89,33 @@ def _empty(group: Group, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.T
 
 
 def _gathered(tensor: torch.Tensor, to: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole tensor on rank `to` of the group, gathered as bytes through host memory; of no use on the others."""
+    """The whole tensor on rank `to` of the group, whose first ranks hold a copy of the model: sent there as bytes through host
+    memory. Of no use on the others."""
     if not isinstance(tensor, DTensor):
         return tensor
     *copies, cut = tensor.placements
     if not cut.is_shard(0) or not all(placement.is_replicate() for placement in copies):
         raise AssertionError(f"a parameter must be cut along its first dimension alone, got {tensor.placements}")
-    num_ranks, (num_rows, *rest) = dist.get_world_size(group), tensor.shape
-    rows = -(-num_rows // num_ranks)  # of each rank, as FSDP2 cuts them; the last ones have fewer
-    mine = torch.empty(rows, *rest, dtype=tensor.dtype)
-    local = tensor.to_local()
-    to_host(mine[: len(local)], local)
-    whole = mine.new_empty(num_ranks * rows, *rest) if dist.get_rank(group) == to else None
-    parts = None if whole is None else list(_bytes(whole).chunk(num_ranks))
-    dist.gather(_bytes(mine), parts, group=group, group_dst=to)
-    return mine if whole is None else whole[:num_rows]
+    local, rank, num_rows = tensor.to_local(), dist.get_rank(group), len(tensor)
+    rows = -(
+        -num_rows // tensor.device_mesh.size(-1)
+    )  # of each rank, as FSDP2 cuts them; the last ones have fewer or none
+    if rank != to:
+        if rank * rows < num_rows:
+            mine = torch.empty(local.shape, dtype=local.dtype)
+            to_host(mine, local)
+            dist.send(_bytes(mine), group=group, group_dst=to)
+        return local
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    coming = []
+    for sender, part in enumerate(whole.split(rows)):
+        if sender == rank:
+            to_host(part, local)
+        else:
+            coming.append(dist.irecv(_bytes(part), group=group, group_src=sender))
+    for each in coming:
+        each.wait()
+    return whole
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ set after the last. The checksum covers the manifest, which holds names, dtypes,
 bucket: two slots have the same checksum when they hold the same tensors in the same order.
 
     writer = slab.write(0, attempt=0, version=4)
-    for name, tensor in full_tensors(model): writer.add(name, tensor)
+    for name, tensor in own_weights(model): writer.add(name, tensor)
     checksum = writer.finish()
     weights = slab.read(0, attempt=0, version=4, checksum=checksum)   # views, every bucket verified
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from rondo.comm.weights.publisher import Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.together import Tensors, other_part
 from rondo.models import parallel
 from rondo.models.logprobs import response_log_probs
+from rondo.models.names import disk_dtypes, disk_groups, memory_tensors, to_disk
 from rondo.models.optimizer import learning_rate
 from rondo.models.packing import Sequence, pack
 from rondo.models.published import own_weights
 from rondo.models.tiny import qwen3
 from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.models.units import drop_copies
 from tests.comm.memory import MemorySegment
 
 VOCABULARY = 266
@@ -123,6 +127,17 @@ def train_step(
     optimizer.step()
     parallel.discard_gradients(model)
     return [total, norm]
+
+
+def full_tensors(model: Any, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name on disk, whole tensor) on every rank, in `dtype`; of a model in one process and without a cast, its own (collective
+    when sharded)."""
+    drop_copies(model)
+    memory, dtypes = memory_tensors(model), disk_dtypes(model, dtype)
+    for group in disk_groups(model):
+        parts = {name: memory[name].detach().to(dtypes[name]) for name in group.sources}
+        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in parts.items()}
+        yield from to_disk(model, group, whole).items()
 
 
 def published(model: Any) -> int:

@@ -23,6 +23,7 @@ from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.parts import freeze
 from rondo.models.state import load_training_state, training_state
+from tests.models.builders import full_tensors
 from tests.models.multimodal import CASES, LR, Case, long_prompt, train_step, whole_gradients
 
 OUT, FOLDERS = Path(sys.argv[1]), Path(sys.argv[2])
@@ -80,7 +81,7 @@ def trained(case: Case) -> dict[str, Any]:
     optimizer.step()
     parallel.discard_gradients(model)
     told.append(train_step(model, packing, optimizer, 1, rank=rank, world_size=2))
-    weights = {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
+    weights = {name: tensor.clone() for name, tensor in full_tensors(model)}
     if rank == 0:
         save_file(gradients, OUT / f"{case.name}.gradients.safetensors")
         save_file(weights, OUT / f"{case.name}.weights.safetensors")

@@ -32,12 +32,12 @@ from rondo.models.logprobs import response_log_probs
 from rondo.models.mesh import Mesh
 from rondo.models.names import local_part
 from rondo.models.optimizer import make_optimizer
-from rondo.models.packing import pack
+from rondo.models.packing import Packing, pack
 from rondo.models.published import own_weights
 from rondo.models.routing import enable_replay
 from rondo.models.state import load_training_state, training_state
 from rondo.runtime.checkpoints import NoRoom
-from tests.models.builders import EPS, LR, RAGGED, STEPS, new_slab, sequences, train_step, written
+from tests.models.builders import EPS, LR, RAGGED, STEPS, full_tensors, new_slab, sequences, train_step, written
 
 OUT = Path(sys.argv[1])
 DENSE, MOE, FUSED, DRAWN = sys.argv[2:6]
@@ -97,7 +97,7 @@ def bytes_read() -> dict[str, Any]:
         model = load_model(path, cut=functools.partial(parallel.shard, mesh=mesh_of(), encoders="shard"))
         every = [torch.zeros(1) for _ in range(dist.get_world_size())]
         dist.all_gather(every, torch.tensor([Counting.num_bytes / file.stat().st_size]))
-        tensors, wanted = dict(parallel.full_tensors(model)), load_file(file)
+        tensors, wanted = dict(full_tensors(model)), load_file(file)
         whole = tensors.keys() == wanted.keys() and all(torch.equal(tensors[key], wanted[key]) for key in wanted)
         told[name] = {"parts": [float(part) for part in every], "whole": everywhere(whole)}
     filling.safe_open = safe_open
@@ -106,7 +106,7 @@ def bytes_read() -> dict[str, Any]:
 
 def drawn_alike() -> bool:
     """Whether random weights are the same in two meshes as in one process, and this rank draws about its part of them."""
-    alone = dict(parallel.full_tensors(load_model(DRAWN)))
+    alone = dict(full_tensors(load_model(DRAWN)))
     normal, most = random_weights._normal, 0
 
     def counted(*arguments: Any) -> torch.Tensor:
@@ -118,7 +118,7 @@ def drawn_alike() -> bool:
     random_weights._normal, same = counted, True
     for dp_replicate in (1, 2):
         most, cut = 0, functools.partial(parallel.shard, mesh=mesh_of(dp_replicate))
-        tensors = dict(parallel.full_tensors(load_model(DRAWN, cut=cut)))
+        tensors = dict(full_tensors(load_model(DRAWN, cut=cut)))
         part = most * 4 / dp_replicate / sum(tensor.numel() for tensor in alone.values())
         same = same and part < 1.05 and all(torch.equal(tensors[key], alone[key]) for key in alone)
     random_weights._normal = normal
@@ -148,25 +148,30 @@ def steps(model: Any, optimizer: Any, which: range = range(3), **options: Any) -
 
 
 def whole(model: Any, name: str) -> None:
-    tensors = {key: value.clone() for key, value in parallel.full_tensors(model)}
+    tensors = {key: value.clone() for key, value in full_tensors(model)}
     if dist.get_rank() == 0:
         save_file(tensors, OUT / f"{name}.safetensors")
 
 
 def compiled() -> dict[str, Any]:
-    """Steps through compiled layers, whose graphs run as they are traced, and how many of them there were after each."""
-    made, torch.compile = torch._dynamo.utils.counters["stats"], functools.partial(COMPILE, backend="eager")
-    # For the first length, and for all others.
+    """Whether compiled layers, whose graphs run as they are traced, give the gradients of plain ones to the bit; and how many
+    graphs there were after each of four micro-batches, whose lengths are others on each rank too."""
+    batches = [sequences(RAGGED[number % 3 :], seed=2 * number + dist.get_rank()) for number in range(4)]
+    made, found = torch._dynamo.utils.counters["stats"], []
+    torch.compile = functools.partial(COMPILE, backend="eager")
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 2, True
-    model, optimizer = sharded(DENSE, activation_checkpointing=True, compiled=True)
+    for options in ({}, {"compiled": True}):
+        model, _ = sharded(DENSE, activation_checkpointing=True, **options)
+        packing, graphs = Packing.of(model), []
+        made.clear()
+        for batch in batches:
+            parallel.set_last(model, batch is batches[-1])
+            response_log_probs(model, packing.pack(batch))[0].sum().backward()
+            graphs.append(made["unique_graphs"])
+        found.append([p.grad.to_local() for p in model.parameters()])
+        parallel.discard_gradients(model)
     torch.compile = COMPILE
-    made.clear()
-    told, graphs = [], []
-    for step in range(3):
-        told += steps(model, optimizer, range(step, step + 1))
-        graphs.append(made["unique_graphs"])
-    whole(model, "compiled")
-    return {"told": told, "graphs": graphs}
+    return {"equal": everywhere(all(map(torch.equal, *found))), "graphs": graphs}
 
 
 def trained(name: str, path: str, *, replay: bool = False, **options: Any) -> list[list[float]]:
@@ -245,7 +250,7 @@ def weights_beside() -> dict[str, bool]:
     group = mesh_of().copy_beside()
     model, optimizer = sharded(MOE)
     steps(model, optimizer, range(1))
-    before = {key: value.clone() for key, value in parallel.full_tensors(model, "bfloat16")}
+    before = {key: value.clone() for key, value in full_tensors(model, "bfloat16")}
     asked = own_weights(model, "bfloat16", beside=group)
     half, trained_once, gave = threading.Event(), threading.Event(), [0]
 
@@ -283,6 +288,24 @@ def published_together(model: Any, mesh: Mesh) -> int:
     return written(tensors, SLAB, group) if mesh.replica == 0 else 0
 
 
+def exported(model: Any) -> dict[str, Any]:
+    """The bytes that each rank receives while a Hugging Face folder is written, and how many tensors at most are on their way."""
+    receive, coming, most = dist.irecv, list[Any](), [0, 0]
+
+    def counted(tensor: torch.Tensor, **named: Any) -> Any:
+        coming.append(receive(tensor, **named))
+        most[0] += tensor.nbytes
+        most[1] = max(most[1], sum(not each.is_completed() for each in coming))
+        return coming[-1]
+
+    dist.irecv = counted  # type: ignore[assignment]
+    checkpoint.export_hf(OUT / "hf of 2x2", model, DENSE)
+    dist.irecv = receive
+    every = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, torch.tensor(most))
+    return {"received": [int(each[0]) for each in every], "at a time": [int(each[1]) for each in every]}
+
+
 def whole_size(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -299,6 +322,8 @@ def in_meshes() -> None:
         checkpoint.save(OUT / name / "step_000002", model, optimizer, {})
         published = published_together(model, mesh_of(dp_replicate))
         whole(model, name)
+        if name == "2x2":
+            facts["exported"] = exported(model)
         if dist.get_rank() == 0:
             save_file(gradients, OUT / f"{name}.gradients.safetensors")
         others, other = sharded(DENSE, dp_replicate={1: 4, 2: 1, 4: 2}[dp_replicate], offload=True)

@@ -20,10 +20,10 @@ from rondo.models.media.config import MediaConfig
 from rondo.models.media.processor import Processor
 from rondo.models.media.refs import MediaRef
 from rondo.models.names import disk_shapes, load_disk_tensors, unknown_tensors
-from rondo.models.parallel import full_tensors
 from rondo.models.tiny import qwen3, qwen3_5, qwen3_omni, qwen3_vl
 from rondo.runtime.errors import ConfigError
 from tests.e2e.omni import picture, sound
+from tests.models.builders import full_tensors
 
 BUILDS: dict[str, tuple[Callable[..., None], dict[str, int]]] = {
     "omni": (qwen3_omni.build, {}),

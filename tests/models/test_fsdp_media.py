@@ -19,6 +19,7 @@ from rondo.models.logprobs import response_log_probs
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.parts import freeze
+from tests.models.builders import full_tensors
 from tests.models.multimodal import CASES, LR, Case, folder_of, long_prompt, tiny, train_step, whole_gradients
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def test_unequal_modalities_train_as_one_process_does(run: Run, case: Case) -> N
     optimizer.step()
     parallel.discard_gradients(model)
     told.append(train_step(model, packing, optimizer, 1))
-    weights = dict(parallel.full_tensors(model))
+    weights = dict(full_tensors(model))
     losses = [abs(a - b) / abs(a) for (a, _), (b, _) in zip(told, facts["told"], strict=True)]
     norms = [abs(a - b) / a for (_, a), (_, b) in zip(told, facts["told"], strict=True)]
     largest = difference(ours, theirs)

@@ -13,10 +13,9 @@ from transformers import CONFIG_MAPPING
 from rondo.models import parallel
 from rondo.models.load import load_model
 from rondo.models.names import disk_groups, disk_shapes, load_disk_tensors, memory_tensors
-from rondo.models.parallel import full_tensors
 from rondo.models.stand_in import stand_in
 from rondo.runtime.errors import ConfigError
-from tests.models.builders import SIZES, tiny
+from tests.models.builders import SIZES, full_tensors, tiny
 
 
 def joined() -> Any:

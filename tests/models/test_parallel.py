@@ -18,7 +18,7 @@ from rondo.models.published import own_weights
 from rondo.models.units import decoder_layers
 from rondo.runtime.errors import ConfigError
 from tests.models import multimodal
-from tests.models.builders import RAGGED, folder_of, sequences, tiny
+from tests.models.builders import RAGGED, folder_of, full_tensors, sequences, tiny
 
 PACKED = pack(sequences(RAGGED))
 
@@ -179,7 +179,7 @@ def test_layers_of_encoders_are_units_too() -> None:
 
 def test_weights_that_were_asked_for_stay_the_models_own_while_a_forward_runs_on_copies() -> None:
     model = parallel.compute_in(tiny("qwen3"), dtype="bfloat16")
-    before = {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
+    before = {name: tensor.clone() for name, tensor in full_tensors(model)}
     asked = own_weights(model)
     seen: dict[str, torch.Tensor] = {}
     model.model.norm.register_forward_pre_hook(lambda *_: seen.update(asked))

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from rondo.models.load import load_model
-from rondo.models.parallel import full_tensors
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.engine import Completion, Engine
 from rondo.runtime.errors import Closed, ConfigError
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import full_log_probs, request
 from tests.sglang.servers import Served
 

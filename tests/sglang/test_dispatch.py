@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from rondo.models.load import load_model
-from rondo.models.parallel import full_tensors
 from rondo.roles.config import SGLangConfig
 from rondo.roles.engines.dispatch import Dispatcher
 from rondo.roles.engines.engine import Completion, Request
@@ -27,6 +26,7 @@ from rondo.roles.engines.sglang.open import connect_engine
 from rondo.roles.engines.sglang.restarts import KeptEngine, kept
 from rondo.roles.engines.sglang.server import SGLangServer
 from rondo.runtime.waits import waiting
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import request
 from tests.sglang.servers import GRACE_S, START_S, launch, moe, python
 

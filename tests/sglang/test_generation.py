@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from rondo.models.load import load_model, load_tokenizer
-from rondo.models.parallel import full_tensors
 from rondo.roles.engines.engine import Completion
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.runtime.errors import Closed, ConfigError, Refused
 from rondo.runtime.waits import waiting
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import full_log_probs, request
 from tests.sglang.servers import Served, moe
 

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from rondo.models.load import load_model
 from rondo.models.media.config import MediaConfig
 from rondo.models.media.processor import Prepared, Processor
-from rondo.models.parallel import full_tensors
 from rondo.models.tiny import qwen3_vl
 from rondo.roles.engines.engine import Completion, Request
+from tests.models.builders import full_tensors
 from tests.roles.engines.embedded.test_media_engine import Made, frames, image, sample, trained
 from tests.sglang.servers import Served, launch, serve
 

@@ -17,9 +17,9 @@ from rondo.models.load import load_model
 from rondo.models.media.config import MediaConfig
 from rondo.models.media.processor import Prepared, Processor
 from rondo.models.media.refs import MediaRef
-from rondo.models.parallel import full_tensors
 from rondo.models.tiny import qwen3_omni
 from rondo.roles.engines.engine import Completion
+from tests.models.builders import full_tensors
 from tests.models.media.builders import video_bytes
 from tests.roles.engines.embedded.test_media_engine import Made, image, sample, spoken, trained
 from tests.sglang.servers import Served, launch, serve

@@ -14,7 +14,6 @@ import numpy as np
 import orjson
 import pytest
 
-from rondo.models.parallel import full_tensors
 from rondo.roles.config import DataConfig, EvalConfig, EvalSet, JobConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
@@ -27,6 +26,7 @@ from rondo.roles.sampling.evaluation import Evaluator, figures, pass_at_k, resul
 from rondo.roles.sampling.workflow import Client, Context
 from rondo.runtime.errors import RondoError
 from rondo.runtime.waits import pending
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import prompt_of, qwen3
 from tests.roles.test_config import changed
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from rondo.models.load import load_model
-from rondo.models.parallel import full_tensors
 from rondo.models.tiny.qwen3 import build
 from rondo.roles.config import SGLangConfig
 from rondo.roles.engines.embedded.qwen3_forward import Qwen3Forward
@@ -18,6 +17,7 @@ from rondo.roles.engines.engine import Completion, Prefix, Request, SamplingPara
 from rondo.roles.engines.sglang.capabilities import probe
 from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.roles.engines.sglang.weights import ServerWeights
+from tests.models.builders import full_tensors
 from tests.roles.serve.serving import Served, prompt_ids, serving, until
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rondo.models.parallel import full_tensors
 from rondo.roles.engines.embedded.qwen3_forward import Qwen3Forward
 from rondo.roles.engines.engine import Request, SamplingParams
 from rondo.roles.engines.sglang.client import ServerError
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import qwen3
 from tests.roles.serve.serving import TOKEN, Served, ids, prompt_ids, reached, serving, tokenizer, until
 

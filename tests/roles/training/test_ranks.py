@@ -26,7 +26,6 @@ from rondo.models.load import load_model
 from rondo.models.mesh import Mesh
 from rondo.models.names import local_part
 from rondo.models.packing import Sequence as Packable
-from rondo.models.parallel import full_tensors
 from rondo.roles.actor import ActorRole
 from rondo.roles.algorithms.whitening import contribution
 from rondo.roles.config import JobConfig, MeshConfig
@@ -35,6 +34,7 @@ from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.objective import TrainRow, open_policy
 from rondo.runtime.records.timeline import span
 from tests.comm.memory import MemorySegment
+from tests.models.builders import full_tensors
 from tests.roles.training.test_backend import Policy, job, model, rows
 from tests.roles.training.test_sft import config_of, folder, train, weights
 

@@ -19,6 +19,7 @@ from rondo.roles.data.datasets import Row, open_dataset
 from rondo.roles.data.prompts import TooLong, render_prompt
 from rondo.roles.training import sft
 from rondo.runtime.errors import ConfigError, Fatal
+from tests.models.builders import full_tensors
 from tests.strength import strength
 
 ROWS = """
@@ -56,7 +57,7 @@ def train(folder: Path, config: SftConfig, **options: Any) -> tuple[Any, list[di
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
+    return {name: tensor.clone() for name, tensor in full_tensors(model)}
 
 
 def test_the_policy_learns_the_answers_and_to_stop(folder: Path) -> None:

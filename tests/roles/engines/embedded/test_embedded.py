@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.models.parallel import full_tensors
 from rondo.roles.engines.embedded import embedded
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.qwen3_forward import Qwen3Forward
@@ -20,6 +19,7 @@ from rondo.roles.engines.embedded.slots import Batch, SlotEngine
 from rondo.roles.engines.engine import Completion, Engine, Request
 from rondo.runtime import waits
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, DeadlineExceeded, WorkerDied
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import gap, qwen3, ragged, request, run
 
 

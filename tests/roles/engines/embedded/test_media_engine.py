@@ -23,7 +23,6 @@ from rondo.models.media.config import MediaConfig
 from rondo.models.media.processor import Prepared, Processor
 from rondo.models.media.refs import MediaRef
 from rondo.models.packing import Packing, Sequence
-from rondo.models.parallel import full_tensors
 from rondo.models.routing import enable_replay, listen, routers_of
 from rondo.models.tiny import qwen3_5, qwen3_omni, qwen3_vl
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
@@ -31,6 +30,7 @@ from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.engine import Completion, OnNewWeights, Prefix, Request
 from rondo.runtime.errors import ConfigError
 from tests.e2e.omni import picture, sound
+from tests.models.builders import full_tensors
 from tests.models.media.builders import video_bytes
 from tests.roles.engines.engines import qwen3, request, run
 

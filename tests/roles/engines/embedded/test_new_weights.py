@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from rondo.comm.bus.group import NO_VERSION
-from rondo.models.parallel import full_tensors
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.engine import Completion, OnNewWeights, Prefix, Request, experts_of_whole
@@ -22,6 +21,7 @@ from rondo.roles.sampling.columns import info_of, loss_mask
 from rondo.roles.sampling.groups import PromptGroups
 from rondo.runtime.errors import ConfigError
 from tests.comm.served import served
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import (
     full_log_probs,
     qwen3,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.models.parallel import full_tensors
 from rondo.models.routing import Routing, routers_of
 from rondo.roles.engines.embedded.embedded import slot_engine
 from rondo.roles.engines.embedded.shared_weights import Flip, Lent
 from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.engine import Completion, OnNewWeights, Request
 from rondo.runtime.errors import ConfigError
+from tests.models.builders import full_tensors
 from tests.roles.engines.embedded.test_new_weights import asked, run_with_flips
 from tests.roles.engines.engines import qwen3, qwen3_moe, ragged, request, run
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.models.parallel import full_tensors
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.shared_weights import Flip, Lent
 from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.replica import Replica
 from rondo.roles.training.compute_turns import Turns
 from rondo.runtime.waits import pending
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import llama, qwen3, qwen3_tied, request
 from tests.roles.training.test_backend import job as job_of
 from tests.roles.training.test_backend import model

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rondo.models.media.inputs import MediaInputs
-from rondo.models.parallel import full_tensors
 from rondo.roles.engines.embedded.embedded import slot_engine
 from rondo.roles.engines.embedded.slots import Failed, SlotEngine
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.runtime.errors import ConfigError, CorruptData
+from tests.models.builders import full_tensors
 from tests.roles.engines.engines import gap, prompt_of, qwen3, ragged, request, run
 
 
