@@ -104,7 +104,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from rondo.models.load import end_ids, load_config, load_model, load_tokenizer
-    from rondo.models.parallel import full_tensors
+    from rondo.models.published import own_weights
     from rondo.roles.engines.embedded.embedded import slot_engine
 
     config = load_config(path)
@@ -119,7 +119,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, dict[str, Any]]:
     slots = slot_engine(model, num_slots=options.num_slots, max_length=length)
     gc.freeze()  # what was loaded stays, and is never walked again: that would hold up all callers
     told = {"max_length": length, "stop_token_ids": end_ids(path, tokenizer), "dtype": dtype}
-    return slots, tokenizer, told | {"weights": functools.partial(full_tensors, model)}
+    return slots, tokenizer, told | {"weights": functools.partial(own_weights, model)}
 
 
 async def _serve(

@@ -16,7 +16,6 @@ import orjson
 import pytest
 
 from rondo.models.load import load_model
-from rondo.models.parallel import full_tensors
 from rondo.models.tiny.qwen3 import build
 from rondo.roles.config import JobConfig
 from rondo.roles.engines.dispatch import Dispatcher
@@ -27,6 +26,7 @@ from rondo.roles.engines.sglang.open import attached_engine
 from rondo.roles.engines.sglang.server import held_port
 from rondo.roles.engines.sglang.suitable import differences
 from rondo.runtime.errors import ConfigError, DeadlineExceeded
+from tests.models.builders import full_tensors
 from tests.roles.engines.dispatch.engines import QUICK
 from tests.roles.serve.serving import TOKEN, Served, serving, tokenizer, until
 from tests.roles.test_config import changed
