@@ -11,6 +11,7 @@ between two comments of its page, and nothing else of the page is touched.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,23 @@ def chaos(f: Figures) -> Iterator[Row]:
         f"({len(cells)} kinds of death): samples lost, trained twice; most steps repeated; latest hang seen",
         f"{sum(cell['lost'] for cell in cells.values())}, {sum(cell['twice'] for cell in cells.values())}; "
         f"{max(cell['steps_repeated'] for cell in cells.values())}; {max(hangs):.0f} s",
+    )
+
+
+def scale(f: Figures) -> Iterator[Row]:
+    changes = {name: row for name, row in f.items() if isinstance(row, dict) and "ended_as" in row}
+    for action, name in (("scale_out", "serve_s"), ("scale_in", "gone_s")):
+        yield (
+            f"replicas under load, {action}: until all serve proved weights, or those that leave are gone; with somebody killed "
+            "in the middle",
+            "; ".join(
+                f"{role} {changes[f'{role} {action} quiet'][name]:.1f} s, {changes[f'{role} {action} killed'][name]:.1f} s"
+                for role in ("rollout", "reference")
+            ),
+        )
+    yield (
+        f"samples lost, trained twice in these {f['rounds']} rounds; the trainer's longest step beyond its usual one, median",
+        f"{f['lost']}, {f['twice']}; {statistics.median(row['pause_s'] for row in changes.values()):.1f} s",
     )
 
 
@@ -356,7 +374,7 @@ def sglang_weights(f: Figures) -> Iterator[Row]:
 
 
 ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
-    ("start", start), ("chaos", chaos), ("soak", soak), ("faults", faults), ("strangers", strangers),
+    ("start", start), ("chaos", chaos), ("scale", scale), ("soak", soak), ("faults", faults), ("strangers", strangers),
     ("autoscale", autoscale), ("calls", calls),
     ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper),
     ("generation", generation), ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring),

@@ -263,6 +263,22 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     add("--reason", default="rondo stop", help="for the logs")
     add("--now", action="store_true", help="end at once, without saving")
     add("--no-wait", action="store_false", dest="wait", help="return before the run has ended")
+    elastic = _Parser(add_help=False)
+    elastic.add_argument(
+        "--run", dest="path", metavar="RUN", type=Path, default=Path("runs/latest"), help="default: runs/latest"
+    )
+    elastic.add_argument("--reason", default="asked by hand", help="for the logs")
+    elastic.add_argument("--dry-run", action="store_true", help="say what it would be, and change nothing")
+    elastic.add_argument("--wait", action="store_true", help="return when it is done")
+    elastic.add_argument("--force", action="store_true", help="end replicas at once: what they have goes to others")
+    text = "until new replicas are up, or those that leave are ended; default: as long as a start may take, or 300 s"
+    elastic.add_argument("--timeout", type=float, metavar="S", help=text)
+    ask = "rondo.launch.elastic.ask"
+    add = verb("scale", _in(ask, "scale"), "Have more or fewer replicas of a role, while the run goes on.", elastic)
+    add("role", metavar="ROLE", help="rollout, or another one that keeps no state")
+    add("num_replicas", metavar="N", type=int, help="how many there are to be")
+    add = verb("restart", _in(ask, "restart"), "Replace the replicas of a role, one after another.", elastic)
+    add("role", metavar="ROLE", help="rollout, or another one that keeps no state")
     add = verb("resume", _in("rondo.launch.train", "resume"), "Go on with a run from its newest checkpoint.", run)
     _add_sets(add, "place roles otherwise than before: --set groups.1.processes=2")
     text = "go on with data, packages or code that are not those the run began with"

@@ -28,18 +28,19 @@ ROLE_CLASSES: Mapping[str, str] = {
 
 def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
     """One torchrun for each replica of each role group."""
-    return tuple(
-        GroupSpec(
-            name=name,
-            role=group.name,
-            num_processes=group.processes,
-            roles=tuple(config.roles.get(role, ROLE_CLASSES[role]) for role in group.roles),
-            threads=group.threads,
-            role_names=group.roles,
-            saves="actor" in group.roles and config.train.hot_snapshot,
-        )
-        for group in config.groups
-        for name in group.replica_names()
+    return tuple(spec_of(config, group, name) for group in config.groups for name in group.replica_names())
+
+
+def spec_of(config: RunConfig, group: RoleGroup, name: str) -> GroupSpec:
+    """One replica of a role group."""
+    return GroupSpec(
+        name=name,
+        role=group.name,
+        num_processes=group.processes,
+        roles=tuple(config.roles.get(role, ROLE_CLASSES[role]) for role in group.roles),
+        threads=group.threads,
+        role_names=group.roles,
+        saves="actor" in group.roles and config.train.hot_snapshot,
     )
 
 

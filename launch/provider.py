@@ -89,7 +89,7 @@ class RunProvider:
     def health(self) -> Mapping[str, Any]:
         groups = self._supervisor.snapshot().groups
         below = self._bus.get("engines", {}).get("below", "")
-        ready = all(group.state in (State.READY, State.DONE) for group in groups) and not below
+        ready = all(each.state in (State.READY, State.DONE) for each in groups if not each.passing) and not below
         return {"ready": ready, "healthy": self._supervisor.snapshot().phase != "failing"} | {
             "step": self._last_step.get("step"), "version": self._last_step.get("version", self._bus.get("version")),
             "attempt": self._bus.get("attempt"),
@@ -105,7 +105,11 @@ class RunProvider:
         return self._bus
 
     def weights(self) -> Any:
-        return {"committed": self._bus.get("version"), "proved": self._bus.get("proved", {})}
+        return {"committed": self._bus.get("version"), "proved": self.proved()}
+
+    def proved(self) -> Mapping[str, int]:
+        """Reader of weights, "<replica>/<role>.<rank>" -> the newest version that it has proved."""
+        return self._bus.get("proved", {})
 
     def samples(self) -> Any:
         """The newest samples that were written for people to read."""

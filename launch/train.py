@@ -33,6 +33,9 @@ from rondo.launch.check.findings import Facts
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
 from rondo.launch.differences import accept, differences, refuse
+from rondo.launch.elastic.room import PREPARED
+from rondo.launch.elastic.routes import mount
+from rondo.launch.elastic.scaler import Scaler
 from rondo.launch.keeping import Keeper
 from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
 from rondo.launch.preemption import watch, within_s
@@ -57,7 +60,6 @@ from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
 _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
-PREPARED = "prepared.json"
 MODEL = "model"
 """Where a model that a function builds lies in the run directory."""
 _PLACES = ("groups", "supervision", "admin", "preemption")
@@ -338,7 +340,8 @@ def _prepare(
         model_path = MODEL
         shutil.move(facts.model_path, run.path / MODEL)
     devices = first_devices(config.groups) | dict(extra or {})
-    write_json(run.path / PREPARED, {"model_path": model_path, "first_devices": devices})
+    found = {"model_path": model_path, "first_devices": devices, "num_devices": facts.num_devices}
+    write_json(run.path / PREPARED, found)
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
     rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
     if num_steps is not None:
@@ -403,6 +406,9 @@ async def _supervise(
             beside.append(asyncio.create_task(provider.poll()))
             admin = AdminServer(config.admin, provider, token=token, audit=functools.partial(tell, "asked"))
             admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
+            scaler = Scaler(supervisor, config, run.path, tell, provider.proved, fixed=groups != group_specs(config))
+            beside.append(asyncio.create_task(scaler.run()))
+            mount(admin, scaler, tuple(role for group in config.groups for role in group.roles))
             port = await admin.start(listening)
             say(f"run directory: {run.path}  admin: {admin.url}")
             run.write_supervisor(

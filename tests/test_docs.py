@@ -72,6 +72,9 @@ ELSEWHERE = {
     "rondo status": STOPPED,
     "rondo stop": STOPPED,
     "rondo explain": STOPPED,
+    "rondo scale rollout 3 --wait": STOPPED,
+    "rondo scale rollout 1 --wait": STOPPED,
+    "rondo restart rollout --dry-run": STOPPED,
     "rondo resume runs/quickstart": STOPPED,
     "rondo resume runs/quickstart --accept-changes": STOPPED,
     "rondo train examples/quickstart.py --resume-or-start": "tests/launch/test_train.py::"
@@ -119,6 +122,7 @@ BY_HAND = {
     "rondo bench omni",
     "rondo bench paper",
     "rondo bench ring",
+    "rondo bench scale",
     "rondo bench router_replay",
     "rondo bench shared_prompts",
     "rondo bench soak",

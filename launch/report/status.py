@@ -34,6 +34,7 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
     if record is not None:
         found = {"run": run.name, "alive": True, "pid": record.pid, "url": url_of(record)}
         found |= {"health": ask(record, "/healthz"), "roles": ask(record, "/roles"), "waits": ask(record, "/waits")}
+        found |= {"scaling": ask(record, "/scaling")["active"]}
         found |= {"endpoints": [read_json(path) for path in sorted((run / "endpoints").glob("*.json"))]}
         if as_json:
             _print_json(found)
@@ -59,21 +60,25 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
 
 def ask_to_stop(path: Path, *, reason: str, now: bool = False, wait: bool = True) -> int:
     """Asks a live run to save and end, or with `now` to end at once, and waits until it has. ConfigError when none is alive."""
-    run = existing_run(path)
-    record = supervisor_record(run)
-    if record is None:
-        pid = owner(run)
-        if pid is not None:
-            raise PeerGone(
-                f"run {run.name} must have started to be stopped, got pid {pid} still starting. Try again soon"
-            )
-        raise ConfigError(f"RUN must be alive to be stopped, got {run} which has ended. See `rondo status {path}`")
+    run, record = existing_run(path), live_record(path, "to be stopped")
     ask(record, "/stop", {"reason": reason, "now": now})
     print(f"run {run.name} {'ends at once' if now else 'saves and ends'}, pid {record.pid}", flush=True)
     # The run holds itself to its own grace period; whoever waits here can leave at any time.
     while wait and owner(run) == record.pid:
         time.sleep(_LOOK_S)
     return 0
+
+
+def live_record(path: Path, what: str) -> SupervisorRecord:
+    """Of the run at `path`. PeerGone while it starts, ConfigError where it has ended."""
+    run = existing_run(path)
+    record = supervisor_record(run)
+    if record is None:
+        pid = owner(run)
+        if pid is not None:
+            raise PeerGone(f"run {run.name} must have started {what}, got pid {pid} still starting. Try again soon")
+        raise ConfigError(f"RUN must be alive {what}, got {run} which has ended. See `rondo status {path}`")
+    return record
 
 
 def url_of(record: SupervisorRecord) -> str:
@@ -120,6 +125,10 @@ def _print_alive(run: Path, found: dict[str, Any]) -> None:
     print("  ".join(f"{name}={_short(value)}" for name, value in found["health"].items()))
     for role in found["roles"]:
         print("  " + "  ".join(f"{name}={_short(value)}" for name, value in role.items()))
+    scaling = found["scaling"]
+    if scaling is not None:
+        shown = ("request_id", "action", "role", "num_replicas", "status", "selected_engines", "reason")
+        print("  scaling: " + "  ".join(f"{name}={_short(scaling[name])}" for name in shown))
     for endpoint in found["endpoints"]:
         print("  endpoint: " + "  ".join(f"{name}={value}" for name, value in endpoint.items()))
     for wait in found["waits"]:

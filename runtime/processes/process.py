@@ -127,6 +127,16 @@ def below(pid: int) -> list[Stat]:
     return found
 
 
+def private_bytes(pid: int) -> int:
+    """Memory that a process and all below it share with nobody; 0 for one that is gone."""
+    total = 0
+    for number in (pid, *(process.pid for process in below(pid))):
+        with contextlib.suppress(OSError):
+            lines = (_PROC / str(number) / "smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+    return total
+
+
 def kill_below(pid: int) -> int:
     """SIGKILLs every living process below this one, once, and returns how many there were. What dies leaves what it started to
     the next subreaper above: below a subreaper, nothing is alive once this has returned 0."""

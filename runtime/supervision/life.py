@@ -57,7 +57,7 @@ def view(life: Life) -> ChildView:
     child = life.child
     return ChildView(
         child.name, life.state, life.incarnation, child.num_ranks, len(life.registered), len(life.ready),
-        life.num_restarts, child.service,
+        life.num_restarts, child.service, life.on_trial or life.removed or life.again,
     )  # fmt: skip
 
 

@@ -170,3 +170,5 @@ class ChildView:
     num_ready: int
     restarts: int
     service: bool
+    passing: bool = False
+    """It came into a running run and is not up yet, or was asked to leave: the run goes on without it."""

@@ -94,7 +94,7 @@ def role_modules(groups: Iterable[GroupSpec]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in roles if name.startswith("rondo.")))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView(ChildView):
     """A role group or service with its processes. `pids` are its workers', `rss_bytes` all its processes' together."""
 

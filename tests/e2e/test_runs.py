@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from rondo.launch import cli
 from rondo.launch.report.records import read_records, step_records
 from rondo.launch.report.status import ask
 from rondo.launch.report.steps import read_steps
@@ -168,6 +169,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
         read_until(resumed, "step=")  # a process writes its spans down from time to time
     # What its two ranks did meanwhile: one of them may have been a little ahead.
     assert {9, 10} <= trained_in(ask(record, "/timeline?steps=9:11")) <= {9, 10, 11}
+    comes_and_goes(run, capsys)
     endpoint = ask_the_policy(resumed, stopped.run_dir, capsys)
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     # The first step is left out, and so are those of the last second before everything was killed, perhaps all: how many that is
@@ -185,6 +187,18 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     lines = [line for file in (ended.run_dir / "samples").iterdir() for line in file.read_bytes().splitlines()]
     assert {orjson.loads(line)["reward"] for line in lines} <= {1.0, 3.0}
     assert not endpoint.exists() and left_behind(tmp_path) == []
+
+
+def comes_and_goes(run: str, capsys: Any) -> None:
+    """A second replica generates, and leaves again, in a run that goes on."""
+    for line, last in (
+        ("scale rollout 3 --dry-run", "PENDING"), ("restart rollout --dry-run", "PENDING"),
+        ("scale rollout 2 --wait", "ACTIVE"), ("scale rollout 2 --wait", "NOOP"), ("scale rollout 1 --wait", "COMPLETED"),
+    ):  # fmt: skip
+        assert cli.main([*line.split(), "--run", run]) == 0
+        assert last in capsys.readouterr().out.splitlines()[-1]
+    assert cli.main(["scale", "actor", "2", "--run", run]) == 2
+    assert "shares no process with the trainer (rollout, actor_fwd), got 'actor'" in capsys.readouterr().err
 
 
 def worker(run: Path, group: str) -> int:

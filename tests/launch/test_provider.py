@@ -49,14 +49,15 @@ async def test_waits_are_listed_one_by_one(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("state", [State.ENDING, State.WAITING, State.STARTING, State.READY])
 async def test_a_run_is_not_ready_while_a_service_is_away(tmp_path: Path, state: State) -> None:
-    groups = [SimpleNamespace(state=State.DONE), SimpleNamespace(state=state)]
+    groups = [SimpleNamespace(state=State.DONE, passing=False), SimpleNamespace(state=state, passing=False)]
+    groups.append(SimpleNamespace(state=State.STARTING, passing=True))  # it came while the run goes on
     supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=groups, phase="running"))
     provider = RunProvider(cast(Supervisor, supervisor), tmp_path, "t" * 32, tmp_path)
     assert provider.health()["ready"] is (state is State.READY)
 
 
 async def test_a_run_with_fewer_engines_than_it_must_have_is_not_ready_and_says_so(tmp_path: Path) -> None:
-    groups = [SimpleNamespace(name="rollout-0", state=State.READY, restarts=0, rss_bytes=0)]
+    groups = [SimpleNamespace(name="rollout-0", state=State.READY, restarts=0, rss_bytes=0, passing=False)]
     supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=groups, phase="running"))
     provider = RunProvider(cast(Supervisor, supervisor), tmp_path, "t" * 32, tmp_path)
     provider._bus = {"engines": {"healthy": 1, "of": 3, "least": 2, "below": "1 of 3 engines are healthy, 2 must be"}}

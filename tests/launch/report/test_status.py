@@ -20,7 +20,8 @@ LIVE_RUN = """
 import asyncio, sys
 from pathlib import Path
 from rondo.launch.rundir import RunDir
-from rondo.runtime.admin.endpoint import AdminServer
+from rondo.runtime.admin.endpoint import AdminServer, json_answer
+from rondo.runtime.admin.openapi import Operation
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.config import AdminConfig
 from tests.runtime.admin.certificates import CERT, KEY
@@ -34,6 +35,10 @@ class Provider:
     def subscribe(self): return Broadcast().subscribe()
     def stop(self, reason, *, quick): self.reason = (reason, quick); self.stopped.set()
 
+async def scaling(request):
+    return json_answer({"active": {"request_id": "7", "action": "scale_out", "role": "rollout", "num_replicas": 2,
+        "status": "CREATING", "selected_engines": ["rollout-1"], "reason": "load"}})
+
 async def main(parent):
     provider, token = Provider(), "t" * 32
     with RunDir.create(parent, "demo", {}) as run:
@@ -41,6 +46,7 @@ async def main(parent):
         cert, key = parent / "cert.pem", parent / "key.pem"
         cert.write_text(CERT); key.write_text(KEY); key.chmod(0o600)
         server = AdminServer(AdminConfig(tls_cert=cert, tls_key=key), provider, token=token)
+        server.route("GET", "/scaling", scaling, scope="read", operation=Operation("Replicas.", dict))
         port = await server.start()
         run.write_supervisor(rt_dir=parent, admin_host="127.0.0.1", admin_port=port, token_path=parent / "token", admin_cert=cert)
         print("ready", flush=True)
@@ -72,6 +78,8 @@ def test_a_live_run_is_shown_and_stops_when_it_is_asked_to(
     assert lines[1:] == [
         "ready=True  healthy=False  step=3  reward_mean=0.25",
         "  name=actor-0  state=running  pids=1,2",
+        "  scaling: request_id=7  action=scale_out  role=rollout  num_replicas=2  status=CREATING  selected_engines=rollout-1  "
+        "reason=load",
         "  waits: waiter=actor-0  name=round  seconds=1.25",
     ]
     assert show_status(tmp_path / "latest", as_json=True) == 0

@@ -1,0 +1,129 @@
+"""Routes: the number of replicas over HTTP, in the words that users of Relax know.
+
+    POST /{role}/scale_out /{role}/scale_in {"num_replicas": 3}     control: a request, or why there is none
+    POST /{role}/restart                                            control: new replicas in place of the old
+    GET  /{role}/scale /{role}/scale/{id}                           read: requests
+    POST /{role}/scale/{id}/cancel                                  control: undo the one under way
+    GET  /{role}/engines                                            read: replicas
+    GET  /scaling                                                   read: all of it
+
+Owns the wire form. A request that is not begun has a status of HTTP of its own: 409 where another one is under way, 400 where it
+cannot be.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+from pydantic import Field
+
+from rondo.launch.elastic.request import Action, Policy, Request, Status
+from rondo.launch.elastic.scaler import EngineView, Scaler, ScalingView
+from rondo.runtime.admin.endpoint import AdminServer, Handler, json_answer
+from rondo.runtime.admin.openapi import BODY, QUERY, Operation
+from rondo.runtime.section import Section
+
+_ACTIONS: tuple[Action, ...] = ("scale_out", "scale_in")
+_HTTP = {Status.CONFLICT: 409, Status.REJECTED: 400}
+_ALSO = {400: "It cannot be.", 409: "Another request is under way."}
+
+
+class Restart(Section):
+    """`timeout_secs`: for each replica, until it is back. `force`: what it has goes to others at once."""
+
+    reason: str = "asked over HTTP"
+    timeout_secs: float | None = Field(None, gt=0)
+    force: bool = False
+    dry_run: bool = False
+    idempotency_key: str | None = Field(None, max_length=200)
+
+
+class Scale(Restart):
+    """`num_replicas`: how many there are to be. `timeout_secs`: until new ones are up, or those that leave are ended.
+    `policy`: what becomes of the new ones where some do not come up."""
+
+    num_replicas: int = 0
+    model_name: str = "default"
+    engine_urls: tuple[str, ...] = ()
+    policy: Policy = "keep_partial"
+
+
+class Chosen(Section):
+    """Those requests alone."""
+
+    model_name: str | None = None
+    status: Status | None = None
+
+
+def mount(admin: AdminServer, scaler: Scaler, roles: tuple[str, ...]) -> None:
+    """The routes of these roles. POST for one whose number is fixed is answered with the reason."""
+
+    def scaling(role: str, action: Action) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            asked: Scale = request[BODY]
+            found = scaler.request(
+                role, asked.num_replicas, action=action, reason=asked.reason, timeout_s=asked.timeout_secs,
+                force=asked.force, dry_run=asked.dry_run, policy=asked.policy, engine_urls=asked.engine_urls,
+                idempotency_key=asked.idempotency_key, model_name=asked.model_name,
+            )  # fmt: skip
+            return _answer(found)
+
+        return handler
+
+    def restarting(role: str) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            asked: Restart = request[BODY]
+            return _answer(
+                scaler.restart(
+                    role, reason=asked.reason, timeout_s=asked.timeout_secs, force=asked.force, dry_run=asked.dry_run,
+                    idempotency_key=asked.idempotency_key,
+                )
+            )  # fmt: skip
+
+        return handler
+
+    def listing(role: str) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            chosen: Chosen = request[QUERY]
+            wanted = {"role": role, **chosen.model_dump(exclude_none=True)}
+            found = [r for r in scaler.view().requests if all(getattr(r, name) == v for name, v in wanted.items())]
+            return json_answer(found)
+
+        return handler
+
+    def one(role: str, *, cancels: bool = False) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            found = scaler.get(request.match_info["id"])
+            if found is None or found.role != role:
+                raise web.HTTPNotFound(reason="no such request")
+            return json_answer(scaler.cancel(found.request_id) if cancels else found)
+
+        return handler
+
+    def engines(role: str) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return json_answer(scaler.engines(role))
+
+        return handler
+
+    async def whole(request: web.Request) -> web.StreamResponse:
+        return json_answer(scaler.view())
+
+    admin.route("GET", "/scaling", whole, scope="read", operation=Operation("Replicas, and requests.", ScalingView))
+    for role in roles:
+        begins = Operation("Have so many replicas.", Request, takes=Scale, also=_ALSO)
+        for action in _ACTIONS:
+            admin.route("POST", f"/{role}/{action}", scaling(role, action), scope="control", operation=begins)
+        again = Operation("New replicas, one after another.", Request, takes=Restart, also=_ALSO)
+        admin.route("POST", f"/{role}/restart", restarting(role), scope="control", operation=again)
+        every = Operation("Requests, the newest first.", list[Request], query=Chosen)
+        admin.route("GET", f"/{role}/scale", listing(role), scope="read", operation=every)
+        admin.route("GET", f"/{role}/scale/{{id}}", one(role), scope="read", operation=Operation("A request.", Request))
+        undo = Operation("Undo it.", Request)
+        cancel = one(role, cancels=True)
+        admin.route("POST", f"/{role}/scale/{{id}}/cancel", cancel, scope="control", operation=undo)
+        shown = Operation("Replicas.", list[EngineView])
+        admin.route("GET", f"/{role}/engines", engines(role), scope="read", operation=shown)
+
+
+def _answer(found: Request) -> web.Response:
+    return json_answer(found, status=_HTTP.get(found.status, 200))

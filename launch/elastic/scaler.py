@@ -1,0 +1,260 @@
+"""Scaler: what users, and an autoscaler, change the number of replicas with while a run goes on.
+
+Owns the doing: it tells the supervisor which role groups come and leave, several times a second, and every step of a request as
+an event. Does not own the decisions (`requests.py`), whether there is room (`room.py`), or the way of a replica (supervision).
+It lives in the supervisor's process, so that a coordinator may die and come back meanwhile.
+
+    scaler.request("rollout", 3, reason="more load")     ->   Request(status=PENDING, request_id="3f2a...")
+    scaler.view().requests[0].status                      ->   ACTIVE
+
+For the event loop of the supervisor alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rondo.launch.config import RunConfig
+from rondo.launch.elastic.request import Action, Policy, Replica, Request, Status, Wish
+from rondo.launch.elastic.requests import Add, Drain, Order, Requests, Stay, replicas_of
+from rondo.launch.elastic.room import Room
+from rondo.launch.plan import spec_of
+from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.records.telling import tell_every
+from rondo.runtime.supervision.orders import Phase
+from rondo.runtime.supervision.spec import GroupView
+from rondo.runtime.supervision.supervisor import Supervisor
+
+DRAIN_S = 300.0
+"""Replicas that leave have so long to end what they have, unless a request says otherwise; then it goes to others."""
+_TICK_S = 0.25
+_TOLD = ("request_id", "status", "role", "action", "num_replicas", "reason", "message", "error_message")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One replica. `weight_version`: the newest version that it has proved, where it follows weights; `origin`: "initial" or
+    "scaled"; `group`: its role group."""
+
+    engine_id: str
+    group: str
+    origin: str
+    state: str
+    healthy: bool
+    incarnation: int
+    restarts: int
+    weight_version: int | None
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingView:
+    """`replicas`: role -> those that are there and stay or come, of every role whose number may change."""
+
+    replicas: Mapping[str, tuple[str, ...]]
+    active: Request | None
+    requests: tuple[Request, ...]
+    """The newest first."""
+
+
+class Scaler:
+    """`tell` writes an event (kind, data); `proved` gives the versions that readers of weights have proved, by
+    "<replica>/<role>.<rank>". `fixed`: the run's role groups are not those of its settings, and stay."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        config: RunConfig,
+        run: Path,
+        tell: Callable[[str, Mapping[str, Any]], None],
+        proved: Callable[[], Mapping[str, int]] = dict,
+        *,
+        fixed: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._supervisor, self._config = supervisor, config
+        self._tell, self._proved, self._clock = tell, proved, clock
+        self._room = Room(config, run)
+        self._groups = {group.name: group for group in config.groups if not (fixed or "actor" in group.roles)}
+        limits = config.supervision
+        self._requests = Requests(
+            {role: group.name for group in self._groups.values() for role in group.roles},
+            {group.name: group.replicas for group in self._groups.values()},
+            self._admit,
+            drain_s=DRAIN_S,
+            start_s=limits.start_s + limits.load_s,
+            wall=time.time,
+            least=_least(config),
+        )
+        self._told: Request | None = None
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        role: str,
+        target: int,
+        *,
+        reason: str,
+        action: Action | None = None,
+        timeout_s: float | None = None,
+        force: bool = False,
+        dry_run: bool = False,
+        policy: Policy = "keep_partial",
+        engine_urls: tuple[str, ...] = (),
+        idempotency_key: str | None = None,
+        model_name: str = "default",
+    ) -> Request:
+        """There are to be `target` replicas of a role. The answer is PENDING, and `get` tells how it goes on; NOOP where there
+        are so many; CONFLICT while another request is under way; REJECTED, with the reason, where it cannot be.
+
+        action: "scale_out" or "scale_in", where nothing else is meant; None: whichever leads there. timeout_s: until new replicas
+        are up, else they are given up; until those that leave have ended what they have, else it goes to others (`force`: at
+        once). policy: what becomes of new replicas where others of them do not come up. idempotency_key: the same wish under the
+        same key is one request. ConfigError for a role whose number is fixed, or a key of another wish.
+        """
+        living = len(self.view().replicas.get(role, ()))
+        if action is None:
+            action = "scale_in" if target < living else "scale_out"
+        return self._ask(
+            Wish(
+                role,
+                action,
+                target,
+                reason,
+                timeout_s,
+                force,
+                dry_run,
+                policy,
+                engine_urls,
+                idempotency_key,
+                model_name,
+            )
+        )
+
+    def restart(
+        self,
+        role: str,
+        *,
+        reason: str,
+        timeout_s: float | None = None,
+        force: bool = False,
+        dry_run: bool = False,
+        idempotency_key: str | None = None,
+    ) -> Request:
+        """All replicas of a role drain, end and start again, one after another; the first that does not come back ends it.
+        timeout_s: for each. Otherwise as `request`."""
+        wish = Wish(role, "restart", 0, reason, timeout_s, force, dry_run, idempotency_key=idempotency_key)
+        return self._ask(wish)
+
+    def cancel(self, request_id: str) -> Request:
+        """Undo the request under way: what came leaves, what was to leave stays. ConfigError for one that is over or unknown."""
+        request, orders = self._requests.cancel(request_id, self._seen(), self._clock())
+        self._do(orders)
+        self._told_of(request)
+        return self._requests.get(request_id) or request
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def view(self) -> ScalingView:
+        seen, roles = self._seen(), self._requests.roles
+        replicas = {role: tuple(replicas_of(group, seen)) for role, group in roles.items()}
+        return ScalingView(replicas, self._requests.active, self._requests.all())
+
+    def engines(self, role: str) -> list[EngineView]:
+        """The replicas of a role, whether their number may change or not. ConfigError for a role that the run has not."""
+        group = self._config.group_of(role)
+        if group is None:
+            raise ConfigError(f"role must be one of this run, got {role!r}. See /roles")
+        initial, proved = set(group.replica_names()), self._proved()
+        return [
+            EngineView(
+                view.name, group.name, "initial" if view.name in initial else "scaled", view.state.value,
+                view.state.value == "ready", view.incarnation, view.restarts,
+                min((v for reader, v in proved.items() if reader.partition("/")[0] == view.name), default=None),
+            )
+            for view in self._views() if view.role == group.name
+        ]  # fmt: skip
+
+    # ---- doing ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+
+        async def turn() -> None:
+            self.advance()
+
+        await tell_every("scaling", _TICK_S, turn)
+
+    def advance(self) -> None:
+        """One look, and what follows from it."""
+        phase = self._supervisor.snapshot().phase
+        if self._requests.active is None or phase == Phase.RESTARTING.value:
+            return
+        if phase != Phase.RUNNING.value:
+            self._told_of(self._requests.fail(f"the run is {phase}"))
+            return
+        request_id = self._requests.active.request_id
+        self._do(self._requests.advance(self._seen(), self._clock()))
+        request = self._requests.get(request_id)
+        assert request is not None
+        if request.status is Status.ACTIVE and request.weight_version is None:
+            request = self._requests.note(request_id, weight_version=self._oldest(request.engine_ids))
+        self._told_of(request)
+
+    def _ask(self, wish: Wish) -> Request:
+        request = self._requests.ask(wish, self._seen(), self._clock())
+        if not wish.dry_run:
+            self._told_of(request)
+        return request
+
+    def _do(self, orders: list[Order]) -> None:
+        try:
+            for order in orders:
+                match order:
+                    case Add():
+                        group = self._groups[order.group]
+                        self._room.take(group, order.names, [view.name for view in self._views()])
+                        for name in order.names:
+                            self._supervisor.add_group(spec_of(self._config, group, name))
+                    case Drain():
+                        self._supervisor.drain_group(order.name, deadline_s=order.deadline_s, again=order.again)
+                    case Stay():
+                        self._supervisor.keep_group(order.name)
+        except RondoError as error:
+            self._requests.fail(str(error))
+
+    def _told_of(self, request: Request) -> None:
+        """An event for every status of a request."""
+        told, self._told = self._told, request
+        if told is None or (told.request_id, told.status) != (request.request_id, request.status):
+            fields = {name: getattr(request, name) for name in _TOLD}
+            self._tell("scaling", {name: value for name, value in fields.items() if value != ""})
+
+    def _admit(self, group: str, num: int) -> str:
+        return self._room.why_not(self._groups[group], num, {view.name: view.pids for view in self._views()})
+
+    def _oldest(self, names: tuple[str, ...]) -> int | None:
+        found = [version for reader, version in self._proved().items() if reader.partition("/")[0] in names]
+        return min(found, default=None)
+
+    def _views(self) -> tuple[GroupView, ...]:
+        return tuple(view for view in self._supervisor.snapshot().groups if not view.service)
+
+    def _seen(self) -> dict[str, Replica]:
+        return {
+            view.name: Replica(view.state, view.incarnation, view.num_registered == view.num_ranks, bool(view.section))
+            for view in self._views()
+        }
+
+
+def _least(config: RunConfig) -> dict[str, int]:
+    """Role group -> replicas that must stay, for as many engines as the settings ask for."""
+    group, sglang = config.group_of("rollout"), config.rollout.sglang
+    each = 1 if sglang is None or sglang.urls else sglang.num_servers
+    return {} if group is None else {group.name: max(1, -(-config.rollout.min_engines // each))}
