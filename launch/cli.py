@@ -314,6 +314,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     _add_sets(add, "change a setting: --set evaluation.num_prompts=64")
     _add_checkpoint(add)
+    text = "a run that goes on evaluates the newest weights that it has, beside its training"
+    add("--live", action="store_true", help=text)
     _add_serving(verb("serve", serve, "Serve a model over HTTP, in SGLang's dialect and OpenAI's."))
     add = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
     add("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")

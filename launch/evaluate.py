@@ -5,6 +5,7 @@ with the engine, workflow, rewards and seeds of a run (`roles/evaluate.py`), so 
 evaluation of that version got.
 
     rondo eval runs/quickstart --checkpoint best --only math
+    rondo eval runs/quickstart --live                # the run itself, while it goes on: its newest weights (`questions.py`)
 
     runs/quickstart-eval/
       evaluation.json    {"checkpoint": "step_000040", "finished": true, "reward": 0.4, "num_failed": 0,
@@ -19,6 +20,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,8 +32,9 @@ from rondo.launch.code import belonging_to
 from rondo.launch.config import RunConfig, load, override, resolve, unresolve
 from rondo.launch.plan import group_specs
 from rondo.launch.report.records import evaluation_records, read_records
+from rondo.launch.report.status import ask
 from rondo.launch.report.view import pairs, say
-from rondo.launch.rundir import checkpoint_of, read_json, write_json
+from rondo.launch.rundir import checkpoint_of, existing_run, read_json, supervisor_record, write_json
 from rondo.runtime.checkpoints import MARKER, is_named
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.section import nearest
@@ -41,6 +44,7 @@ from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED, EXIT_REQUEU
 FILE = "evaluation.json"
 EXIT_INTERRUPTED = 130
 _ROLE = "rondo.roles.evaluate:EvaluateRole"
+_LOOK_S = 0.5
 _LABEL = "start"
 """What the evaluation of version 0 is called."""
 _OF_TRAINING = (
@@ -61,9 +65,20 @@ class Meant:
 
 
 def main(
-    source: str, config: Path | None, sets: Sequence[str], only: Sequence[str], checkpoint: str | None, *, plain: bool
+    source: str,
+    config: Path | None,
+    sets: Sequence[str],
+    only: Sequence[str],
+    checkpoint: str | None,
+    *,
+    plain: bool,
+    live: bool = False,
 ) -> int:
     """0 with every sample, 130 where it was stopped before, 1 where it failed. ConfigError where nothing was started."""
+    if live:
+        if config is not None or sets or checkpoint is not None or len(only) > 1:
+            raise ConfigError("--live must come with a run and at most one --only, got other options. Remove them")
+        return _evaluate_live(Path(source), next(iter(only), None))
     meant = _meant(source, config, checkpoint)
     with _weights(meant) as model, Nursery() as nursery:
         settings = settings_of(meant.settings, model, only, sets)
@@ -82,6 +97,24 @@ def main(
     if outcome.exit_code != EXIT_DONE:
         print(outcome.first_cause, file=sys.stderr)
         return EXIT_FAILED
+    return EXIT_DONE
+
+
+def _evaluate_live(path: Path, name: str | None) -> int:
+    """Asks a run that goes on, and waits for its answer."""
+    run = existing_run(path)
+    record = supervisor_record(run)
+    if record is None:
+        raise ConfigError(f"RUN must be alive for --live, got {run.name}, which is not. Leave --live out")
+    found = ask(record, "/evaluate", {} if name is None else {"set": name})
+    while found["status"] in ("PENDING", "RUNNING"):
+        time.sleep(_LOOK_S)
+        found = ask(record, f"/evaluate/{found['id']}")
+    if found["status"] == "FAILED":
+        print(found["result"]["skipped"], file=sys.stderr)
+        return EXIT_FAILED
+    say(f"version {found['result']['version']}")
+    _tell_figures(found["result"])
     return EXIT_DONE
 
 
@@ -198,11 +231,15 @@ def found_in(run: Path, settings: RunConfig) -> dict[str, Any]:
 
 
 def _tell(run: Path, found: dict[str, Any]) -> None:
+    _tell_figures(found)
+    if not found["finished"]:
+        say(f"ended before its end: of {found['num_asked']} prompts {found['num_prompts']} have all their samples")
+    say(f"samples and figures: {run / FILE}")
+
+
+def _tell_figures(found: dict[str, Any]) -> None:
     for name, figures in found["sets"].items():
         say(f"{name}  {pairs(figures)}")
     if found["num_failed"]:
         failed = f"{found['num_failed']} of {found['num_samples']} rewards failed, and are in no mean"
         say(f"{failed}; the first: {found['first_failed']}")
-    if not found["finished"]:
-        say(f"ended before its end: of {found['num_asked']} prompts {found['num_prompts']} have all their samples")
-    say(f"samples and figures: {run / FILE}")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rondo.comm.bus.evaluations import ASKED
 from rondo.launch.report.records import evaluation_figures, read_records
 from rondo.launch.rundir import BEST, point, read_json, write_json
 from rondo.roles.config import AfterSaveConfig, BestConfig, TrainConfig
@@ -58,6 +59,8 @@ class Values:
             self._add(version, record)
         elif "evaluation" in record:
             found = record["evaluation"]
+            if found.get("label", "").startswith(ASKED):  # of any version, and any sets
+                return
             if found.get("label") != "end":  # which may come before those beside the training, that come in their order
                 self.evaluated = max(self.evaluated, int(found["version"]))
             self._add(found["version"], {name.replace(" ", "."): x for name, x in evaluation_figures(found).items()})

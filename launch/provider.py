@@ -72,12 +72,16 @@ class RunProvider:
 
     async def _ask(self, name: str, method: str) -> Any:
         """A process's answer, or None from one that is starting, stopping or busy."""
-        if name not in self._refs:
-            self._refs[name] = ActorRef(f"unix:{self._rt_dir}/{name}.sock", token=self._token, peer=name)
         try:
-            return await self._refs[name].call(method, deadline_s=_ANSWER_S)
+            return await self.ref(name).call(method, deadline_s=_ANSWER_S)
         except (RondoError, OSError):
             return None
+
+    def ref(self, name: str) -> ActorRef:
+        """The coordinator, or a worker by "GROUP.RANK"."""
+        if name not in self._refs:
+            self._refs[name] = ActorRef(f"unix:{self._rt_dir}/{name}.sock", token=self._token, peer=name)
+        return self._refs[name]
 
     def on_event(self, record: Mapping[str, Any]) -> None:
         if "reward_mean" in record:

@@ -40,6 +40,7 @@ from rondo.launch.keeping import Keeper
 from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
 from rondo.launch.preemption import watch, within_s
 from rondo.launch.provider import TRACE, RunProvider, serve_trace
+from rondo.launch.questions import Questions
 from rondo.launch.report.answers import answers
 from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
@@ -405,6 +406,7 @@ async def _supervise(
             listeners.append(provider.on_event)
             beside.append(asyncio.create_task(provider.poll()))
             admin = AdminServer(config.admin, provider, token=token, audit=functools.partial(tell, "asked"))
+            Questions(config, provider.ref, lambda: supervisor.snapshot().groups).mount(admin)
             admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
             scaler = Scaler(supervisor, config, run.path, tell, provider.proved, fixed=groups != group_specs(config))
             beside.append(asyncio.create_task(scaler.run()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict
 from typing import Any
@@ -26,6 +27,7 @@ from rondo.roles.data.prompts import TooLong
 from rondo.roles.engines.calls import EngineCalls
 from rondo.roles.engines.dispatch.dispatcher import Dispatcher
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine
+from rondo.roles.engines.engine import Engine
 from rondo.roles.engines.replica import ROLE, Replica
 from rondo.roles.engines.stops import stops_of
 from rondo.roles.forward import REPORT_S
@@ -36,6 +38,7 @@ from rondo.roles.sampling.evaluation import Evaluator, Part, result
 from rondo.roles.sampling.filters import keep_pool
 from rondo.roles.sampling.groups import Lease, PromptGroups, told_of
 from rondo.roles.sampling.leases import Progress
+from rondo.roles.sampling.predict import Predictor
 from rondo.roles.sampling.workflow import open_workflow
 from rondo.roles.serve.endpoint import endpoint
 from rondo.roles.streams import base_columns
@@ -101,6 +104,7 @@ class RolloutRole:
                 await first.wait()
                 await pools.enter_async_context(self._endpoint())
                 ctx.offer(EngineCalls(replica))
+                ctx.offer(Predictor(self._evaluator, replica.engine))
                 await ctx.ready()
                 async with asyncio.TaskGroup() as tasks:
                     others = (self._renew(), self._report(), self._tell_of_engines(), replica.waking())
@@ -243,14 +247,14 @@ class RolloutRole:
         )
         await self._job.bus.call("evaluated_part", label, part, found)
 
-    def _result(self, version: int, parts: list[Part]) -> dict[str, Any]:
+    def _result(self, version: int, parts: list[Part], names: Sequence[str] = ()) -> dict[str, Any]:
         assert self._job.config.evaluation is not None
-        return result(self._job.config.evaluation.named_sets(), version, parts)
+        sets = self._job.config.evaluation.named_sets()
+        return result({name: sets[name] for name in names or sets}, version, parts)
 
     async def _evaluate_beside(self) -> None:
         """Beside the training, with an engine whose weights change only here."""
-        evaluation = self._job.config.evaluation
-        if self._replica.beside is None or evaluation is None:
+        if not self._replica.evaluates:
             return
         slab: WeightSlab | None = None
         while True:
@@ -258,16 +262,33 @@ class RolloutRole:
             if "evaluate" not in answer:
                 return
             due = answer["evaluate"]
-            label, version = due["label"], due["version"]
             if slab is None:
                 slab = WeightSlab(self._ctx.segments.segment(SLAB, 0), self._job.config.num_weight_slots)
-            place = {"attempt": due["attempt"], "version": version, "checksum": due["checksum"]}
-            tensors = await asyncio.to_thread(functools.partial(slab.read, due["slot"], **place))
-            await self._replica.beside.update_weights(version, tensors)
-            del tensors
-            await self._job.bus.call("proved", EVALUATION_READER, version)
-            with self._ctx.span("evaluate beside", beside="evaluation", version=version):
-                found = await self._evaluator.evaluate(
-                    self._replica.beside, label, version, num_slots=evaluation.num_slots
-                )
-            await self._job.bus.call("evaluated", label, self._result(version, [found]))
+            try:
+                if self._replica.beside is None:
+                    await self._job.bus.call("let_go", EVALUATION_READER)  # the trainer may need the slot meanwhile
+                    await self._replica.open_beside()
+                    continue
+                found = await self._evaluated_beside(self._replica.beside, slab, **due)
+            except Exception as error:
+                if "sets" not in due:
+                    raise
+                # What somebody asked for fails alone: the run goes on.
+                await self._job.bus.call("let_go", EVALUATION_READER)
+                found = {"version": due["version"], "skipped": f"{type(error).__name__}: {error}"}
+            await self._job.bus.call("evaluated", due["label"], found)
+
+    async def _evaluated_beside(
+        self, engine: Engine, slab: WeightSlab, label: str, version: int, slot: int, checksum: int, attempt: int,
+        sets: Sequence[str] = (),
+    ) -> dict[str, Any]:  # fmt: skip
+        """The result of these sets, of all without, under the version that lies there."""
+        assert self._job.config.evaluation is not None
+        read = functools.partial(slab.read, slot, attempt=attempt, version=version, checksum=checksum)
+        await engine.update_weights(version, await asyncio.to_thread(read))
+        await self._job.bus.call("proved", EVALUATION_READER, version)
+        with self._ctx.span("evaluate beside", beside="evaluation", version=version):
+            part = await self._evaluator.evaluate(
+                engine, label, version, num_slots=self._job.config.evaluation.num_slots, names=sets
+            )
+        return self._result(version, [part], sets)

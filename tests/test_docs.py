@@ -87,6 +87,8 @@ ELSEWHERE = {
     "test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits",
     "rondo eval runs/quickstart --checkpoint best": EVALUATED,
     "rondo eval runs/quickstart": EVALUATED,
+    "rondo eval runs/quickstart --live": "tests/launch/test_evaluate.py::"
+    "test_a_run_that_goes_on_is_asked_and_waited_for",
     "rondo eval quickstart-hf --config examples/quickstart.py": EVALUATED,
     "rondo resume runs/quickstart --set groups.1.processes=2": STOPPED,
     "rondo timeline --steps 20:25 --out trace.json": "tests/launch/report/test_timeline.py::"

@@ -11,12 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from rondo.comm.bus import wakes
+from rondo.comm.bus.evaluations import Asked
 from rondo.comm.bus.group import FINISH, REWARD, Group
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.transitions import Transitions, at_once
 from rondo.comm.bus.versions import EVALUATION_READER, engine_reader
 from rondo.runtime.actors.actor import endpoint
+from rondo.runtime.errors import Refused
 
 
 class Leasing(Transitions):
@@ -79,22 +81,39 @@ class Leasing(Transitions):
         """An evaluation beside the training; waits until there is one that no living member works on. One of:
 
         {"evaluate": {"label", "version", "slot", "checksum", "attempt"}}: the slot is held until "evaluation.0" proves the
-        version, and stays pinned until the label has a result, so that another replica can begin anew; {"end": True}.
+        version, and stays pinned until the label has a result, so that another replica can begin anew; one that somebody asked
+        for has "sets", and no pin; {"end": True}.
         """
 
         def work() -> dict[str, Any] | None:
             if self._drains(member, incarnation):
                 return {"end": True}
+            self._end_lost_evaluations()
             label = None if self._draining else self._evaluations.beside(member, incarnation)
             if label is None:
                 return {"end": True} if self.index.done and not self._evaluations.missing() else None
-            slot = self.index.versions.pins[label]
-            ready, attempt = self.index.versions.slots[slot], self.index.attempt
-            self._emit({"event": "hold", "slot": slot, "reader": f"{member}/{EVALUATION_READER}"})
-            place = {"slot": slot, "version": ready.version, "checksum": ready.checksum, "attempt": attempt}
+            place = self._evaluations.place(label)
+            self._emit({"event": "hold", "slot": place["slot"], "reader": f"{member}/{EVALUATION_READER}"})
             return {"evaluate": {"label": label, **place}}
 
         return await self._until(member, incarnation, work, wakes.EVALUATIONS)
+
+    @endpoint
+    async def ask_evaluation(self, label: str, sets: list[str], version: int | None) -> dict[str, Any]:
+        """Somebody wants these sets evaluated beside the training, or to know how that is: as `Evaluations.ask`."""
+        self._end_lost_evaluations()
+        if label not in self.index.evaluations and (self._draining or self.index.done):
+            raise Refused(
+                "a run must go on to be evaluated, got one that ends. Evaluate its checkpoint with `rondo eval`"
+            )
+        told = self._evaluations.ask(label, Asked(tuple(sets), version))
+        self._wakes.wake([wakes.EVALUATIONS])
+        return told
+
+    def _end_lost_evaluations(self) -> None:
+        for label, why in list(self._evaluations.lost()):
+            self._emit({"event": "evaluated", "label": label, "result": {"skipped": why}})
+            self._report("evaluation_failed", {"label": label, "why": why})
 
     def _grants(self, member: str, incarnation: int, rank: int, version: int, max_groups: int) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []

@@ -172,7 +172,10 @@ class Publishing(Transitions):
         """The result of an evaluation; the first one for a label counts."""
         if label not in self.index.evaluations:
             self._emit({"event": "evaluated", "label": label, "result": result})
-            self._report("metrics", {"evaluation": {"label": label, **result}})
+            if "skipped" in result:
+                self._report("evaluation_failed", {"label": label, "why": result["skipped"]})
+            else:
+                self._report("metrics", {"evaluation": {"label": label, **result}})
 
     @at_once
     def evaluated_part(self, member: str, incarnation: int, label: str, part: int, found: dict[str, Any]) -> None:

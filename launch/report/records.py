@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rondo.comm.bus.evaluations import ASKED
 from rondo.runtime.records.record import read_lines
 
 
@@ -30,8 +31,9 @@ def step_records(path: Path) -> list[dict[str, Any]]:
 
 def evaluation_records(path: Path) -> list[dict[str, Any]]:
     """One evaluation a policy version, in order of versions: {"version", "reward", "num_samples", "num_failed", "sets"}.
-    One that was made again after a restart counts as its last."""
-    found = (record["evaluation"] for record in read_records(path) if "evaluation" in record)
+    One that was made again after a restart counts as its last; those that somebody asked for do not, of whichever sets."""
+    every = (record["evaluation"] for record in read_records(path) if "evaluation" in record)
+    found = (record for record in every if not record.get("label", "").startswith(ASKED))
     versions = {record["version"]: record for record in found}
     return [versions[version] for version in sorted(versions)]
 

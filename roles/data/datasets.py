@@ -79,32 +79,13 @@ class Dataset:
         at = self._indices[index]
         name = self._source.name_of(at)
         try:
-            return self._row(self._source.read(at), name)
+            return row_of(self._source.read(at), self._config, name)
         except RowError as error:
             raise RowError(settings_at(self._name, str(error), "data")) from error
         except Exception as error:  # of rows that a user's code makes as they are read, any
             raise RowError(
                 f"{name}: row must be read without errors, got {type(error).__name__}: {error}. Correct or remove the row"
             ) from error
-
-    def _row(self, values: Mapping[str, Any], name: str) -> Row:
-        config = self._config
-        for column, setting in named_columns(config).items():
-            if column not in values:
-                raise missing_column(name, column, list(values), setting)
-        prompt = values[config.prompt]
-        if not isinstance(prompt, str):
-            prompt = read_messages(name, prompt, config)
-        metadata = (values[config.metadata] if config.metadata is not None else None) or {}
-        if not isinstance(metadata, dict):
-            raise RowError(
-                f"{name}: {config.metadata!r} must be an object or null, got {type(metadata).__name__}. "
-                "Correct the row, or name another column in data.metadata"
-            )
-        prompt, media = with_media(name, prompt, values, config)
-        label = None if config.label is None else values[config.label]
-        tools = () if config.tools is None else read_tools(name, values[config.tools], config)
-        return Row(name, prompt, label, metadata, media, tools)
 
     def fingerprint(self) -> Fingerprint:
         """Of all rows of the source up to the end of this one's; meant for the whole, before it is split."""
@@ -142,6 +123,26 @@ class Without(Sequence[int]):
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in range({len(self)}), got {index}")
         return self._items[index + bisect.bisect_right(self._shifts, index)]
+
+
+def row_of(values: Mapping[str, Any], config: DataConfig, name: str) -> Row:
+    """The row of a source's values, by the columns that `config` names. RowError as `Dataset.row`."""
+    for column, setting in named_columns(config).items():
+        if column not in values:
+            raise missing_column(name, column, list(values), setting)
+    prompt = values[config.prompt]
+    if not isinstance(prompt, str):
+        prompt = read_messages(name, prompt, config)
+    metadata = (values[config.metadata] if config.metadata is not None else None) or {}
+    if not isinstance(metadata, dict):
+        raise RowError(
+            f"{name}: {config.metadata!r} must be an object or null, got {type(metadata).__name__}. "
+            "Correct the row, or name another column in data.metadata"
+        )
+    prompt, media = with_media(name, prompt, values, config)
+    label = None if config.label is None else values[config.label]
+    tools = () if config.tools is None else read_tools(name, values[config.tools], config)
+    return Row(name, prompt, label, metadata, media, tools)
 
 
 def open_dataset(config: DataConfig, name: str = "data", fingerprints: Fingerprints | None = None) -> Dataset:

@@ -6,7 +6,7 @@ coordinator. Does not own what is asked of an engine (`groups.py`, `evaluation.p
     replica = Replica(ctx, job); await replica.open(ends)
     async with replica.follow() as first: ...       # serves every new version; `first` is set once one is proved
     replica.engine                                  # of the run's samples
-    replica.beside                                  # of evaluations beside the training, or None
+    replica.beside                                  # of evaluations beside the training; None before the first one is due
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ class Replica:
         self._installing = asyncio.Lock()
         self._lent: Lent | None = None  # the trainer's tensors, where the engine generates with them
         self._attached: AttachedServers | None = None
+        self.beside: Engine | None = None
 
     async def open(self, ends: AsyncExitStack) -> None:
         """Until `close`; what `ends` with the process, a server, is ended with that."""
         self.engine = await self._open_engine(ends)
-        self.beside = await self._open_beside()
+        evaluation = self._job.config.evaluation
+        if self.evaluates and evaluation is not None and evaluation.every is not None:
+            await self.open_beside()
 
     async def close(self) -> None:
         await self.engine.close()
@@ -165,14 +168,22 @@ class Replica:
             raise
         await job.bus.call("let_go", reader)
 
-    async def _open_beside(self) -> Engine | None:
-        """The engine of evaluations beside the training, with weights and a cache of its own: in the first replica's first
-        process alone, since they come one after the other."""
+    @property
+    def evaluates(self) -> bool:
+        """Whether evaluations beside the training are this process's, the first of the first replica: they come one after the
+        other."""
         ctx, evaluation = self._ctx, self._job.config.evaluation
-        if evaluation is None or evaluation.every is None or ctx.rank or ctx.group != f"{ctx.role_group}-0":
-            return None
-        slots = await self._ctx.compute(self._build, evaluation.num_slots, evaluates=True)
-        return EmbeddedEngine(slots, Share(self._generation, evaluation.share, self._generates).compute)
+        return evaluation is not None and not ctx.rank and ctx.group == f"{ctx.role_group}-0"
+
+    async def open_beside(self) -> Engine:
+        """The engine of evaluations beside the training, with weights and a cache of its own."""
+        evaluation = self._job.config.evaluation
+        assert evaluation is not None
+        if self.beside is None:
+            with self._ctx.section("load", self._ctx.load_s):
+                slots = await self._ctx.compute(self._build, evaluation.num_slots, evaluates=True)
+            self.beside = EmbeddedEngine(slots, Share(self._generation, evaluation.share, self._generates).compute)
+        return self.beside
 
     async def _generation(self, function: Callable[..., Any], *args: Any) -> Any:
         return await self._ctx.working("generate", function, *args)

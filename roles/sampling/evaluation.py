@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ Part = dict[str, Any]
 """What one replica found, as JSON: {"rewards": [[set, number of the prompt, rewards of its samples], ...], "failed": why one has
 none}."""
 _WORKFLOW = "workflow of an evaluation"
+_LAST = -1
+"""A priority below that of all others."""
 Prepare = Callable[[Row, DataConfig], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
 
 
@@ -113,11 +116,13 @@ class Evaluator:
     keeps_all: bool = False
 
     async def evaluate(
-        self, engine: Engine, label: str, version: int, *, num_slots: int, part: int = 0, of: int = 1
-    ) -> Part:
+        self, engine: Engine, label: str, version: int, *, num_slots: int, part: int = 0, of: int = 1,
+        names: Collection[str] = (),
+    ) -> Part:  # fmt: skip
         """Every `of`-th prompt under exactly this version, which the engine has and keeps; one wave decodes, one waits. The
-        answers go to `samples/LABEL.PART.jsonl`, in the place of those of whoever was at this part before."""
-        configs = self._configs
+        answers go to `samples/LABEL.PART.jsonl`, in the place of those of whoever was at this part before. `names`: of these sets
+        alone."""
+        configs = {name: each for name, each in self._configs.items() if not names or name in names}
         room = asyncio.Semaphore(max(1, -(-2 * num_slots // max(c.samples_per_prompt for c in configs.values()))))
         first_failed: list[str] = []
         lines: JsonLines | None = None
@@ -156,17 +161,16 @@ class Evaluator:
     ) -> tuple[list[float | None], str, list[dict[str, Any]]]:
         """The rewards of one prompt's samples, why the first of those failed that did, and a line of each for people to read."""
         row = await asyncio.to_thread(self.sets[name].row, index)
-        prompt, media = await self.prepare(row, config.data or self.config.data)
         assert self.config.evaluation is not None
         kind = f"evaluation/{name}" if self.config.evaluation.sets else "evaluation"
         params = self._sampling(config)
 
-        def request(number: int) -> Request:
+        def request(prompt: np.ndarray, media: MediaInputs | None, number: int) -> Request:
             seed = sample_seed(self.config.seed, kind, index, number)
             return Request(f"{label}/{name}/{index}/{number}", prompt, params, seed, kind="evaluation", media=media)
 
-        every, most = range(config.samples_per_prompt), params.max_new_tokens
-        made = await self._made(engine, row, prompt, media, request, every, most)
+        data, every = config.data or self.config.data, range(config.samples_per_prompt)
+        made, results = await self._answered(engine, row, data, request, every, params.max_new_tokens)
         sampled = {int(v) for each in made for v in np.unique(each.completion.policy_versions)}
         others = sampled - {version, NO_VERSION}
         if others:
@@ -174,11 +178,43 @@ class Evaluator:
                 f"the evaluation of version {version} must sample under that version alone, got tokens of {sorted(others)}. "
                 "The engine took other weights meanwhile"
             )
-        results = await scored(self.rewards, self.tokenizer, row, made, most)
         errors = [told_error(row, each, result.error) for each, result in enumerate(results) if result.score is None]
         rewards = [result.score for result in results]
         lines = [shown(self.tokenizer, row, each.completion, one) for each, one in zip(made, results, strict=True)]
         return rewards, errors[0] if errors else "", lines
+
+    async def predict(self, engine: Engine, id: str, row: Row, *, num_samples: int, seed: int) -> list[dict[str, Any]]:
+        """What the run makes of a row of somebody's: a line of each sample, as people read it, with its tokens, int32 [R], and
+        their log-probs, float32 [R]. Sampled as the run samples, behind what else waits. RowError for one that is of no use."""
+
+        def request(prompt: np.ndarray, media: MediaInputs | None, number: int) -> Request:
+            of_sample = sample_seed(seed, "predict", 0, number)
+            return Request(
+                f"{id}/{number}", prompt, self.params, of_sample, kind="evaluation", media=media, priority=_LAST
+            )
+
+        most = self.params.max_new_tokens
+        made, results = await self._answered(engine, row, self.config.data, request, range(num_samples), most)
+        return [
+            shown(self.tokenizer, row, each.completion, one)
+            | {"tokens": each.completion.tokens, "log_probs": each.completion.log_probs}
+            for each, one in zip(made, results, strict=True)
+        ]
+
+    async def _answered(
+        self,
+        engine: Engine,
+        row: Row,
+        data: DataConfig,
+        request: Callable[[np.ndarray, MediaInputs | None, int], Request],
+        every: Sequence[int],
+        most: int,
+    ) -> tuple[list[Made], list[RewardResult]]:
+        """A row through workflow and reward: its samples, in order, and what became of each. `request` makes the request of a
+        sample by prompt, media and number."""
+        prompt, media = await self.prepare(row, data)
+        made = await self._made(engine, row, prompt, media, functools.partial(request, prompt, media), every, most)
+        return made, await scored(self.rewards, self.tokenizer, row, made, most)
 
     async def _made(
         self,

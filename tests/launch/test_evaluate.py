@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from rondo.launch import evaluate
 from rondo.launch.cli import EXIT_USAGE, main
 from rondo.launch.config import load, resolve
 from rondo.launch.evaluate import found_in, settings_of
@@ -96,3 +97,32 @@ def test_an_end_before_the_end_tells_the_figures_of_whole_prompts(tmp_path: Path
     assert (found["finished"], found["num_asked"], found["num_prompts"], found["num_failed"]) == (False, 6, 2, 1)
     assert found["sets"]["math"] == {"mean@2": 0.5, "pass@1": 0.25, "pass@2": 1.0, "num_prompts": 2}
     assert found["sets"]["own"] == {"num_prompts": 0} and found["first_failed"] == "reward of row 2, sample 0: planted"
+
+
+def test_a_run_that_goes_on_is_asked_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"mean@1": 0.5, "num_prompts": 4}
+    states = [
+        {"status": "PENDING"}, {"status": "RUNNING"},
+        {"status": "COMPLETED", "result": {"version": 7, "num_failed": 0, "sets": {"math": figures}}},
+        {"status": "FAILED", "result": {"skipped": "rollout-0, which worked on it, ended"}},
+    ]  # fmt: skip
+    asked = list[tuple[str, object]]()
+
+    def ask(record: object, path: str, body: object = None) -> dict[str, object]:
+        asked.append((path, body))
+        return {"id": "a1", **states.pop(0)}
+
+    monkeypatch.setattr(evaluate, "ask", ask)
+    monkeypatch.setattr(evaluate, "existing_run", lambda path: path)
+    monkeypatch.setattr(evaluate, "_LOOK_S", 0.0)
+    monkeypatch.setattr(evaluate, "supervisor_record", lambda run: None)
+    assert main(["eval", str(tmp_path), "--live"]) == EXIT_USAGE
+    monkeypatch.setattr(evaluate, "supervisor_record", lambda run: object())
+    assert main(["eval", str(tmp_path), "--live", "--only", "math"]) == 0
+    assert asked == [("/evaluate", {"set": "math"}), ("/evaluate/a1", None), ("/evaluate/a1", None)]
+    assert "version 7\nmath  mean@1=0.5" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path), "--live"]) == 1
+    assert "rollout-0, which worked on it, ended" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path), "--live", "--checkpoint", "best"]) == EXIT_USAGE

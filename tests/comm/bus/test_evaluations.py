@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 
 from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.versions import Versions
+from rondo.runtime.errors import ConfigError, Refused
 from tests.comm.inprocess import InProcess, Store, ask
 
 
@@ -189,3 +191,63 @@ async def test_every_engine_evaluates_a_part_at_the_end_and_one_that_dies_loses_
         await evaluated(other, "end", 4)
         assert await other.call("lease", 1, []) == {"end": True}
         assert run.coordinator.index.evaluation_parts == {}
+
+
+async def asks(run: InProcess, name: str, version: int | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = await run.coordinator.ask_evaluation(f"asked-{name}", ["math"], version)
+    return found
+
+
+async def test_what_somebody_asks_for_is_evaluated_once_alone_and_with_the_weights_that_are_there(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, evaluate_every=None, num_pinned=0) as run:
+        actor, rollout = await run.bus("actor-0"), await run.bus("rollout-0")
+        reach(run, 0)
+        with pytest.raises(Refused, match="weights must be published"):
+            await asks(run, "a")
+        await publish(actor, 0, 70)
+        reach(run, 1)
+        slot = await publish(actor, 1, 71)
+        with pytest.raises(ConfigError, match=r"version must be one whose weights are held \(0, 1\), got 7"):
+            await asks(run, "a", 7)
+        waiting = asyncio.create_task(rollout.call("evaluation"))
+        await asyncio.sleep(0)
+        assert (await asks(run, "a"))["status"] == "PENDING"
+        place = {"slot": slot, "version": 1, "checksum": 71, "attempt": 0, "sets": ["math"]}
+        assert (await waiting)["evaluate"] == {"label": "asked-a", **place}  # whoever waits for one is woken
+        assert (await asks(run, "a"))["status"] == "RUNNING"
+        with pytest.raises(Refused, match=r"asked for alone, got asked-a without a result"):
+            await asks(run, "b")
+        await rollout.call("proved", "evaluation.0", 1)
+        assert run.coordinator.index.versions.pins == {}
+        await rollout.call("evaluated", "asked-a", {"version": 1, "reward": 0.5})
+        assert await asks(run, "a") == {"status": "COMPLETED", "result": {"version": 1, "reward": 0.5}}
+        await run.stop()
+        await run.start()  # results are journalled, questions are not
+        assert (await asks(run, "a"))["status"] == "COMPLETED" and (await asks(run, "c", 0))["status"] == "PENDING"
+
+
+async def test_who_dies_of_what_somebody_asked_for_is_not_given_it_again_nor_are_weights_that_are_gone(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, evaluate_every=None, num_pinned=0) as run:
+        actor, rollout = await run.bus("actor-0"), await run.bus("rollout-0")
+        reach(run, 0)
+        await publish(actor, 0, 70)
+        await asks(run, "a")
+        assert (await rollout.call("evaluation"))["evaluate"]["label"] == "asked-a"
+        await run.die("rollout-0", 1)
+        back = await run.bus("rollout-0", 2)
+        assert await ask(back.call("evaluation")) is None
+        assert await asks(run, "a") == {
+            "status": "FAILED", "result": {"skipped": "rollout-0, which worked on it, ended"},
+        }  # fmt: skip
+        await asks(run, "b", 0)
+        for version in (1, 2, 3):
+            reach(run, version)
+            await publish(actor, version, 70 + version)
+        found = await asks(run, "b", 0)
+        assert found["status"] == "FAILED" and found["result"]["skipped"].startswith("its weights are gone")
+        told = [run.coordinator._reports.get_nowait() for _ in range(run.coordinator._reports.qsize())]
+        assert [data["label"] for kind, data in told if kind == "evaluation_failed"] == ["asked-a", "asked-b"]

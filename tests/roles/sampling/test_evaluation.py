@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from rondo.roles.engines.replica import Replica
 from rondo.roles.engines.stops import Stops
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.roles.sampling.evaluation import Evaluator, figures, pass_at_k, result
+from rondo.roles.sampling.predict import MOST_AT_ONCE, Predictor
 from rondo.roles.sampling.workflow import Client, Context
-from rondo.runtime.errors import RondoError
+from rondo.runtime.errors import ConfigError, Refused, RondoError
 from rondo.runtime.waits import pending
 from tests.models.builders import full_tensors
 from tests.roles.engines.engines import prompt_of, qwen3
@@ -255,7 +257,63 @@ async def test_one_process_of_a_run_holds_the_engine_of_evaluations_beside_the_t
         made.append(num_slots)
         return slot_engine(qwen3(), num_slots=num_slots, max_length=16)
 
-    ctx = SimpleNamespace(group=group, role_group="rollout", rank=rank, compute=compute)
+    section = contextlib.nullcontext
+    ctx = SimpleNamespace(
+        group=group, role_group="rollout", rank=rank, compute=compute, section=lambda *_: section(), load_s=1
+    )
     job = SimpleNamespace(config=SimpleNamespace(evaluation=EvalConfig(every=2, num_slots=4)))
-    engine = await Replica(cast(Any, ctx), cast(Any, job))._open_beside()
-    assert (made, engine is not None) == ([4] * holds, bool(holds))
+    replica = Replica(cast(Any, ctx), cast(Any, job))
+    assert replica.evaluates is bool(holds)
+    if holds:
+        assert await replica.open_beside() is await replica.open_beside()
+    assert made == [4] * holds
+
+
+async def test_a_row_of_somebodys_goes_through_workflow_and_reward_behind_all_others_and_leaves_nothing() -> None:
+    asking, own = evaluator(SETS), engine(version=3)
+    asked = list[Request]()
+
+    class Watched:
+        async def generate(self, request: Request) -> Completion:
+            asked.append(request)
+            return await own.generate(request)
+
+    predictor = Predictor(asking, cast(Any, Watched()))
+    lines = await predictor.predict({"prompt": "2", "label": "x"}, 3, 7)
+    again = await predictor.predict({"row": {"prompt": "2", "label": "x"}}, 3, 7)
+    assert [each["tokens"].tolist() for each in again] == [each["tokens"].tolist() for each in lines]
+    assert len({request.id for request in asked}) == 6
+    assert {(each.kind, each.priority) for each in asked} == {("evaluation", -1)}
+    assert {(each["reward"] is not None, *each["versions"], len(each["log_probs"])) for each in lines} == {(True, 3, 6)}
+    with pytest.raises(
+        ConfigError, match=r"the row that is asked must have .*'prompt'|the row that is asked: .*prompt"
+    ):
+        await predictor.predict({"row": {"other": "2"}}, 1, 0)
+
+
+async def test_only_so_many_rows_of_somebodys_are_under_way() -> None:
+    asking, holds = evaluator(SETS), asyncio.Event()
+
+    class Holding:
+        async def generate(self, request: Request) -> Completion:
+            await holds.wait()
+            raise RondoError("planted")
+
+    predictor = Predictor(asking, cast(Any, Holding()))
+    tasks = [asyncio.create_task(predictor.predict({"prompt": "1"}, 1, 0)) for _ in range(MOST_AT_ONCE)]
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match="must be under way here"):
+        await predictor.predict({"prompt": "1"}, 1, 0)
+    tasks[0].cancel()
+    await asyncio.wait(tasks[:1])
+    holds.set()
+    for task in tasks[1:]:
+        with pytest.raises(RondoError, match="planted"):
+            await task
+    assert predictor._num_under_way == 0
+
+
+async def test_of_the_sets_those_are_evaluated_that_are_asked_for() -> None:
+    asking = evaluator(SETS, easy=Numbers(3), hard=Numbers(2))
+    part = await asking.evaluate(engine(), "asked-a", 0, num_slots=8, names=("hard",))
+    assert {name for name, *_ in part["rewards"]} == {"hard"} and len(part["rewards"]) == 2
