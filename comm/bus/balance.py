@@ -22,8 +22,8 @@ Invariant: every row is in exactly one micro-batch, and one beyond the budget ho
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
+from typing import NamedTuple
 
 from rondo.comm.ring.spans import Span, runs, samples, spans_of
 
@@ -31,15 +31,14 @@ Unit = tuple[int, int, int, int]  # group, first of its rows, how many rows stay
 Costs = Mapping[int, Sequence[int]]  # group -> what each of its rows costs a micro-batch, sample by sample
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """What stays in one micro-batch, whatever the budget: every `groups`, the parts of all `samples`; and, as far as the budget
     allows, the groups that share `media`. `parts`: of groups where a sample has several, how many each has."""
 
     groups: bool = False
     samples: bool = False
     media: Collection[int] = ()
-    parts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    parts: Mapping[int, Sequence[int]] = {}
 
     @property
     def nothing(self) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from rondo.comm.bus.ahead import Ahead
 from rondo.comm.bus.group import FINISH, FINISHES, INFO, LENGTH, RESPONSE, REWARD
 from rondo.comm.bus.member import Calls, Member
-from rondo.comm.ring.records import GROUP_BLOB, Column, numbers_of
+from rondo.comm.ring.records import GROUP_BLOB, Column
 from rondo.comm.ring.ring import Record, RecordRef
 from rondo.comm.ring.spans import Span, num_rows, spans_in
 from rondo.comm.ring.views import Views, Writers
@@ -42,6 +42,7 @@ _KEPT = 128
 its last mapping."""
 
 Prepare = Callable[["Round"], Awaitable[None]]
+_OVERFLOW = "overflow/"
 _SAID = (LENGTH, RESPONSE, REWARD, FINISH)
 """What a row has of `INFO`."""
 
@@ -99,7 +100,7 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
     """What a round has of one prompt group: column -> number of the row -> its array. A column is made when it is first asked
     for."""
 
-    __slots__ = ("_extents", "_info", "_records", "columns", "group", "media", "num_samples", "step")
+    __slots__ = ("_extents", "_info", "_records", "group", "media", "num_samples", "step")
 
     def __init__(self, fields: Mapping[str, Any], records: Mapping[tuple[str, int, int], Record]) -> None:
         self.group: int = fields["group"]
@@ -107,18 +108,21 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
         self.num_samples: int = fields["samples"]
         self._extents, self._records = fields["extents"], records
         self._info: dict[int, tuple[Any, ...]] = {}
-        self.columns = {name for names, *_ in self._extents for name in names}
         self.media = {
             name: records[ring, pos, seq].column(name, i) for name, (ring, pos, seq, i) in fields["media"].items()
         } or None
+
+    @property
+    def columns(self) -> set[str]:
+        return {name for names, *_ in self._extents for name in names}
 
     def rows(self, part: int, first: int, count: int) -> list[Row]:
         """Those of a span."""
         if not self._info:
             for _, of, at, num, (ring, pos, seq, i) in self._extents:
-                told = self._records[ring, pos, seq].descriptor.info
+                told = self._records[ring, pos, seq].descriptor.info()
                 if told:  # by rollout, of rows that it put
-                    info = list(zip(*[numbers_of(told[field]) for field in _SAID], strict=True))
+                    info = list(zip(*[told[field] for field in _SAID], strict=True))
                     start = of * self.num_samples + at
                     self._info.update(zip(range(start, start + num), info[i : i + num], strict=True))
         start = part * self.num_samples + first
@@ -180,7 +184,7 @@ class Rows(Sequence[Row]):
         return np.concatenate(arrays, axis=None), [array.size for array in arrays]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Round:
     """This rank's part of one micro-batch. No rows means: run a dummy, so that all ranks run the same collectives.
     `spans` name the rows in their order. `turn` orders the rounds of all train streams of a step. `last` ends the step; `closes`
@@ -286,14 +290,13 @@ class Bus:
         reservation: str,
         info: Sequence[Sequence[float | None]] = (),
     ) -> RecordRef:
-        said: dict[str, Any] = {"reservation": reservation}
-        said = {"epoch": epoch, "attempt": self.member.attempt, "meta": said, "info": info}
+        attempt, said = self.member.attempt, {"reservation": reservation}
         if ring == self._own_name:
-            return self._own.put(spans, columns, **said)
+            return self._own.put(spans, columns, epoch=epoch, attempt=attempt, meta=said, info=info)
         with Writers(
             self._segments
         ) as writers:  # an overflow ring serves one grant, and is taken away when it is empty
-            return writers[ring].put(spans, columns, **said)
+            return writers[ring].put(spans, columns, epoch=epoch, attempt=attempt, meta=said, info=info)
 
     # ---- consuming --------------------------------------------------------------------------------------------------
 
@@ -361,31 +364,30 @@ class Bus:
         answer = await self.call("next_rounds", stream, self.member.rank, index, step, early, deadline_s=POLL_S)
         return self._rounds(stream, answer.get("rounds", ()))
 
-    def _rounds(self, stream: str, answer: Sequence[Mapping[str, Any]]) -> list[Round]:
+    def _rounds(self, stream: str, answer: Sequence[dict[str, Any]]) -> list[Round]:
         rounds = [self._round(fields) for fields in answer]
         rings = {ring for made in rounds for ring, _, _ in made.records}
         self._named.setdefault(stream, deque(maxlen=2)).append(rings)
-        viewed = set().union(*(rings for newest in self._named.values() for rings in newest))
         self._lately |= rings
-        self._views.keep(
-            lambda name: (
-                name in viewed or (not name.startswith("overflow/") and (name in self._lately or name in self._before))
-            )
-        )
         self._num_answers += 1
-        if self._num_answers % _KEPT == 0:
+        turned = self._num_answers % _KEPT == 0
+        if turned:
             self._lately, self._before = set(), self._lately
+        if turned or [name for name in self._views if name.startswith(_OVERFLOW)]:
+            viewed = set().union(*(rings for newest in self._named.values() for rings in newest))
+            kept = viewed | {name for name in self._lately | self._before if not name.startswith(_OVERFLOW)}
+            self._views.keep(kept.__contains__)
         return rounds
 
-    def _round(self, fields: Mapping[str, Any]) -> Round:
+    def _round(self, fields: dict[str, Any]) -> Round:
         records: dict[tuple[str, int, int], Record] = {}
-        for group in fields["groups"]:
-            for ring, pos, seq, _ in (*[extent[-1] for extent in group["extents"]], *group["media"].values()):
+        held: dict[int, _Held] = {}
+        for group in fields.pop("groups"):
+            for ring, pos, seq, _ in [extent[4] for extent in group["extents"]] + [*group["media"].values()]:
                 if (ring, pos, seq) not in records:
                     records[ring, pos, seq] = self._views[ring].read(pos, seq)
-        held = {group["group"]: _Held(group, records) for group in fields["groups"]}
-        plain = {name: fields[name] for name in ("key", "index", "step", "last", "turn", "update", "closes", "ring")}
-        return Round(**plain, rows=Rows(held, fields["spans"]), spans=fields["spans"], records=records)
+            held[group["group"]] = _Held(group, records)
+        return Round(**{**fields, "rows": Rows(held, fields["spans"]), "records": records})
 
     def views(self) -> Views:
         """Views of the rings for whoever reads on another thread: those of the rounds come and go with the rounds."""

@@ -212,12 +212,14 @@ class Group:
     def _place(self, columns: Sequence[str], part: int, first: int, wanted: int, place: Place) -> int:
         """Note where `columns` of the rows in `wanted`, all of one part, lie, counted from sample `first` at `place`; the set
         that is new to any."""
-        fresh: dict[int, list[str]] = {}
-        for name in columns:
+        fresh: dict[int, Sequence[str]] = {}
+        if not self.have and wanted:
+            self.have, fresh = dict.fromkeys(columns, wanted), {wanted: columns}
+        for name in columns if not fresh else ():
             new = wanted & ~self.have.get(name, 0)
             if new:
                 self.have[name] = self.have.get(name, 0) | new
-                fresh.setdefault(new, []).append(name)
+                fresh[new] = [*fresh.get(new, ()), name]
         ring, pos, seq, row = place
         taken, shift = 0, part * self.num_samples
         for new, names in fresh.items():

@@ -21,7 +21,7 @@ from rondo.comm.bus import formats
 from rondo.comm.bus.accounts import Accounts, Rules
 from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
 from rondo.comm.bus.journal import Event
-from rondo.comm.bus.rounds import Round, Rounds, groups_of
+from rondo.comm.bus.rounds import Round, Rounds
 from rondo.comm.bus.space import Space
 from rondo.comm.bus.versions import Versions
 from rondo.comm.ring.records import GROUP_BLOB
@@ -172,14 +172,15 @@ class Index(Accounts):
         if ring not in self.space.rings:
             return
         touched: dict[int, Group] = {}
-        fresh = self._fresh(event["spans"]) if "info" in event else {}
+        branched = "info" in event and [1 for _, part, *_ in event["spans"] if part]
+        fresh = self._fresh(event["spans"]) if branched else {}
         row = 0  # of the record
         for span in event["spans"]:
             group, taken = self.groups.get(span[0]), 0
             if group is not None and event["attempt"] == self.attempt:
-                taken = self._take(group, span, fresh.get(span[0], 0), event, row)
-            if group is not None and taken:
-                touched[group.id] = group
+                taken = self._take(group, span, fresh.get(span[0], 0) if branched else -1, event, row)
+                if taken:
+                    touched[group.id] = group
             self.refused_rows += span[3] - taken
             row += span[3]
         if "info" in event:
@@ -211,12 +212,12 @@ class Index(Accounts):
             self._lose(group, f"{group.holder} put samples twice and has no room for the others", blames="data")
 
     def _fresh(self, spans: list[Span]) -> dict[int, int]:
-        """The samples of each group that a record has with all of their parts, and that nobody has put before."""
+        """The samples of each group that a record has with all of their several parts, and that nobody has put before."""
         able = [span for span in spans if span[0] in self.groups and self.groups[span[0]].has(*span[1:])]
         return {group: chosen & ~self.groups[group].known for group, chosen in whole_samples(able).items()}
 
     def _take(self, group: Group, span: Span, fresh: int, event: Event, row: int) -> int:
-        """The rows of a record from `row` on, as many of them as are the first of their kind: media, samples that are `fresh`, or
+        """The rows of a record from `row` on, as many of them as are the first of their kind: media, samples among `fresh`, or
         derived columns (they have no info)."""
         _, part, first, count = span
         columns, place = event["columns"], [event["ring"], event["pos"], event["seq"], row]
@@ -277,9 +278,14 @@ class Index(Accounts):
 
     def _fits(self, made: Round) -> bool:
         """Whether a round names groups and rings that are there, and is new."""
-        rings = {reserve[0] for reserve in made["reserve"] if reserve is not None}
-        live = all(group in self.groups and self.groups[group].state == "ready" for group in groups_of(made))
-        return live and rings <= self.space.rings.keys() and not self.rounds.knows(made["key"])
+        for reserve in made["reserve"]:
+            if reserve is not None and reserve[0] not in self.space.rings:
+                return False
+        for rank in made["spans"]:
+            for id, *_ in rank:
+                if id not in self.groups or self.groups[id].state != "ready":
+                    return False
+        return not self.rounds.knows(made["key"])
 
     def _on_ack(self, event: Event) -> None:
         self.space.release(f"{event['key']}.{event['rank']}")

@@ -29,7 +29,7 @@ from typing import Any
 
 import orjson
 
-from rondo.comm.bus import formats
+from rondo.comm.bus import formats, puts
 from rondo.runtime.checkpoints import flush
 from rondo.runtime.errors import CorruptData
 
@@ -43,7 +43,7 @@ _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE of linux/falloc.h
 
 
 def encode(event: Event) -> bytes:
-    body = orjson.dumps(event)
+    body = orjson.dumps(puts.short(event) if "record" in event else event)
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
@@ -84,7 +84,7 @@ def read(path: Path) -> Iterator[Event]:
             number = formats.format_of(event["state"], f"journal {path}")
         event = formats.event_of(event, number)
         if event["event"] != formats.NOTHING:
-            yield event
+            yield puts.whole(event) if "record" in event else event
 
 
 class Journal:

@@ -21,9 +21,8 @@ from functools import partial
 from typing import Protocol
 
 from rondo.comm.bus.journal import Event
-from rondo.comm.ring.records import Descriptor, numbers_of
+from rondo.comm.ring.records import Descriptor
 from rondo.comm.ring.ring import RecordRef, RingTail
-from rondo.comm.ring.spans import num_samples
 from rondo.comm.ring.views import Segments
 from rondo.comm.ring.words import PEEK_IS_SAFE, drain
 from rondo.runtime.memory.segments import QUICK_BYTES, Segment
@@ -185,18 +184,3 @@ class Rings:
         ring.tail.close()
         ring.segment.close()
         os.close(ring.doorbell)
-
-
-def put_event(ref: RecordRef, descriptor: Descriptor) -> Event:
-    """The event of a record with samples, media or derived columns of prompt groups."""
-    event = {
-        "event": "put", "ring": ref.ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
-        "spans": descriptor.spans,
-        "columns": [column.name for column in descriptor.columns], "epoch": descriptor.epoch,
-        "attempt": descriptor.attempt, "reservation": descriptor.meta["reservation"],
-        # Room is promised by the sample, and for the columns of a round as one record.
-        "entries": num_samples(descriptor.spans) if descriptor.info else 1,
-    }  # fmt: skip
-    if descriptor.info:
-        event["info"] = [*map(numbers_of, descriptor.info)]
-    return event

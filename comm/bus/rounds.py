@@ -256,7 +256,7 @@ class Rounds:
         spec = lane.spec
         return Bound(
             groups=spec.whole_groups, samples=spec.whole_samples,
-            media={id for id in chosen if spec.media and groups[id].media},
+            media={id for id in chosen if groups[id].media} if spec.media else (),
             parts={id: groups[id].parts() for id in chosen if groups[id].branched},
         )  # fmt: skip
 
@@ -297,20 +297,21 @@ class Rounds:
 
     def add(self, made: Round, groups: Mapping[int, Group]) -> None:
         lane, index, scope = self.lanes[made["stream"]], made["index"], made["scope"]
-        self._enter(made, range(len(made["spans"])))
         lane.planned[scope] = max(lane.planned.get(scope, 0), index + 1)
-        for id in groups_of(made):
+        for id in self._enter(made, range(len(made["spans"]))):
             lane.unlist(groups[id].step, id)
             if lane.spec.kind == "forward":
                 self._pins.setdefault(id, set()).add(made["key"])
 
-    def _enter(self, made: Round, pending: Iterable[int]) -> None:
-        lane, scope = self.lanes[made["stream"]], made["scope"]
+    def _enter(self, made: Round, pending: Iterable[int]) -> set[int]:
+        """Its groups."""
+        lane, scope, groups = self.lanes[made["stream"]], made["scope"], groups_of(made)
         lane.rounds.setdefault(scope, {})[made["index"]] = made
         self._by_key[made["key"]] = made, set(pending)
         if lane.spec.kind == "train":
-            lane.covered.setdefault(scope, {}).setdefault(made["update"], set()).update(groups_of(made))
+            lane.covered.setdefault(scope, {}).setdefault(made["update"], set()).update(groups)
             self._turns[made["step"]] = max(self._turns.get(made["step"], 0), made["turn"] + 1)
+        return groups
 
     def acknowledge(self, key: str, rank: int) -> list[int]:
         """A rank has read its rows and put its columns. Groups that nobody pins any more."""

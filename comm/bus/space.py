@@ -77,9 +77,9 @@ class Space:
         """The rings that a member writes."""
         return list(self._owned.get(member, ()))
 
-    def passing(self) -> list[str]:
-        """The rings that are taken away when they are idle: they serve one grant each, or their producers have left."""
-        return sorted(self._passing)
+    def idle(self) -> list[str]:
+        """The rings to be taken away now: empty, and they served one grant each, or their producers have left."""
+        return [name for name in sorted(self._passing) if self.rings[name].idle] if self._passing else []
 
     def leave(self, owner: str) -> None:
         """A producer has left for good."""

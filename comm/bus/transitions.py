@@ -29,7 +29,8 @@ from rondo.comm.bus.floor import Floor
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event, Journal
 from rondo.comm.bus.pending import Pending
-from rondo.comm.bus.rings import Rings, put_event
+from rondo.comm.bus.puts import put_event
+from rondo.comm.bus.rings import Rings
 from rondo.comm.bus.rounds import Stream
 from rondo.comm.bus.wakes import Wakes
 from rondo.comm.groups.meeting import Meeting
@@ -204,10 +205,9 @@ class Transitions(Actor):
 
     def _drop_idle(self) -> None:
         """Rings that serve one grant, and those whose producers have left, go when nobody needs what is in them."""
-        for name in self.index.space.passing():
-            if self.index.space.rings[name].idle:
-                self._journal_and_apply([{"event": "ring_dropped", "ring": name}])
-                self._rings.drop(name)
+        for name in self.index.space.idle():
+            self._journal_and_apply([{"event": "ring_dropped", "ring": name}])
+            self._rings.drop(name)
 
     # ---- events and waiting -----------------------------------------------------------------------------------------
 
@@ -232,7 +232,9 @@ class Transitions(Actor):
             if event["event"] == "put":
                 self._has_room(self.index.space.owner(event["ring"]), topics)
                 if "info" in event:
-                    self._put_at |= dict.fromkeys((span[0] for span in event["spans"]), self._clock())
+                    now = self._clock()
+                    for group, *_ in event["spans"]:
+                        self._put_at[group] = now
             elif event["event"] == "ack":
                 self._has_room(event["key"].split("/")[1].rpartition(".")[0], topics)
             else:

@@ -46,10 +46,9 @@ def helped(event: Event) -> tuple[str, ...]:
     match event["event"]:
         case "put" | "ack":
             return ()
-        case "rounds":
-            return tuple({rounds(made["stream"], made["step"]) for made in event["rounds"]}) + tuple(
-                {rounds(made["stream"], None) for made in event["rounds"]}
-            )
+        case "rounds":  # planned together: of one stream, and of one step
+            made = event["rounds"][0]
+            return rounds(made["stream"], made["step"]), rounds(made["stream"], None)
         case "proved":
             return lease(event["reader"].partition("/")[0]), SLOTS
         case "let_go":
@@ -65,7 +64,7 @@ class Wakes:
     """The questions that have no answer yet, on the loop that they wait on."""
 
     def __init__(self) -> None:
-        self._by_topic: dict[str, dict[_Question, None]] = {_ANYTHING: {}}
+        self._by_topic: dict[str, dict[_Question, None]] = {}
         self._waiting: dict[_Question, None] = {}
         self._woken: dict[_Question, None] = {}  # to be asked again, in order
         self._asking = False
@@ -89,7 +88,10 @@ class Wakes:
             del self._waiting[question]
             self._woken.pop(question, None)
             for topic in topics:
-                del self._by_topic[topic][question]
+                waiting = self._by_topic[topic]
+                del waiting[question]
+                if not waiting:
+                    del self._by_topic[topic]
 
     def in_vain(self, plan: Hashable, *topics: str) -> None:
         """This plan came to nothing, and will until one of the topics is woken."""
@@ -101,15 +103,16 @@ class Wakes:
 
     def wake(self, topics: Iterable[str]) -> None:
         """Have those asked again that these topics help: by `ask`, which the loop calls too."""
-        named = set(topics)
-        if not named:
+        named = {*topics, _ANYTHING}
+        if len(named) == 1:
             return
         if _EVERYBODY in named:
             self.wake_all()
             return
-        for topic in (*named, _ANYTHING):
+        for topic in named:
             self._vain.pop(topic, None)
-            self._wake(self._by_topic.get(topic, {}))
+            if topic in self._by_topic:
+                self._wake(self._by_topic[topic])
 
     def wake_all(self) -> None:
         self._vain.clear()

@@ -101,6 +101,6 @@ def put_event(ref: RecordRef, descriptor: Descriptor) -> Event:
     meta = descriptor.meta
     return {
         "event": "put", "ring": ref.ring, "pos": ref.pos, "seq": ref.seq, "bytes": ref.num_bytes,
-        "n": num_rows(descriptor.spans), "columns": [column.name for column in descriptor.columns],
+        "n": num_rows(descriptor.spans), "columns": list(descriptor.make.names),
         **{name: meta[name] for name in _SAID if name in meta},
     }  # fmt: skip

@@ -9,10 +9,15 @@ Rows are jagged: a column has one array a row, of any shape; empty and 0-d array
 rows as spans (`spans.py`), and for every column its dtype, its offset from the payload and the shape of each row. Sizes come from
 the shapes alone, and `num_bytes` counts the whole record as it lies in the ring, a multiple of 64.
 
-    descriptor = 3 counts, uint32 | spans, int64 [num, 4] | lengths, int64 [num, rows] | info, 8 bytes [num, rows] | JSON
+    descriptor = num spans, bytes of make, uint32 | make | spans, int64 [num, 4] | offsets, int64 [columns]
+                 | lengths [num, rows] | info [num, rows] | JSON, or nothing
 
-Whatever there is one of a row is a number of 8 bytes: lengths, once for all columns that have the same, and what the put says of
-its rows. JSON names the columns and holds what is said of the record (and shapes, where rows have not one dimension).
+Whatever there is one of a row is a number: lengths, once for all columns that have the same, and what the put says of its rows.
+The make names columns, dtypes and the types of these numbers; it is the same for record after record, so it is encoded and
+decoded once (`Make`). JSON holds what is said of the record, and shapes where rows have not one dimension.
+
+Header and descriptor are made once, by the producer: the coordinator journals them as they are (`Descriptor.raw`), and readers
+read them in the ring.
 
 Invariant: nothing is read out of a record before its magic, its position and the CRC-32 over header and descriptor
 agree. Payload bytes carry no checksum here: shared memory does not lose bits, generations catch what is overwritten, `words.py`
@@ -30,10 +35,10 @@ import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, chain, pairwise
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from math import isfinite, nan, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import orjson
@@ -46,14 +51,17 @@ HEADER_BYTES = 64
 GROUP_BLOB = -1
 """Sample number of a row that belongs to a whole prompt group (its media)."""
 
-RECORD, PAD = 1, 2
+PAD, RECORD = 2, 3
+_OLDER = 1  # a record as it was written before there were makes: in files that people kept
 _MAGIC = b"RREC"
 HEADER_FIELDS = struct.Struct("<4sIQQQIqq")  # magic, kind, pos, seq, bytes, descriptor bytes, epoch, attempt
 _CRC = struct.Struct("<I8x")  # of the fields and the descriptor
+_HEADER = struct.Struct(HEADER_FIELDS.format + "I8x")  # both
 _GENERATION = struct.Struct("<QQ")  # pos, seq
 _GENERATION_AT = 8
 _JSON = orjson.OPT_SERIALIZE_NUMPY
-_COUNTS = struct.Struct("<III")  # spans, lists of lengths, fields of info
+_COUNTS = struct.Struct("<II")  # spans, bytes of the make
+_OLDER_COUNTS = struct.Struct("<III")  # spans, lists of lengths, fields of info
 
 # Upper bounds, in bytes. A shape of 4 dimensions below 10**10 has at most 46 as JSON, with its comma; a length has 8.
 _SHAPE_BYTES = 48
@@ -82,7 +90,7 @@ class Column:
 
 class ColumnLayout(NamedTuple):
     """Where a column lies: `offset` bytes from the payload, rows end to end in the order of `lengths` (of a record that was read,
-    int64 in its descriptor), or of `shapes` where some row has not exactly one dimension."""
+    integers in its descriptor), or of `shapes` where some row has not exactly one dimension."""
 
     name: str
     dtype: str
@@ -95,17 +103,61 @@ class ColumnLayout(NamedTuple):
         return self.lengths if self.lengths is not None else [prod(shape) for shape in self.shapes or ()]
 
 
+class Make(NamedTuple):
+    """What records of one kind have alike. `kinds`: the types of their numbers, lists of lengths first, as `struct` has them;
+    `starts`: where each begins, in bytes a row; `lengths`: which of them each column has, None where shapes are said."""
+
+    num_lengths: int
+    kinds: str
+    starts: tuple[int, ...]
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    lengths: tuple[int | None, ...]
+
+
 class Descriptor(NamedTuple):
-    """What a record says about itself. `spans` name its rows; `payload` is its offset in the record, in bytes."""
+    """What a record says about itself. `spans` name its rows; `payload` is its offset in the record, in bytes; `raw`: header and
+    descriptor as they lie, with what there is one of a row from byte `numbers` on."""
 
     spans: list[list[int]]
     epoch: int
     attempt: int
     seq: int
-    columns: list[ColumnLayout]
+    make: Make
+    offsets: list[int]
+    num_rows: int
+    numbers: int
     meta: dict[str, Any]
+    shapes: list[list[list[int]]]  # of the columns that have no lengths
     payload: int
-    info: list[memoryview[Any]] = []  # noqa: RUF012 - int64 or float64 [rows] for each field that is said of rows; nan is None
+    raw: bytes
+
+    def info(self) -> list[Sequence[float | None]]:
+        """What the put said of rows: a number of each for every field."""
+        n, make = self.num_rows, self.make
+        kinds = make.kinds[make.num_lengths :]
+        values = _numbers_of(kinds, n).unpack_from(self.raw, self.numbers + n * make.starts[make.num_lengths])
+        fields: list[Any] = [values[i : i + n] for i in range(0, len(values), n)]
+        for i, kind in enumerate(kinds):
+            if kind == "d" and not isfinite(sum(fields[i])):
+                fields[i] = [value if isfinite(value) else None for value in fields[i]]
+        return fields
+
+    @property
+    def columns(self) -> list[ColumnLayout]:
+        return [self.layout(name) for name in self.make.names]
+
+    def layout(self, name: str) -> ColumnLayout:
+        """ValueError where there is no such column."""
+        make = self.make
+        i = make.names.index(name)
+        which = make.lengths[i]
+        if which is None:
+            shapes = self.shapes[make.lengths[:i].count(None)]
+            return ColumnLayout(name, make.dtypes[i], self.offsets[i], None, shapes)
+        at, n, kind = self.numbers, self.num_rows, cast(Any, make.kinds[which])
+        lengths = memoryview(self.raw)[at + n * make.starts[which] : at + n * make.starts[which + 1]].cast(kind)
+        return ColumnLayout(name, make.dtypes[i], self.offsets[i], lengths)
 
 
 class Header(NamedTuple):
@@ -143,44 +195,42 @@ def plan(
     n = num_rows(spans)
     if n < 1:
         raise ValueError("a record must have at least one row, got none.")
-    layouts: list[tuple[Any, ...]] = []
+    made: list[tuple[str, str, int | None]] = []
     extents: list[tuple[int, int]] = []
     different: list[Sequence[int]] = []  # lists of lengths
+    shapes: list[list[tuple[int, ...]]] = []  # of columns whose rows have not one dimension
     offset = 0
     for column in columns:
         arrays, lengths, dtype = column.arrays, column.lengths, STORAGE.get(column.dtype)
         # Most arrays have the very dtype object; comparing others costs more.
-        wrong = dtype is None or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype]
-        if dtype is None or wrong or len(arrays if lengths is None else lengths) != n:
+        if dtype is None or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype]:
             raise ValueError(_column_fault(column, n))
-        if lengths is None and [array.ndim for array in arrays].count(1) == n:
-            lengths = [len(array) for array in arrays]
-        elif lengths is not None and (min(lengths) < 0 or sum(lengths) != sum([array.size for array in arrays])):
+        if lengths is None and len(arrays) == n:
+            if [array.ndim for array in arrays].count(1) == n:
+                lengths = [*map(len, arrays)]
+        elif lengths is None or len(lengths) != n or min(lengths) < 0 or sum(lengths) != sum([a.size for a in arrays]):
             raise ValueError(_column_fault(column, n))
-        if lengths is not None:
+        which, size = None, 0
+        if lengths is None:
+            shapes.append([array.shape for array in arrays])
+            size = sum([array.size for array in arrays])
+        else:
             if lengths not in different:
                 different.append(lengths)
-            layouts.append((column.name, column.dtype, offset, different.index(lengths)))
-            num_bytes = sum(lengths) * dtype.itemsize
-        else:
-            layouts.append((column.name, column.dtype, offset, None, [array.shape for array in arrays]))
-            num_bytes = sum([array.nbytes for array in arrays])
-        extents.append((offset, num_bytes))
-        offset = align(offset + num_bytes)
-    numbers = [*map(_numbers, info)]
-    said = orjson.dumps(["".join([each.typecode for each in numbers]), layouts, meta or {}], option=_JSON)
-    counts = _COUNTS.pack(len(spans), len(different), len(numbers))
+            which, size = different.index(lengths), sum(lengths)
+        made.append((column.name, column.dtype, which))
+        extents.append((offset, size * dtype.itemsize))
+        offset = align(offset + size * dtype.itemsize)
+    if [field for field in info if len(field) != n]:
+        raise ValueError(f"what is said of rows must have {n} numbers a field, got {list(map(len, info))}.")
+    offsets = [start for start, _ in extents]
     try:
-        named = [array("q", chain.from_iterable(spans)), *[array("q", lengths) for lengths in different]]
+        descriptor = _described(spans, offsets, tuple(made), len(different), [*different, *info], meta, shapes)
     except OverflowError as error:
         raise ValueError(_record_fault(columns, 0)) from error
-    if [field for field in numbers if len(field) != n]:
-        raise ValueError(f"what is said of rows must have {n} numbers a field, got {list(map(len, numbers))}.")
-    descriptor = b"".join((counts, *named, *numbers, said))
-    names = {layout[0] for layout in layouts}
-    if len(names) != len(layouts) or (
-        len(descriptor) > _descriptor_limit(n, names, 0, len(info))
-        and len(descriptor) > _descriptor_limit(n, names, len(orjson.dumps(meta or {}, option=_JSON)), len(info))
+    names = {name for name, _, _ in made}
+    if len(names) != len(made) or (
+        shapes and len(descriptor) > _descriptor_limit(n, names, len(orjson.dumps(meta or {}, option=_JSON)), len(info))
     ):
         raise ValueError(_record_fault(columns, len(descriptor)))
     payload = align(HEADER_BYTES + len(descriptor))
@@ -215,7 +265,10 @@ def write_payload(record: Plan, columns: Sequence[Column], payload: np.ndarray) 
     for column, (start, num_bytes) in zip(columns, record.extents, strict=True):
         if num_bytes:
             into = payload[start : start + num_bytes].view(STORAGE[column.dtype])
-            np.concatenate(column.arrays, axis=None, out=into)
+            if len(column.arrays) == 1:
+                into[:] = column.arrays[0].reshape(-1)
+            else:
+                np.concatenate(column.arrays, axis=None, out=into)
 
 
 def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = b"") -> None:
@@ -226,7 +279,7 @@ def write_header(view: memoryview, at: int, header: Header, descriptor: bytes = 
 
 
 def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header, bytes]:
-    """The checked header of the record for log offset `pos` at byte `at`, and its descriptor's bytes.
+    """The checked header of the record for log offset `pos` at byte `at`, and the bytes of header and descriptor.
 
     `limit` is how many bytes there are up to the end of the ring. Raises CorruptData when anything disagrees.
     """
@@ -236,22 +289,25 @@ def read_header(view: memoryview, at: int, pos: int, limit: int) -> tuple[Header
         )
     # What is checked is what is used, though a producer may write here meanwhile.
     first = bytes(view[at : at + HEADER_BYTES])
-    magic, *fields = HEADER_FIELDS.unpack_from(first)
-    header = Header._make(fields)
-    if magic != _MAGIC or header.pos != pos:
-        found = f"one for {header.pos}" if magic == _MAGIC else f"the bytes {magic.hex()}"
+    magic, kind, stands_at, seq, num_bytes, descriptor_bytes, epoch, attempt, wanted = _HEADER.unpack(first)
+    if magic != _MAGIC or stands_at != pos:
+        found = f"one for {stands_at}" if magic == _MAGIC else f"the bytes {magic.hex()}"
         raise CorruptData(f"a record must stand at log offset {pos}, got {found}. It was overwritten or never written.")
-    if not HEADER_BYTES + header.descriptor_bytes <= header.num_bytes <= limit:
+    if not HEADER_BYTES + descriptor_bytes <= num_bytes <= limit:
         raise CorruptData(
-            f"the record at {pos} must have between {HEADER_BYTES} and {limit} bytes, got {header.num_bytes} "
-            f"with a descriptor of {header.descriptor_bytes}."
+            f"the record at {pos} must have between {HEADER_BYTES} and {limit} bytes, got {num_bytes} "
+            f"with a descriptor of {descriptor_bytes}."
         )
-    descriptor = bytes(view[at + HEADER_BYTES : at + HEADER_BYTES + header.descriptor_bytes])
-    (wanted,) = _CRC.unpack_from(first, HEADER_FIELDS.size)
+    descriptor = bytes(view[at + HEADER_BYTES : at + HEADER_BYTES + descriptor_bytes])
     crc = zlib.crc32(descriptor, zlib.crc32(first[: HEADER_FIELDS.size]))
     if crc != wanted:
         raise CorruptData(f"the record at {pos} must match its checksum {wanted:08x}, got {crc:08x}.")
-    return header, descriptor
+    return Header(kind, pos, seq, num_bytes, descriptor_bytes, epoch, attempt), first + descriptor
+
+
+def header_of(raw: bytes) -> Header:
+    """Of bytes that `read_header` checked once, and whoever kept them again."""
+    return Header._make(HEADER_FIELDS.unpack_from(raw)[1:])
 
 
 def read_generation(view: memoryview, at: int) -> tuple[int, int]:
@@ -260,54 +316,97 @@ def read_generation(view: memoryview, at: int) -> tuple[int, int]:
     return pos, seq
 
 
-def read_descriptor(header: Header, descriptor: bytes) -> Descriptor:
+def read_descriptor(header: Header, raw: bytes) -> Descriptor:
     """Decode what `read_header` checked. Nothing in it points into the ring any more."""
-    payload = align(HEADER_BYTES + header.descriptor_bytes)
-    if descriptor[:1] == b"{":
-        return _read_json(header, descriptor, payload)
-    num_spans, num_lengths, num_info = _COUNTS.unpack_from(descriptor)
-    bytes_, at = memoryview(descriptor), _COUNTS.size + 32 * num_spans
-    flat = bytes_[_COUNTS.size : at].cast("q").tolist()
-    spans = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-    n = num_rows(spans)
-    end = at + 8 * n * (num_lengths + num_info)
-    kinds, layouts, meta = orjson.loads(bytes_[end:])
-    numbers = bytes_[at:end].cast("q")
-    of = [numbers[i : i + n] for i in range(0, len(numbers), n)]
-    columns = [
-        ColumnLayout(name, dtype, offset, None if same is None else of[same], *shapes)
-        for name, dtype, offset, same, *shapes in layouts
-    ]
-    info = [
-        each if kind == "q" else each.cast("B").cast("d") for each, kind in zip(of[num_lengths:], kinds, strict=True)
-    ]
-    return Descriptor(spans, header.epoch, header.attempt, header.seq, columns, meta, payload, info)
+    payload = align(len(raw))
+    if header.kind == _OLDER:
+        raw = raw[:HEADER_BYTES] + _today(memoryview(raw)[HEADER_BYTES:])
+    num_spans, make_bytes = _COUNTS.unpack_from(raw, HEADER_BYTES)
+    at = HEADER_BYTES + _COUNTS.size + make_bytes
+    make = _decoded(raw[HEADER_BYTES + _COUNTS.size : at])
+    named = _numbers_of("q", 4 * num_spans + len(make.names)).unpack_from(raw, at)
+    spans = [[*named[i : i + 4]] for i in range(0, 4 * num_spans, 4)]
+    n, numbers = num_rows(spans), at + 8 * len(named)
+    end = numbers + n * make.starts[-1]
+    meta, shapes = orjson.loads(raw[end:]) if end < len(raw) else ({}, [])
+    return Descriptor(
+        spans, header.epoch, header.attempt, header.seq, make, [*named[4 * num_spans :]], n, numbers, meta, shapes,
+        payload, raw,
+    )  # fmt: skip
 
 
-def _read_json(header: Header, descriptor: bytes, payload: int) -> Descriptor:
-    """As the first releases wrote it, to files that people kept."""
-    fields = orjson.loads(descriptor)
-    columns: list[ColumnLayout] = []
-    for name, dtype, offset, lengths, *shapes in fields["columns"]:
-        same = columns[lengths].lengths if type(lengths) is int else lengths
-        columns.append(ColumnLayout(name, dtype, offset, same, *shapes))
-    return Descriptor(fields["spans"], header.epoch, header.attempt, header.seq, columns, fields["meta"], payload)
+def _described(
+    spans: Iterable[Sequence[int]],
+    offsets: Sequence[int],
+    columns: tuple[tuple[str, str, int | None], ...],
+    num_lengths: int,
+    numbers: Iterable[Sequence[float | None]],
+    meta: Mapping[str, Any] | None,
+    shapes: Sequence[Any],
+) -> bytes:
+    """A descriptor. `columns`: name, dtype, and which of the first `num_lengths` numbers are the lengths of its rows. Raises
+    OverflowError for integers of more than 64 bits."""
+    named = array("q", [number for span in spans for number in span])
+    num_spans = len(named) // 4
+    named.extend(offsets)
+    encoded = [*map(_encoded, numbers)]
+    make = _made(num_lengths, "".join([each.typecode for each in encoded]), columns)
+    said = orjson.dumps([meta or {}, shapes], option=_JSON) if meta or shapes else b""
+    return b"".join((_COUNTS.pack(num_spans, len(make)), make, named, *encoded, said))
 
 
-def numbers_of(field: memoryview) -> list[float | None]:
-    """What a descriptor says of its rows, one field of it."""
-    values: list[Any] = field.tolist()
-    if field.format == "q" or isfinite(sum(values)):
-        return values
-    return [value if isfinite(value) else None for value in values]
+def _today(descriptor: memoryview) -> bytes:
+    """A descriptor of before there were makes: all JSON, or JSON behind numbers of 8 bytes."""
+    numbers: list[Sequence[float | None]] = []
+    if descriptor[:2].tobytes() == b'{"':
+        fields = orjson.loads(descriptor)
+        spans, layouts, meta = fields["spans"], fields["columns"], fields["meta"]
+        for layout in layouts:
+            if type(layout[3]) is list:
+                numbers.append(layout[3])
+                layout[3] = len(numbers) - 1
+            elif layout[3] is not None:  # those of an earlier column
+                layout[3] = layouts[layout[3]][3]
+        num_lengths = len(numbers)
+    else:
+        num_spans, num_lengths, num_info = _OLDER_COUNTS.unpack_from(descriptor)
+        at = _OLDER_COUNTS.size + 32 * num_spans
+        named = descriptor[_OLDER_COUNTS.size : at].cast("q").tolist()
+        spans = [named[i : i + 4] for i in range(0, len(named), 4)]
+        ends = [at + 8 * num_rows(spans) * i for i in range(num_lengths + num_info + 1)]
+        kinds, layouts, meta = orjson.loads(descriptor[ends[-1] :])
+        numbers = [descriptor[a:b].cast(k) for (a, b), k in zip(pairwise(ends), "q" * num_lengths + kinds, strict=True)]
+    columns = tuple([(name, dtype, which) for name, dtype, _, which, *_ in layouts])
+    shapes = [layout[4] for layout in layouts if layout[3] is None]
+    return _described(spans, [layout[2] for layout in layouts], columns, num_lengths, numbers, meta, shapes)
 
 
-def _numbers(field: Sequence[float | None]) -> array[Any]:
-    """8 bytes a row: integers where all are, else floats, with nan for None."""
+@lru_cache(1024)
+def _made(num_lengths: int, kinds: str, columns: tuple[tuple[str, str, int | None], ...]) -> bytes:
+    return orjson.dumps((num_lengths, kinds, columns))
+
+
+@lru_cache(1024)
+def _decoded(make: bytes) -> Make:
+    num_lengths, kinds, columns = orjson.loads(make)
+    starts = accumulate([struct.calcsize(kind) for kind in kinds], initial=0)
+    names, dtypes, lengths = zip(*columns, strict=True) if columns else ((), (), ())
+    return Make(num_lengths, kinds, tuple(starts), names, dtypes, lengths)
+
+
+@lru_cache(1024)
+def _numbers_of(kinds: str, n: int) -> struct.Struct:
+    return struct.Struct("<" + "".join([f"{n}{kind}" for kind in kinds]))
+
+
+def _encoded(field: Sequence[float | None]) -> array[Any]:
+    """4 bytes a row, or 8: integers where all are, else floats, with nan for None."""
     try:
-        return array("q", field)
+        return array("d" if type(field[0]) is float else "i", field)
     except TypeError:
-        return array("d", field if None not in field else [nan if value is None else value for value in field])
+        return array("d", [nan if value is None else value for value in field])
+    except OverflowError:
+        return array("q", field)
 
 
 def column_arrays(payload: np.ndarray, layout: ColumnLayout) -> list[np.ndarray]:
@@ -322,7 +421,7 @@ def column_arrays(payload: np.ndarray, layout: ColumnLayout) -> list[np.ndarray]
 
 
 def _descriptor_limit(n: int, names: Iterable[str], meta_bytes: int, fields: int = _FIELDS) -> int:
-    limit = _COUNTS.size + len(b'["qqqqqqqq",[],]') + meta_bytes + n * (_SPAN_BYTES + 8 * fields)
+    limit = _COUNTS.size + _NUMBER_BYTES + len(b'[,"",[]][,[]]') + meta_bytes + fields + n * (_SPAN_BYTES + 8 * fields)
     for name in names:
         limit += _column_bytes(name) + n * _SHAPE_BYTES
     return limit
@@ -330,7 +429,8 @@ def _descriptor_limit(n: int, names: Iterable[str], meta_bytes: int, fields: int
 
 @cache
 def _column_bytes(name: str) -> int:
-    return len(b'[,"",,null,[]],') + len(orjson.dumps(name)) + _DTYPE_BYTES + _NUMBER_BYTES
+    """Its name and dtype, which lengths it has and their type, and its offset."""
+    return len(b'[,"",null],[],') + len(orjson.dumps(name)) + _DTYPE_BYTES + _NUMBER_BYTES + 1 + 8
 
 
 def _column_fault(column: Column, n: int) -> str:

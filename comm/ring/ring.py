@@ -27,8 +27,7 @@ behind it. `put` never waits: whoever calls it holds a reservation, and `fits` s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -69,8 +68,7 @@ class Memory(Protocol):
     def view(self, readonly: bool = False) -> memoryview: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RecordRef:
+class RecordRef(NamedTuple):
     """Names a record for good: `pos` and `seq` never come twice in the life of a ring. `num_bytes` is without any
     pad."""
 
@@ -233,10 +231,10 @@ class RingTail(RingLog):
         head = self.head
         settle()
         while self.cursor < head:
-            header, descriptor = self._header(self.cursor)
+            header, raw = self._header(self.cursor)
             if header.kind == RECORD:
                 ref = RecordRef(self.name, header.pos, header.seq, header.num_bytes)
-                seen.append((ref, read_descriptor(header, descriptor)))
+                seen.append((ref, read_descriptor(header, raw)))
             self.cursor += header.num_bytes
         return seen
 
@@ -299,11 +297,10 @@ class Record:
         return self._log.holds(self.ref)
 
     def _layout(self, name: str) -> ColumnLayout:
-        for layout in self.descriptor.columns:
-            if layout.name == name:
-                return layout
-        held = ", ".join(layout.name for layout in self.descriptor.columns)
-        raise KeyError(f"column {name} must be in the record, which has {held or 'none'}.")
+        names = self.descriptor.make.names
+        if name not in names:
+            raise KeyError(f"column {name} must be in the record, which has {', '.join(names) or 'none'}.")
+        return self.descriptor.layout(name)
 
 
 class RingView(RingLog):
@@ -319,10 +316,10 @@ class RingView(RingLog):
             raise CorruptData(
                 f"the record at {pos} of ring {self.name} must not be released, got a tail of {self.tail}."
             )
-        header, descriptor = self._header(pos)
+        header, raw = self._header(pos)
         if header.kind != RECORD or header.seq != seq:
             raise CorruptData(f"the record at {pos} of ring {self.name} must be generation {seq}, got {header.seq}.")
-        decoded = read_descriptor(header, descriptor)
+        decoded = read_descriptor(header, raw)
         at = pos % self.capacity
         ref = RecordRef(self.name, pos, seq, header.num_bytes)
         return Record(self, ref, decoded, self._bytes[at + decoded.payload : at + header.num_bytes])

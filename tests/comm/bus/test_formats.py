@@ -1,5 +1,6 @@
 """Dumps and journals of older releases. `version_0` was written by commit cc35ba8, which knew no formats: a coordinator in one
-process, with groups in every state, a round that is read, and a partition."""
+process, with groups in every state, a round that is read, and a partition. `version_3` by 923bec2, whose journal told puts field
+by field: three groups of which one lacks a sample, and a round of the others that was read."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal, encode, files, read
 from rondo.runtime.errors import ConfigError
 from tests.comm.driver import rules
-from tests.comm.inprocess import InProcess, Store, ask
+from tests.comm.inprocess import InProcess, Store, ask, put
 
 VERSION_0 = Path(__file__).parent / "version_0"
+VERSION_3 = Path(__file__).parent / "version_3"
 RULES = rules(media_bytes=256, max_data_failures=0)
 
 
@@ -49,6 +51,38 @@ def test_a_journal_of_format_0_is_replayed() -> None:
             index.apply(event)
         assert set(live) <= index.groups.keys() and index.imbalance() == "" and index.version == 1
     assert (index.groups[8].state, index.groups[8].numbers()) == ("running", [0])
+
+
+def test_a_journal_of_format_3_is_replayed() -> None:
+    index = Index(rules())
+    for event in read(files(VERSION_3 / "journal")[0]):
+        index.apply(event)
+    found = {group.id: (group.state, group.numbers(), sorted(group.have)) for group in index.groups.values()}
+    assert [found[0], found[1]] == [("ready", [0, 1], ["log_probs", "loss_mask", "tokens"])] * 2
+    assert found[2] == ("running", [1], ["loss_mask", "tokens"]) and index.imbalance() == ""
+    assert [index.space.rings[f"ring/{name}/0"].head for name in ("rollout-0", "actor_fwd-0")] == [1472, 320]
+    assert audit(VERSION_3 / "journal", 2, 3).num_put == 5
+
+
+async def test_a_put_is_journalled_as_the_bytes_of_its_record(tmp_path: Path) -> None:
+    store = Store()
+    run = InProcess(tmp_path, store)
+    await run.start()
+    rollout, actor = await run.bus("rollout-0"), await run.bus("actor-0")
+    await actor.call("commit", 0, 0, 7, [])
+    await rollout.call("proved", "rollout.0", 0)
+    (grant,) = (await rollout.call("lease", 1, []))["grants"]
+    put(rollout, grant, [0, 1])
+    await rollout.call("renew", [])
+    (event,) = (event for event in read(files(tmp_path / "journal")[0]) if event["event"] == "put")
+    assert (event["spans"], event["columns"], event["entries"]) == ([[0, 0, 0, 2]], ["tokens", "loss_mask"], 2)
+    assert [list(field) for field in event["info"]] == [[6, 6], [4, 4], [1.0, 1.0], [0, 0], [0, 0], [0, 0]]
+    lying = store.segment("ring/rollout-0/0", 0)
+    start = 4096 + event["pos"]
+    assert bytes(lying.view(readonly=True)[start : start + len(event["record"])]) == event["record"]
+    await run.stop()
+    for each in (rollout, actor, store, lying):
+        each.close()
 
 
 def test_an_audit_of_format_0_reads_all_files() -> None:

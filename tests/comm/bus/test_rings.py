@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rondo.comm.bus import rings as rings_module
-from rondo.comm.bus.rings import Rings, put_event
+from rondo.comm.bus.puts import put_event
+from rondo.comm.bus.rings import Rings
 from rondo.comm.ring import ring as ring_module
 from rondo.comm.ring.records import Column
 from rondo.comm.ring.ring import CONTROL_BYTES, RingTail, RingWriter
