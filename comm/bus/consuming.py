@@ -59,10 +59,11 @@ class Consuming(Transitions):
                 if self._wakes.is_vain(plan, *topics):
                     return None
                 planned = self._plan(stream, member, incarnation, step, full=early)
-                if planned:
-                    self._emit({"event": "rounds", "rounds": planned})
-                else:
+                if not planned:
                     self._wakes.in_vain(plan, *topics)
+                    return None
+                self._fold({"event": "rounds", "rounds": planned})
+                self._wakes.wake(topics[:1])  # the other ranks
                 found = rounds.find(stream, scope, index)
             return {"rounds": [round_of(self.index, each, rank) for each in found]} if found else None
 
@@ -118,22 +119,22 @@ def round_of(index: Index, made: Round, rank: int) -> dict[str, Any]:
     Places are named by the record, not by the row, and the media of a group once, only to streams that read them. The records
     that rollout put are always among them, since they say of each row what it is (`group.INFO`).
     """
-    spec = index.rounds.lanes[made["stream"]].spec
-    spans, reserve, wanted = made["spans"][rank], made["reserve"][rank], set(spec.inputs)
-    named = wanted.union(index.rules.base_columns)
+    spec, base = index.rounds.lanes[made["stream"]].spec, index.rules.base_columns
+    spans, reserve, wanted = made["spans"][rank], made["reserve"][rank], spec.inputs
     groups = []
     for id in dict.fromkeys([span[0] for span in spans]):
         group = index.groups[id]
         extents = [
             [[name for name in columns if name in wanted], *rows]
             for columns, *rows in group.extents
-            if not named.isdisjoint(columns)
+            if [name for name in columns if name in wanted or name in base]
         ]
         media = group.media if spec.media else {}
         groups.append(
             {"group": id, "step": group.step, "samples": group.num_samples, "extents": extents, "media": media}
         )
     return {
-        **{name: made[name] for name in ("key", "index", "step", "last", "turn", "update", "closes")},
-        "spans": spans, "groups": groups, "ring": reserve[0] if reserve else None,
+        "key": made["key"], "index": made["index"], "step": made["step"], "last": made["last"], "turn": made["turn"],
+        "update": made["update"], "closes": made["closes"], "spans": spans, "groups": groups,
+        "ring": reserve[0] if reserve else None,
     }  # fmt: skip

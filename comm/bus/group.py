@@ -213,7 +213,7 @@ class Group:
         """Note where `columns` of the rows in `wanted`, all of one part, lie, counted from sample `first` at `place`; the set
         that is new to any."""
         fresh: dict[int, Sequence[str]] = {}
-        if not self.have and wanted:
+        if columns and wanted and not self.have:
             self.have, fresh = dict.fromkeys(columns, wanted), {wanted: columns}
         for name in columns if not fresh else ():
             new = wanted & ~self.have.get(name, 0)

@@ -188,8 +188,10 @@ class Rounds:
         num_updates = lane.spec.passes * len(sizes)
         covered = lane.covered.get(scope, {})
         full = full or lane.spec.fixed
-        update = next((u for u in range(num_updates) if len(covered.get(u, ())) < sizes[u % len(sizes)]), num_updates)
-        if update == num_updates:
+        for update in range(num_updates):
+            if len(covered.get(update, ())) < sizes[update % len(sizes)]:
+                break
+        else:
             return []
         if update < len(sizes):
             ready = set(lane.ready.get(step, ()))

@@ -46,9 +46,6 @@ def helped(event: Event) -> tuple[str, ...]:
     match event["event"]:
         case "put" | "ack":
             return ()
-        case "rounds":  # planned together: of one stream, and of one step
-            made = event["rounds"][0]
-            return rounds(made["stream"], made["step"]), rounds(made["stream"], None)
         case "proved":
             return lease(event["reader"].partition("/")[0]), SLOTS
         case "let_go":
