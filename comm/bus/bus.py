@@ -52,15 +52,30 @@ class Row:
     the round is acknowledged. So are the arrays of `media`: one mapping for all samples of a prompt group; None for text, and in
     streams that read no media."""
 
-    __slots__ = ("_held", "_number", "finish", "length", "response", "reward")
+    __slots__ = ("_held", "_number")
 
-    def __init__(self, held: _Held, number: int, length: int, response: int, reward: float | None, finish: int) -> None:
+    def __init__(self, held: _Held, number: int) -> None:
         self._number = number  # among the rows of its group (`group.py`)
-        self.length = length  # tokens, prompt and response
-        self.response = response  # tokens of the response
-        self.reward = reward  # None: it failed
-        self.finish = FINISHES[finish]
         self._held = held
+
+    @property
+    def length(self) -> int:
+        """Tokens, prompt and response."""
+        return self._held.info[self._number][0]
+
+    @property
+    def response(self) -> int:
+        """Tokens of the response."""
+        return self._held.info[self._number][1]
+
+    @property
+    def reward(self) -> float | None:
+        """None: it failed."""
+        return self._held.info[self._number][2]
+
+    @property
+    def finish(self) -> str:
+        return FINISHES[self._held.info[self._number][3]]
 
     @property
     def group(self) -> int:
@@ -116,8 +131,9 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
     def columns(self) -> set[str]:
         return {name for names, *_ in self._extents for name in names}
 
-    def rows(self, part: int, first: int, count: int) -> list[Row]:
-        """Those of a span."""
+    @property
+    def info(self) -> dict[int, tuple[Any, ...]]:
+        """`_SAID` of each row, by its number."""
         if not self._info:
             for _, of, at, num, (ring, pos, seq, i) in self._extents:
                 told = self._records[ring, pos, seq].descriptor.info()
@@ -125,8 +141,12 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
                     info = list(zip(*[told[field] for field in _SAID], strict=True))
                     start = of * self.num_samples + at
                     self._info.update(zip(range(start, start + num), info[i : i + num], strict=True))
+        return self._info
+
+    def rows(self, part: int, first: int, count: int) -> list[Row]:
+        """Those of a span."""
         start = part * self.num_samples + first
-        return [Row(self, number, *self._info[number]) for number in range(start, start + count)]
+        return [Row(self, number) for number in range(start, start + count)]
 
     def packed(self, column: str, num_rows: int) -> tuple[np.ndarray, Sequence[int]] | None:
         """The column of all rows as it lies in the only record that has it; None where there are several, or others in it."""
