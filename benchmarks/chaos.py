@@ -1,6 +1,6 @@
 """Chaos: every kind of process of a run has every kind of fault; how soon it is seen and made good, and what it costs.
 
-    rondo bench chaos [--role actor ...] [--fault sigkill ...] [--cells FOLDER] [--again] [--sglang-python PYTHON]
+    rondo bench chaos [--role actor ...] [--fault sigkill ...] [--kills 10] [--cells FOLDER] [--again] [--sglang-python PYTHON]
 
 The run is the quick start without its warm-up, with small steps, and limits that are printed. A role's faults strike one after
 another in one run, each when three steps have passed since the one before; the first, SIGKILL, ten times (median and worst).
@@ -49,7 +49,6 @@ ROLES = {
 LIGHT = ("advantages", "coordinator", "reward_worker")
 VICTIMS = (*ROLES, "coordinator", "reward_worker", "engine", "store", "nursery")
 FAULTS = ("sigkill", "exception", "oom", "sigstop", "hang", "disk_full")
-NUM_KILLS = 10
 SILENCE_S, WORK_S, REWARD_S, FORK_S = 8.0, 10.0, 3.0, 30.0
 SMALL = (
     "num_steps=1000000", "sft=null", "evaluation=null", "data.held_out=0", "rollout.prompts_per_step=8",
@@ -150,7 +149,7 @@ def of_reward(run: ChaosRun, victim: psutil.Process) -> tuple[float, float]:
 # ---- cells ----------------------------------------------------------------------------------------------------------------
 
 
-def cells(role: str, kind: str, faults: Sequence[str], python: str) -> Iterator[tuple[str, Cell]]:
+def cells(role: str, kind: str, faults: Sequence[str], python: str, kills: int) -> Iterator[tuple[str, Cell]]:
     """(fault, cell) of one role, in one run. What the run says of samples is in each of them."""
     found: dict[str, Cell] = {}
     with contextlib.ExitStack() as ends:
@@ -158,7 +157,7 @@ def cells(role: str, kind: str, faults: Sequence[str], python: str) -> Iterator[
         disk = ends.enter_context(small_disk(DISK_BYTES)) if kind == "disk" else folder
         run = ends.enter_context(ChaosRun(disk, settings(role, kind), engine=python if role == "engine" else None))
         for fault in faults:
-            times = [struck(run, role, fault, disk) for _ in range(NUM_KILLS if fault == "sigkill" else 1)]
+            times = [struck(run, role, fault, disk) for _ in range(kills if fault == "sigkill" else 1)]
             found[fault] = {
                 "detect_s": statistics.median(each["detect_s"] for each in times),
                 "back_s": statistics.median(each["back_s"] for each in times),
@@ -219,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--role", nargs="*", choices=VICTIMS, default=list(VICTIMS))
     parser.add_argument("--fault", nargs="*", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--kills", type=int, default=10, help="how often a role gets SIGKILL")
     parser.add_argument("--cells", type=Path, default=Path("runs/chaos"), help="where each cell is kept")
     parser.add_argument("--again", action="store_true", help="do cells that are there already once more")
     parser.add_argument(
@@ -233,7 +233,7 @@ def main() -> None:
         for kind in dict.fromkeys(kind_of(role, fault) for fault in wanted):
             together = [fault for fault in wanted if kind_of(role, fault) == kind]
             try:
-                done = dict(cells(role, kind, together, options.sglang_python))
+                done = dict(cells(role, kind, together, options.sglang_python, options.kills))
             except Exception as error:  # noqa: BLE001 - that a run failed is a finding, not the benchmark's end
                 done = {fault: {"error": f"{type(error).__name__}: {error}"} for fault in together}
             for fault, cell in done.items():

@@ -38,7 +38,7 @@ from benchmarks.chaos_faults import EAT, HANG, RAISE
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
 SITE = Path(__file__).with_name("chaos_site")
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 SIGNALS = {
     "sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "exception": RAISE, "hang": HANG, "oom": EAT,
     "disk_full": signal.SIGKILL,

@@ -216,3 +216,19 @@ def test_exit_codes_read_like_words() -> None:
         "killed by SIGKILL",
         "ended without a word",
     ]
+
+
+@pytest.mark.cuda
+def test_what_a_killed_process_held_of_a_device_is_free_once_it_is_dead() -> None:
+    """The kernel closes a process's files, those of a device's driver too, before it shows as dead."""
+    import torch
+
+    torch.zeros(1, device="cuda:0")
+    free_bytes, _ = torch.cuda.mem_get_info(0)
+    code = "import time, torch; held = torch.ones(1 << 30, dtype=torch.uint8, device='cuda:0'); " + SLEEPER
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline().strip() == "up"
+        assert torch.cuda.mem_get_info(0)[0] <= free_bytes - (1 << 30)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert torch.cuda.mem_get_info(0)[0] >= free_bytes
