@@ -50,7 +50,7 @@ def lives(an_hour: float) -> Looks:
     for pid, level in ((1, 1e8), (2, 3e8)):
         noise = [((7 * at) % 5 - 2) * 1e4 for at in range(100)]
         looks.lives["actor", pid] = [
-            (2.0 * at, level + an_hour * 2 * at / 3600 + noise[at], 20.0, 5.0) for at in range(100)
+            (30.0 + 2.0 * at, level + an_hour * 2 * at / 3600 + noise[at], 20.0, 5.0) for at in range(100)
         ]
     return looks
 
