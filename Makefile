@@ -10,9 +10,10 @@ PARTS ?=
 TORCH_INDEX ?=
 SGLANG_VENV ?= .venv-sglang
 SGLANG_ROUTER_VENV ?= .venv-sglang-router
+SCHEMATHESIS_VENV ?= .venv-schemathesis
 READY := $(VENV)/.ready
 
-.PHONY: demo smollm2 test test-long test-avx2 test-pythons test-sglang gpu sglang sglang-router lint types clean
+.PHONY: demo smollm2 test fuzz test-long test-avx2 test-pythons test-sglang gpu sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
@@ -61,6 +62,18 @@ test-sglang: $(READY)  ## against a real SGLang server, without a GPU
 	SGLANG_VENV=$(abspath $(SGLANG_VENV)) SGLANG_ROUTER_VENV=$(abspath $(SGLANG_ROUTER_VENV)) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/sglang $(OPTIONS)
 
+# Whatever strangers send: schemathesis against what our servers say of themselves, and every fuzzer with all of its examples.
+fuzz: export RONDO_TEST_LONG = 1
+fuzz: export PYTEST_TIMEOUT = 3600
+fuzz: $(READY) $(SCHEMATHESIS_VENV)/.ready  ## about twenty minutes
+	SCHEMATHESIS=$(abspath $(SCHEMATHESIS_VENV))/bin/schemathesis OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+		tests/schemathesis $(wildcard tests/*/*/test_fuzz.py tests/*/test_fuzz.py) $(OPTIONS)
+
+$(SCHEMATHESIS_VENV)/.ready:
+	$(PYTHON) -m venv $(SCHEMATHESIS_VENV)
+	$(SCHEMATHESIS_VENV)/bin/pip install --quiet schemathesis==4.32.5
+	touch $@
+
 # What cannot be installed is told, and what is there runs: without an environment, with the packages that PYTHON has.
 gpu:  ## tests and parts of ten minutes at most, into benchmarks/results/gpu.json; PARTS="training gap" runs these alone
 	@$(MAKE) --no-print-directory $(READY) || echo "NOT INSTALLED: rondo's packages. The reason stands above. What follows has those of $(PYTHON)"
@@ -97,4 +110,4 @@ $(READY): setup.cfg constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis build *.egg-info .pytest_cache .mypy_cache .ruff_cache

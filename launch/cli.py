@@ -415,11 +415,13 @@ def _similar(word: str, known: Sequence[str]) -> str:
 
 def _kill(text: str, config: RunConfig) -> tuple[str, int]:
     """(role, group or service; step) of a `--kill`."""
+    import re
+
     from rondo.runtime.errors import ConfigError
     from rondo.runtime.section import nearest
 
     role, at, step = text.partition("@")
-    if not role or (at and not step.isdigit()) or not int(step or _KILL_AT_STEP) <= config.num_steps:
+    if not role or (at and not re.fullmatch("[0-9]{1,9}", step)) or not int(step or _KILL_AT_STEP) <= config.num_steps:
         raise ConfigError(
             f"--kill must look like ROLE or ROLE@STEP with STEP up to {config.num_steps}, got {text!r}. Try actor@1"
         )

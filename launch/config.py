@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -339,7 +340,7 @@ def _apply(tree: dict[str, Any], root: type[BaseModel], text: str) -> None:
 
 
 def _index(name: str, node: list[Any], shown: str) -> int:
-    if not name.isdigit() or int(name) >= len(node):
+    if not re.fullmatch("[0-9]{1,9}", name) or int(name) >= len(node):
         named = [f"{i} is {each['name']}" for i, each in enumerate(node) if isinstance(each, dict) and "name" in each]
         known = f": {', '.join(named)}" if named else ""
         raise ConfigError(f"--set {shown} must end in an index below {len(node)}, got {name!r}. Count from 0{known}")

@@ -15,22 +15,27 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from rondo.roles.serve import control
 from rondo.roles.serve.answering import answered
-from rondo.roles.serve.generate import generate
+from rondo.roles.serve.control import ControlBody
+from rondo.roles.serve.fields import Fields
+from rondo.roles.serve.generate import GenerateBody, generate
 from rondo.roles.serve.limits import BODY_BYTES_A_TOKEN, MIN_BODY_BYTES
-from rondo.roles.serve.openai import chat, completions
+from rondo.roles.serve.openai import ChatBody, TextBody, chat, completions
 from rondo.roles.serve.service import Failed, Service, failed
-from rondo.runtime.admin.guard import Guard
+from rondo.runtime.admin.guard import Guard, Scope
+from rondo.runtime.admin.openapi import EVENTS, JSON, TEXT, Operation
 from rondo.runtime.admin.server import HttpServer, Limits, bind
 from rondo.runtime.errors import ConfigError
 
 DRAIN_S = 30.0
 _OPEN = ("/health", "/ready", "/ping")
 
+Object = dict[str, Any]
 Route = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,10 +58,9 @@ async def listening(
     most = service.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_A_TOKEN * service.max_length)
     guard = Guard(own, given)
     server = HttpServer("rondo: a model", guard, failed, Failed, Limits(most), host=host, handler_cancellation=True)
-    for method, path, route in _ROUTES:
-        server.route(
-            method, path, partial(route, service), scope="open" if path in _OPEN else "content", operation=None
-        )
+    for method, path, route, operation in _ROUTES:
+        scope: Scope = "open" if path in _OPEN else "content"
+        server.route(method, path, partial(route, service), scope=scope, operation=operation)
     for name in control.NOT_SUPPORTED:
         server.route("*", f"/{name}", partial(control.not_supported, service), scope="content", operation=None)
     try:
@@ -77,30 +81,43 @@ def _listening(host: str, port: int, earlier: int) -> socket.socket:
     return bind(host, port, "port")
 
 
-_ROUTES: tuple[tuple[str, str, Route], ...] = (
-    ("POST", "/v1/chat/completions", partial(answered, read=chat)),
-    ("POST", "/v1/completions", partial(answered, read=completions)),
-    ("GET", "/v1/models", control.models),
-    ("GET", "/v1/models/{model:.+}", control.models),
-    ("POST", "/generate", partial(answered, read=generate)),
-    ("PUT", "/generate", partial(answered, read=generate)),
-    ("POST", "/abort_request", control.abort_request),
-    ("POST", "/pause_generation", control.pause_generation),
-    ("POST", "/continue_generation", control.continue_generation),
-    ("GET", "/flush_cache", control.flush_cache),
-    ("POST", "/flush_cache", control.flush_cache),
-    ("POST", "/update_weights_from_disk", control.update_weights_from_disk),
-    ("POST", "/weights_checker", control.weights_checker),
-    ("GET", "/health", control.health),
-    ("GET", "/ping", control.health),
-    ("GET", "/ready", control.ready),
-    ("GET", "/health_generate", control.health_generate),
-    ("GET", "/model_info", control.info),
-    ("GET", "/get_model_info", control.info),
-    ("GET", "/server_info", control.info),
-    ("GET", "/get_server_info", control.info),
-    ("GET", "/v1/loads", control.loads),
-    ("GET", "/rondo/trajectories", control.trajectories),
-    ("GET", "/rondo/trajectories/{session:.+}", control.trajectory),
-    ("DELETE", "/rondo/trajectories/{session:.+}", control.forget),
+def _told(
+    summary: str, gives: Any = Object, takes: type[Fields] | None = None, media_types: tuple[str, ...] = (JSON,)
+) -> Operation:
+    """What a route says of itself. The dialects judge what they are sent themselves (`fields.py`)."""
+    return Operation(summary, gives, takes, query=None, media_types=media_types)
+
+
+_CHAT = _told("An answer to a conversation, as OpenAI gives it.", takes=ChatBody, media_types=(JSON, EVENTS))
+_TEXT = _told("Texts that go on, as OpenAI gives them.", takes=TextBody, media_types=(JSON, EVENTS))
+_GENERATE = _told("Samples, as SGLang gives them.", Object | list[Object], GenerateBody, (JSON, EVENTS))
+_INFO = _told("What model and server are, as SGLang says it.")
+_FLUSH = _told("Nothing is kept beyond what is in flight.", str, None, (TEXT,))
+_SESSION = "/rondo/trajectories/{session:.+}"
+_ROUTES: tuple[tuple[str, str, Route, Operation], ...] = (
+    ("POST", "/v1/chat/completions", partial(answered, read=chat), _CHAT),
+    ("POST", "/v1/completions", partial(answered, read=completions), _TEXT),
+    ("GET", "/v1/models", control.models, _told("The model.")),
+    ("GET", "/v1/models/{model:.+}", control.models, _told("The model.")),
+    ("POST", "/generate", partial(answered, read=generate), _GENERATE),
+    ("PUT", "/generate", partial(answered, read=generate), _GENERATE),
+    ("POST", "/abort_request", control.abort_request, _told("End a request.", None, ControlBody)),
+    ("POST", "/pause_generation", control.pause_generation, _told("Stop sampling.", takes=ControlBody)),
+    ("POST", "/continue_generation", control.continue_generation, _told("Sample again.")),
+    ("GET", "/flush_cache", control.flush_cache, _FLUSH),
+    ("POST", "/flush_cache", control.flush_cache, _FLUSH),
+    ("POST", "/update_weights_from_disk", control.update_weights_from_disk, _told("Take weights.", takes=ControlBody)),
+    ("POST", "/weights_checker", control.weights_checker, _told("Checksums of the weights.")),
+    ("GET", "/health", control.health, _told("Whether requests are taken.", None)),
+    ("GET", "/ping", control.health, _told("Whether requests are taken.", None)),
+    ("GET", "/ready", control.ready, _told("Whether requests are worked on.", None)),
+    ("GET", "/health_generate", control.health_generate, _told("Whether a token can be sampled.", None)),
+    ("GET", "/model_info", control.info, _INFO),
+    ("GET", "/get_model_info", control.info, _INFO),
+    ("GET", "/server_info", control.info, _INFO),
+    ("GET", "/get_server_info", control.info, _INFO),
+    ("GET", "/v1/loads", control.loads, _told("How much there is to do.")),
+    ("GET", "/rondo/trajectories", control.trajectories, _told("Sessions.")),
+    ("GET", _SESSION, control.trajectory, _told("A session's calls and rows.")),
+    ("DELETE", _SESSION, control.forget, _told("Forget a session.")),
 )

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from rondo.roles.engines.engine import SamplingParams
 from rondo.roles.engines.sglang.requirements import of_whole
-from rondo.roles.serve.fields import Fields, Name
+from rondo.roles.serve.fields import Fields, Name, shown
 from rondo.roles.serve.requests import Ask, PauseMode
 from rondo.roles.serve.service import Service
 from rondo.runtime.admin.guard import TurnedDown
@@ -137,7 +137,7 @@ async def loads(service: Service, request: web.Request) -> web.Response:
 # ---- requests in flight -------------------------------------------------------------------------------------------------
 
 
-class _Body(Fields):
+class ControlBody(Fields):
     """Of any of these requests; other names mean nothing."""
 
     off: ClassVar = {"load_format": ("auto", "safetensors")}
@@ -227,9 +227,9 @@ NOT_SUPPORTED = (
 )  # fmt: skip
 
 
-async def _body(service: Service, request: web.Request) -> _Body:
+async def _body(service: Service, request: web.Request) -> ControlBody:
     async with service.body(request) as body:
-        return _Body.of(body)
+        return ControlBody.of(body)
 
 
 def _require_control(service: Service, request: web.Request) -> None:
@@ -241,14 +241,18 @@ def _require_control(service: Service, request: web.Request) -> None:
 
 def _read_tensors(folder: Path) -> Mapping[str, Any]:
     """All tensors of a Hugging Face folder, by their names there."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    files = sorted(folder.glob("*.safetensors"))
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (OSError, ValueError, SafetensorError) as error:  # a path that none can be, a file that is none
+        raise ConfigError(f"model_path must be a folder with safetensors, got {shown(error)}. Name another") from error
     if not files:
-        raise ConfigError(f"model_path must be a folder with safetensors, got {folder} without any. Name another")
-    tensors: dict[str, Any] = {}
-    for file in files:
-        tensors |= load_file(file)
+        raise ConfigError(
+            f"model_path must be a folder with safetensors, got {shown(str(folder))} without any. Name another"
+        )
     return tensors
 
 

@@ -45,7 +45,7 @@ class _Params(Sampling):
     seed: Seed = Field(default_factory=any_seed, alias="sampling_seed")
 
 
-class _Body(Fields):
+class GenerateBody(Fields):
     off: ClassVar = {
         "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
         "return_hidden_states": (False,), "return_indexer_topk": (False,), "return_entropy": (False,),
@@ -70,7 +70,7 @@ class _Body(Fields):
 
 
 async def generate(service: Service, session: str | None, given: Any) -> Asked:
-    body = _Body.of(given)
+    body = GenerateBody.of(given)
     prompts, is_batch = _prompts(body)
     count = len(prompts)
     samplings = [_Params.of(each, "sampling_params") for each in _each(body.sampling_params, count, "sampling_params")]
@@ -89,7 +89,7 @@ async def generate(service: Service, session: str | None, given: Any) -> Asked:
     return asked
 
 
-def _prompts(body: _Body) -> tuple[list[Any], bool]:
+def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
     """(the prompts, each as text or as a list of ids, whether they came as a batch)."""
     ids, text = body.input_ids, body.text
     if (ids is None) == (text is None):
@@ -140,7 +140,9 @@ def _rids(value: Any, count: int) -> list[str]:
 class _Native(Asked):
     """`alone`: one prompt, not in a batch; `log_probs`: the `rid`s that want them."""
 
-    def __init__(self, service: Service, session: str | None, body: _Body, *, alone: bool, log_probs: set[str]) -> None:
+    def __init__(
+        self, service: Service, session: str | None, body: GenerateBody, *, alone: bool, log_probs: set[str]
+    ) -> None:
         super().__init__(service, session, stream=body.stream)
         self._body = body
         self._alone = alone

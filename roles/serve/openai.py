@@ -68,7 +68,7 @@ class _Body(Sampling):
         return self
 
 
-class _ChatBody(_Body):
+class ChatBody(_Body):
     off: ClassVar = Sampling.off | {
         "parallel_tool_calls": (True,), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
         "response_format": ({"type": "text"},), "reasoning_effort": (), "verbosity": ("medium",),
@@ -87,7 +87,7 @@ class _ChatBody(_Body):
     top_logprobs: int = Field(0, ge=0)
 
 
-class _TextBody(_Body):
+class TextBody(_Body):
     off: ClassVar = Sampling.off | {"echo": (False,), "suffix": ("",)}
     prompt: Any = None
     logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
@@ -95,7 +95,7 @@ class _TextBody(_Body):
 
 
 async def chat(service: Service, session: str | None, given: Any) -> Asked:
-    body, tokenizer = _ChatBody.of(given), service.tokenizer
+    body, tokenizer = ChatBody.of(given), service.tokenizer
     service.require_model(body.model)
     messages = messages_of(body.messages, tokenizer.chat_template)
     tools, arguments = tools_of(body.tools, body.tool_choice), arguments_of(body.chat_template_kwargs, tokenizer)
@@ -114,7 +114,7 @@ async def chat(service: Service, session: str | None, given: Any) -> Asked:
 
 
 async def completions(service: Service, session: str | None, given: Any) -> Asked:
-    body = _TextBody.of(given)
+    body = TextBody.of(given)
     service.require_model(body.model)
     require_off("best_of", body.best_of, (1, body.n))
     prompts, num_top = _prompts(body.prompt), body.logprobs
@@ -168,7 +168,7 @@ class _OpenAI(Asked):
 
     def __init__(self, service: Service, session: str | None, body: _Body, kind: str, num_top: int | None) -> None:
         super().__init__(service, session, stream=body.stream)
-        self._body, self._num_top, self._chat = body, num_top, isinstance(body, _ChatBody)
+        self._body, self._num_top, self._chat = body, num_top, isinstance(body, ChatBody)
         self._told = defaultdict[int, _Told](self._nothing_told)
         self.id = f"{kind}-{uuid.uuid4().hex}"
         name = "chat.completion" if self._chat else "text_completion"

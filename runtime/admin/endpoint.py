@@ -29,7 +29,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
 from rondo.runtime.admin.guard import Guard, Scope
-from rondo.runtime.admin.openapi import BODY, Operation
+from rondo.runtime.admin.openapi import BODY, EVENTS, TEXT, Operation
 from rondo.runtime.admin.server import Audit, Handler, HttpServer, Limits, bind, dumps, json_answer
 from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
@@ -139,7 +139,7 @@ class AdminServer:
         await self._http.close()
 
     def _mount_own(self) -> None:
-        provider, text, events = self._provider, "text/plain", "text/event-stream"
+        provider, text = self._provider, (TEXT,)
         shown: tuple[tuple[str, Callable[[], Any], Scope, str, Any], ...] = (
             ("/roles", provider.roles, "read", "Role groups and services, with their processes.", list[GroupView]),
             ("/waits", provider.waits, "read", "Who waits for what.", list[Pending]),
@@ -149,14 +149,14 @@ class AdminServer:
         )
         for path, method, scope, summary, gives in shown:
             self.route("GET", path, _json_handler(method), scope=scope, operation=Operation(summary, gives))
-        ready = Operation("Whether all is up.", str, media_type=text, also={503: "Not ready."})
+        ready = Operation("Whether all is up.", str, media_types=text, also={503: "Not ready."})
         health = Operation("How it is.", Health, also={503: "Not healthy."})
         told: tuple[tuple[str, str, Handler, Scope, Operation], ...] = (
-            ("GET", "/livez", self._livez, "open", Operation("Whether it answers.", str, media_type=text)),
+            ("GET", "/livez", self._livez, "open", Operation("Whether it answers.", str, media_types=text)),
             ("GET", "/readyz", self._readyz, "open", ready),
             ("GET", "/healthz", self._healthz, "read", health),
-            ("GET", "/metrics", self._metrics, "read", Operation("Numbers for Prometheus.", str, media_type=text)),
-            ("GET", "/events", self._events, "read", Operation("What happens.", str, media_type=events)),
+            ("GET", "/metrics", self._metrics, "read", Operation("Numbers for Prometheus.", str, media_types=text)),
+            ("GET", "/events", self._events, "read", Operation("What happens.", str, media_types=(EVENTS,))),
             ("POST", "/stop", self._stop, "control", Operation("Save and leave.", Stopping, takes=Stop, status=202)),
         )
         for verb, path, handler, scope, operation in told:

@@ -29,7 +29,7 @@ from rondo.runtime.waits import wait_for
 BODY_S = 20.0
 """A body that has not come whole by then is not waited for."""
 _REFERENCES = "#/components/schemas/{model}"
-_JSON = "application/json"
+JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 
 QUERY: web.RequestKey[Any] = web.RequestKey("query", Section)
 BODY: web.RequestKey[Any] = web.RequestKey("body", Section)
@@ -43,16 +43,16 @@ class Nothing(Section):
 @dataclass(frozen=True, slots=True)
 class Operation:
     """What a route does, in a sentence. `gives`: the type of its answer, which pydantic knows (a model, a dataclass,
-    `list[Model]`, `dict[str, Any]`), in JSON unless `media_type` says otherwise. `takes`: of its body, None for a route without
-    one. `query`: of what stands behind the `?`, None for a route that looks at it itself, and at its body. `also`: other answers
-    of the same form, by their status, with words."""
+    `list[Model]`, `dict[str, Any]`), None for an empty one. `takes`: of its body, None for a route without one. `query`: of what
+    stands behind the `?`, None for a route that looks at it itself, and at its body. `also`: other answers of the same form, by
+    their status, with words."""
 
     summary: str
     gives: Any
     takes: type[BaseModel] | None = None
     query: type[Section] | None = Nothing
     status: int = 200
-    media_type: str = _JSON
+    media_types: tuple[str, ...] = (JSON,)
     also: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -104,20 +104,21 @@ def document(title: str, version: str, mounted: Iterable[Mounted], failed: type[
     inputs += [(n, "serialization", TypeAdapter(operation.gives)) for n, (_, operation) in enumerate(told)]
     inputs.append(("failed", "serialization", TypeAdapter(failed)))
     found, defined = TypeAdapter.json_schemas(inputs, ref_template=_REFERENCES)
-    otherwise = {"description": "Refused or failed.", "content": {_JSON: {"schema": found["failed", "serialization"]}}}
+    otherwise = {"description": "Refused or failed.", "content": {JSON: {"schema": found["failed", "serialization"]}}}
     paths: dict[str, dict[str, Any]] = {}
     for number, (each, operation) in enumerate(told):
         path, parameters = _place(each, operation)
-        answer = {operation.media_type: {"schema": found[number, "serialization"]}}
+        schema = {"schema": found[number, "serialization"]}
+        answer = {} if operation.gives is None else {"content": dict.fromkeys(operation.media_types, schema)}
         answers = {operation.status: "Done.", **operation.also}
         entry = {
             "summary": operation.summary, "parameters": parameters, "x-scope": each.scope,
             "security": [{"token": []}] if each.guarded else [],
-            "responses": {str(status): {"description": words, "content": answer} for status, words in answers.items()}
+            "responses": {str(status): {"description": words, **answer} for status, words in answers.items()}
             | {"default": otherwise},
         }  # fmt: skip
         if operation.takes is not None:
-            content = {_JSON: {"schema": found[operation.takes, "validation"]}}
+            content = {JSON: {"schema": found[operation.takes, "validation"]}}
             needed = any(field.is_required() for field in operation.takes.model_fields.values())
             entry["requestBody"] = {"required": needed, "content": content}
         paths.setdefault(path, {})[each.method.lower()] = entry

@@ -75,6 +75,10 @@ ASKED: list[tuple[tuple[str, Any], str]] = [
     (native(sampling_params={"stop_token_ids": list(range(2000))}), "the number of stop_token_ids must be"),
     (native(return_logprob=deep(400)), "return_logprob must be true or false, got [[[...]]]"),
     (native(session_id="x" * 5000), "session_id must be text of at most 256 characters"),
+    *(
+        (("/update_weights_from_disk", {"model_path": path}), "model_path must be a folder with safetensors, got ")
+        for path in ("x" * 4000, "a\0b", "/dev/null")
+    ),
 ]
 
 
