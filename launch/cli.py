@@ -286,6 +286,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     _add_checkpoint(add)
     text = "Say which role limits a run, who waits for whom, and what to change."
     verb("explain", _in("rondo.launch.report.explain", "show"), text, run, steps, as_json)
+    text = "Make the decisions of a run's autoscaler again, from its events."
+    add = verb("autoscale", _in("rondo.launch.autoscale.replay", "main"), text, run, as_json)
+    _add_sets(add, "what other rules had wanted: --set autoscale.wait_out=0.2")
     text = "Write what every process did when as a Chrome trace."
     add = verb("timeline", _in("rondo.launch.report.timeline", "export"), text, run, steps)
     add("--out", metavar="TRACE.json", type=Path, help="default: trace.json in the run directory")

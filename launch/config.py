@@ -22,6 +22,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError
 
+from rondo.launch.autoscale.decide import AutoscaleConfig
 from rondo.launch.groups import RoleGroup, RoleName
 from rondo.roles.config import JobConfig
 from rondo.runtime.config import AdminConfig, PreemptionConfig
@@ -40,6 +41,8 @@ class RunConfig(JobConfig):
     """The folder that holds run directories; relative to where the run is started."""
     admin: AdminConfig = AdminConfig()
     preemption: PreemptionConfig = PreemptionConfig()
+    autoscale: AutoscaleConfig | None = None
+    """Changes the number of rollout replicas while the run goes on; None leaves it alone."""
 
     def group_of(self, role: str) -> RoleGroup | None:
         """The group that holds a role, or None."""
@@ -62,6 +65,7 @@ class RunConfig(JobConfig):
         yield from self._groups_make_no_run()
         yield from self._roles_are_not_used()
         yield from self._servers_have_other_devices()
+        yield from self._replicas_are_not_scaled()
         if self.deterministic:
             yield from self._groups_are_not_deterministic()
 
@@ -203,6 +207,21 @@ class RunConfig(JobConfig):
             yield (
                 "rollout.sglang.num_servers x tensor_parallel must be 1 where the server shares the trainer's device "
                 f"(groups[{trains.name}] holds both), got {takes}. Use modes.hybrid() to generate on more devices"
+            )
+
+    def _replicas_are_not_scaled(self) -> Iterator[str]:
+        rules, group = self.autoscale, self.group_of("rollout")
+        if rules is None or group is None:
+            return
+        if "actor" in group.roles:
+            yield (
+                f"autoscale must not be set where rollout shares its processes with the actor, got it with groups[{group.name}]. "
+                "Put rollout into a group of its own (modes.hybrid or modes.fully_async), or remove autoscale"
+            )
+        elif not rules.min_replicas <= group.replicas <= rules.max_replicas:
+            yield (
+                f"groups[{group.name}].replicas must lie within autoscale.min_replicas and autoscale.max_replicas, "
+                f"{rules.min_replicas} to {rules.max_replicas}, got {group.replicas}. Change one of them"
             )
 
     def _groups_are_not_deterministic(self) -> Iterator[str]:

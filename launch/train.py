@@ -27,6 +27,7 @@ from typing import Any
 import uvloop
 
 from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.launch.autoscale.watch import autoscaler
 from rondo.launch.check.check import require
 from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.check.findings import Facts
@@ -63,7 +64,7 @@ _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
 MODEL = "model"
 """Where a model that a function builds lies in the run directory."""
-_PLACES = ("groups", "supervision", "admin", "preemption")
+_PLACES = ("groups", "supervision", "admin", "preemption", "autoscale")
 """Settings that say where and under whose eyes a run works, and not what it trains."""
 
 
@@ -408,8 +409,13 @@ async def _supervise(
             admin = AdminServer(config.admin, provider, token=token, audit=functools.partial(tell, "asked"))
             Questions(config, provider.ref, lambda: supervisor.snapshot().groups).mount(admin)
             admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
-            scaler = Scaler(supervisor, config, run.path, tell, provider.proved, fixed=groups != group_specs(config))
+            fixed = groups != group_specs(config)
+            scaler = Scaler(supervisor, config, run.path, tell, provider.proved, fixed=fixed)
             beside.append(asyncio.create_task(scaler.run()))
+            if config.autoscale is not None and not fixed:
+                scales = autoscaler(config.autoscale, scaler, tell)
+                listeners.append(scales.on_event)
+                beside.append(asyncio.create_task(scales.run()))
             mount(admin, scaler, tuple(role for group in config.groups for role in group.roles))
             port = await admin.start(listening)
             say(f"run directory: {run.path}  admin: {admin.url}")

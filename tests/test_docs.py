@@ -60,6 +60,10 @@ EVALUATED = (
     "tests/e2e/test_evaluated.py::"
     "test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_raise_and_hang_and_both_replicas_die"
 )
+AUTOSCALED = (
+    "tests/launch/autoscale/test_watch.py::"
+    "test_the_same_decisions_are_made_again_from_the_events_also_over_several_starts"
+)
 ELSEWHERE = {
     "make demo": MAKE,  # and `.ci/run`, in a clean clone, as it is
     "make test": MAKE,
@@ -79,6 +83,8 @@ ELSEWHERE = {
     "rondo resume runs/quickstart --accept-changes": STOPPED,
     "rondo train examples/quickstart.py --resume-or-start": "tests/launch/test_train.py::"
     "test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so",
+    "rondo autoscale runs/quickstart": AUTOSCALED,
+    "rondo autoscale runs/quickstart --set autoscale.max_replicas=2": AUTOSCALED,
     "rondo slurm examples/quickstart.py --time 24:00:00 --submit": "tests/launch/test_slurm.py::"
     "test_the_command_prints_the_script_or_hands_it_to_sbatch",
     "rondo slurm examples/quickstart.py --time 24:00:00 --set train.save_every=50": "tests/launch/test_slurm.py::"

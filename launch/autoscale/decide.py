@@ -76,7 +76,7 @@ class AutoscaleConfig(Section):
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What is seen at `at`, in seconds. `replicas` there are to be, of which `serving` answer; `slots`, `running` and `waiting`
-    are of all their engines together; `cache_use` of the fullest cache of keys and values, where engines tell. `step_s` and
+    are of all their engines together; `cache_use` is the share of their caches of keys and values, where they tell. `step_s` and
     `wait_s`: the trainer's steps that ended since the last sample, and its waits for data in them. `scaling`: replicas come or
     go."""
 
@@ -94,7 +94,7 @@ class Sample:
     @property
     def settled(self) -> bool:
         """All replicas that are to be there answer, and no other."""
-        return not self.scaling and self.serving >= self.replicas
+        return not self.scaling and 0 < self.replicas <= self.serving
 
     @property
     def use(self) -> float:

@@ -33,9 +33,9 @@ _NUM_EVALUATIONS = 5
 _RECENT_STEPS = 10
 _SPARK = " ▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
-_COUNTED = frozenset({"metrics", "committed"})
+_COUNTED = frozenset({"metrics", "committed", "autoscale_holds"})
 """Kinds of records that come with every step: counted, not told one by one."""
-_HIDDEN = frozenset({"time", "source", "kind"})
+_HIDDEN = frozenset({"time", "source", "kind", "sample"})
 
 
 Groups = Callable[[], "Sequence[GroupView]"]

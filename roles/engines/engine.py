@@ -195,7 +195,7 @@ def experts_of_whole(before: Prefix | None, told: np.ndarray | None) -> np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot; the `num_` fields without "running" and "waiting" only grow."""
+    """A snapshot; the `num_` fields without "slots", "running" and "waiting" only grow."""
 
     version: int
     num_slots: int
@@ -210,6 +210,9 @@ class EngineStats:
     """Prompt tokens that were copied from another sample of the same prompt instead of being computed."""
     num_interrupted: int = 0
     """Sequences that new weights took out of their slots, to be computed anew here or asked for again."""
+    cached_tokens: int = 0
+    """Those of running sequences in the cache of keys and values, which takes `cache_tokens`; 0 where an engine does not tell."""
+    cache_tokens: int = 0
 
     def __add__(self, other: EngineStats) -> EngineStats:
         """Of two engines together; the older version."""
@@ -218,7 +221,7 @@ class EngineStats:
 
     def ended(self) -> EngineStats:
         """What stays counted of an engine that is no more."""
-        return replace(self, num_slots=0, num_running=0, num_waiting=0)
+        return replace(self, num_slots=0, num_running=0, num_waiting=0, cached_tokens=0, cache_tokens=0)
 
 
 _values = operator.attrgetter(*(each.name for each in fields(EngineStats)))

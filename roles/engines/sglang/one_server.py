@@ -365,7 +365,12 @@ class SGLangEngine:
         num_slots = self.capabilities.max_running
         in_flight = len(self._asked)
         num_running = min(in_flight, num_slots) if num_slots else in_flight
-        return EngineStats(self._version, num_slots, num_running, in_flight - num_running, **self._counts)
+        room = self.capabilities.max_cached_tokens * self.capabilities.data_parallel  # which each of them has
+        cached = self._seen.num_tokens if self._seen is not None and in_flight else 0
+        return EngineStats(
+            self._version, num_slots, num_running, in_flight - num_running, cached_tokens=cached, cache_tokens=room,
+            **self._counts,
+        )  # fmt: skip
 
     async def _watch_progress(self) -> None:
         """Tokens are counted when their answer comes; meanwhile the server's cache shows that sequences grow."""

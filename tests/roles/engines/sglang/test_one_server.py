@@ -311,6 +311,8 @@ async def test_what_was_done_is_counted() -> None:
         1,
     )
     assert (stats.num_slots, stats.num_running, stats.version) == (8, 0, -1) and done.request_id == "r"
+    assert (stats.cached_tokens, stats.cache_tokens) == (0, 1024)
+    assert (stats + stats).cache_tokens == 2048 and stats.ended().cache_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""A run's autoscaler beside the run: what is told becomes samples, decisions become requests, and all of it can be made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rondo.launch import cli
+from rondo.launch.autoscale.watch import Autoscaler, Replicas
+from rondo.launch.config import load, resolve
+from rondo.launch.rundir import RunDir
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.records.record import JsonLines
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.py"
+RULES = "autoscale={'max_replicas': 4}"
+ENGINE = {"num_slots": 8, "num_running": 8, "num_waiting": 6, "cached_tokens": 96, "cache_tokens": 128}
+
+
+class Fleet:
+    """Replicas that come at once, with engines that are full, and a trainer that waits a third of its time."""
+
+    def __init__(self, run: Path, *sets: str) -> None:
+        self.names: list[str] = ["rollout-0"]
+        self.asked: list[tuple[int, str]] = []
+        self.now = 50.0
+        self.events = JsonLines(run / "events.jsonl", clock=lambda: self.now)
+        rules = load(QUICKSTART, [RULES, *sets]).autoscale
+        assert rules is not None
+        self.autoscaler = Autoscaler(rules, self.replicas, self.scale, self.tell, clock=lambda: self.now)
+
+    def replicas(self) -> Replicas:
+        return Replicas(tuple(self.names), frozenset(self.names), scaling=False)
+
+    def scale(self, target: int, reason: str) -> None:
+        self.asked.append((target, reason))
+        self.names = [f"rollout-{number}" for number in range(target)]
+
+    def tell(self, kind: str, data: Any) -> None:
+        self.events.write({"kind": kind, "source": "supervisor", **data})
+
+    def goes_on(self, seconds: int) -> None:
+        for _ in range(seconds // 10):
+            self.now += 10
+            for name in [*self.names, "rollout-9"]:  # one that left is not counted
+                self.autoscaler.on_event({"kind": "metrics", "source": name, "engine": ENGINE})
+            self.autoscaler.on_event({"kind": "metrics", "source": "actor-0", "step": 1, "step_s": 6.0, "wait_s": 2.0})
+            self.autoscaler.on_event({"kind": "died", "source": "supervisor"})
+            self.autoscaler.look()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with RunDir.create(tmp_path, "demo", resolve(load(QUICKSTART, [RULES]))) as made:
+        return made.path
+
+
+def test_what_a_run_tells_becomes_requests_with_their_reason(run: Path) -> None:
+    fleet = Fleet(run)
+    fleet.goes_on(290)
+    why = "the trainer waits 33% of its time for data, more than 10%, and engines are 100% in use"
+    assert fleet.asked == [(2, why), (3, why)]
+    lines = [orjson.loads(line) for line in (run / "events.jsonl").read_bytes().splitlines()]
+    assert len(lines) == 29 and [line["number"] for line in lines] == list(range(29))
+    first = next(line for line in lines if line["kind"] == "autoscale")
+    assert (first["replicas"], first["target"], first["reason"], first["queue"]) == (1, 2, why, 6.0)
+    sample = {
+        "at": 100.0,
+        "replicas": 1,
+        "serving": 1,
+        "slots": 8,
+        "running": 8,
+        "waiting": 6,
+        "step_s": 6.0,
+        "wait_s": 2.0,
+    }
+    assert first["sample"] == sample | {"cache_use": 0.75, "scaling": False}
+
+
+def test_the_same_decisions_are_made_again_from_the_events_also_over_several_starts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        Fleet(run).goes_on(290)
+    assert cli.main(["autoscale", str(run)]) == 0
+    *made, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[:5] for line in made] == [["100.0", "s", "1", "->", "2"], ["200.0", "s", "2", "->", "3"]] * 2
+    assert last == "58 samples, 4 decisions, 0 not as the run made them"
+    assert cli.main(["autoscale", str(run), "--json", "--set", "autoscale.wait_out=0.5"]) == 0
+    assert orjson.loads(capsys.readouterr().out) == {"samples": 58, "differ": 0, "decisions": []}
+
+
+def test_a_decision_that_the_rule_does_not_make_of_its_sample_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Fleet(run, "autoscale.hold_out_s=200").goes_on(150)  # other rules than the run says that it had
+    assert cli.main(["autoscale", str(run)]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == "15 samples, 1 decisions, 9 not as the run made them"
+    assert told[2].endswith("; not yet for 200 s), and not hold")
+
+
+def test_a_run_without_an_autoscaler_has_nothing_to_make_again(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path, "plain", resolve(load(QUICKSTART))) as made:
+        assert cli.main(["autoscale", str(made.path)]) == 2
+
+
+IN_ONE = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages', 'reference', 'actor_fwd']}]"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (
+            "groups.0.replicas=5",
+            "groups[rollout].replicas must lie within autoscale.min_replicas and autoscale.max_replicas",
+        ),
+        (IN_ONE, "autoscale must not be set where rollout shares its processes with the actor"),
+    ],
+)
+def test_settings_that_leave_nothing_to_scale_are_refused(wrong: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(QUICKSTART, [RULES, wrong])
+    assert told in str(error.value)
