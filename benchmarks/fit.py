@@ -107,7 +107,7 @@ def trace(folder: Path, case: Case) -> None:
     """What a rank would hold in a step, and of it what a forward keeps, as JSON."""
     config = job(folder, case)
     found = Tracer(config, str(config.model.path)).of("actor", case.ranks)
-    print(json.dumps([found.parts, found.kept]))
+    print(json.dumps([found.parts, found.ended["activations"] + found.ended["logits"]]))
 
 
 def write(folder: Path, case: Case) -> None:

@@ -83,8 +83,8 @@ class Traced:
     """Of the micro-batch."""
     token_bytes: float | None = None
     """What a token more would take; None where it was not asked for."""
-    kept: int = 0
-    """What a forward keeps for its backward, and its logits."""
+    ended: Mapping[str, int] = field(default_factory=dict)
+    """When the forward of a step has ended: what it keeps for its backward, and its logits, among what is there."""
 
     @property
     def needed(self) -> int:

@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rondo.launch.check.estimate import STAGING
 
@@ -92,6 +94,7 @@ class Ledger(TorchDispatchMode):
         self._now: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._total = self._number = 0
         self._counts = True
+        self._media = WeakTensorKeyDictionary()
         self.section = ""
 
     @property
@@ -115,9 +118,10 @@ class Ledger(TorchDispatchMode):
     def keep(self) -> None:
         """A forward is over: what it has made and is there still, its backward needs."""
         made = [held for held in self._held.values() if held.part == TEMPORARIES]
-        early = sum(held.size for held in made if held.number <= self._peak.number)
-        self._peak.parts[ACTIVATIONS] += early
-        self._peak.parts[TEMPORARIES] -= early
+        for peak in self.peaks.values():
+            early = sum(held.size for held in made if held.number <= peak.number)
+            peak.parts[ACTIVATIONS] += early
+            peak.parts[TEMPORARIES] -= early
         for held in made:
             self._move(held, ACTIVATIONS)
 
@@ -156,6 +160,9 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # its local parts come by
         kwargs = kwargs or {}
         tensors = list(_tensors((*args, *kwargs.values())))
+        if any(map(_large, tensors)):
+            args, kwargs = tree_map(self._taken, (args, kwargs))
+            tensors = list(_tensors((*args, *kwargs.values())))
         if func.namespace == "c10d":
             self._count(func, args)
         if (
@@ -187,6 +194,15 @@ class Ledger(TorchDispatchMode):
         elif func is _c10d.allreduce_.default:
             num_ranks = dist.ProcessGroup.unbox(args[1]).size()
             self.sent["all-reduce"] += 2 * (num_ranks - 1) * sum(tensor.nbytes for tensor in args[0]) // num_ranks
+
+    def _taken(self, value: Any) -> Any:
+        """Pictures and sounds, which are on the device as long as they are there, and of which no value leads the way."""
+        if not (isinstance(value, torch.Tensor) and _large(value)):
+            return value
+        if value not in self._media:
+            self._media[value] = self._fakes.from_tensor(value)
+            self._note(self._media[value].untyped_storage())
+        return self._media[value]
 
     def _stage(self, size: int) -> None:
         """While the collective lasts."""
@@ -246,6 +262,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _large(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.numel() > _FEW
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:
