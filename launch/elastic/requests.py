@@ -78,7 +78,8 @@ class _Work:
 class Requests:
     """`groups`: role -> its role group, of every role that can have more or fewer replicas; `replicas`: role group -> how many it
     has at the start; `least`: how many must stay, where that is more than one. `admit`: why so many more of a role group are not
-    possible, empty where they are. `drain_s` and `start_s`: timeouts where a wish has none."""
+    possible, empty where they are; `failure`: what a replica failed of last. `drain_s` and `start_s`: timeouts where a wish has
+    none."""
 
     def __init__(
         self,
@@ -90,12 +91,13 @@ class Requests:
         start_s: float,
         wall: Callable[[], float],
         least: Mapping[str, int] = MappingProxyType({}),
+        failure: Callable[[str], str] = lambda name: "",
     ) -> None:
         self._groups = groups
         self._next = dict(replicas)
         self._admit = admit
         self._default_s = {"scale_out": start_s, "scale_in": drain_s, "restart": drain_s + start_s}
-        self._drain_s, self._least = drain_s, least
+        self._drain_s, self._least, self._failure = drain_s, least, failure
         self._wall = wall
         self._requests: OrderedDict[str, Request] = OrderedDict()
         self._by_key: dict[str, tuple[Wish, str]] = {}
@@ -282,7 +284,7 @@ class Requests:
             if name in work.up or name in failed:
                 continue
             if name not in seen:
-                failed[name] = "it did not come up, however often it was started"
+                failed[name] = self._failure(name) or "it did not come up"
             elif late:
                 failed[name] = f"not up within {request.timeout_s:g} s"
                 orders += [Drain(name, 0.0)] if work.then is None else []

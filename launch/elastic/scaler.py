@@ -89,6 +89,7 @@ class Scaler:
             start_s=limits.start_s + limits.load_s,
             wall=time.time,
             least=_least(config),
+            failure=supervisor.last_failure,
         )
         self._told: Request | None = None
 

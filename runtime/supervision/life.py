@@ -55,9 +55,10 @@ class Life:
 
 def view(life: Life) -> ChildView:
     child = life.child
+    passing = life.on_trial or ((life.removed or life.again) and life.state is not State.READY)
     return ChildView(
         child.name, life.state, life.incarnation, child.num_ranks, len(life.registered), len(life.ready),
-        life.num_restarts, child.service, life.on_trial or life.removed or life.again,
+        life.num_restarts, child.service, passing,
     )  # fmt: skip
 
 

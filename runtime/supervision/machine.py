@@ -407,6 +407,10 @@ class Supervision:
         state = self._lives[name].state
         return state in RUNS or state is State.ENDING
 
+    def last_failure(self, name: str) -> str:
+        """What a child failed of last, one that was given up too; empty where it has not."""
+        return next((cause.what for (child, _), cause in reversed(self._causes.items()) if child == name), "")
+
     def dead(self) -> tuple[tuple[str, int], ...]:
         """Every incarnation of this supervisor's life that is proved gone."""
         return tuple(self._dead)

@@ -162,6 +162,10 @@ class Supervisor(Actor):
         self._check_goes_on()
         self._do(self._machine.drain(name, time.monotonic(), deadline_s=deadline_s, again=again))
 
+    def last_failure(self, name: str) -> str:
+        """What a role group failed of last, one that was given up too; empty where it has not."""
+        return self._machine.last_failure(name)
+
     def keep_group(self, name: str) -> None:
         """A role group that was to leave stays, or comes back."""
         self._do(self._machine.stay(name))

@@ -73,6 +73,9 @@ class Told:
         self.incarnations[name] += again
         self.groups[name] = self.groups[name][0], State.READY if again else State.DRAINING
 
+    def last_failure(self, name: str) -> str:
+        return f"{name} has no memory"
+
     def keep_group(self, name: str) -> None:
         self.groups[name] = self.groups[name][0], State.READY
 
@@ -114,6 +117,17 @@ def test_an_autoscaler_asks_for_a_total_and_reads_how_it_goes(tmp_path: Path) ->
     assert rig.scaler.view().requests[0].status is Status.COMPLETED
     engines = rig.scaler.engines("rollout")
     assert [(each.engine_id, each.origin, each.weight_version) for each in engines] == [("rollout-0", "initial", 2)]
+
+
+def test_a_replica_that_is_given_up_is_told_with_what_it_failed_of(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    asked = rig.scaler.request("rollout", 3, reason="")
+    rig.scaler.advance()
+    del rig.supervisor.groups["rollout-2"]
+    rig.settle()
+    found = rig.scaler.get(asked.request_id)
+    assert found is not None and found.status is Status.PARTIAL
+    assert found.failed_engines == {"rollout-2": "rollout-2 has no memory"}
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -870,6 +870,7 @@ def test_a_child_that_is_added_starts_beside_the_others_and_counts_on_from_what_
 def test_a_child_that_drains_is_told_so_ends_by_itself_and_is_forgotten() -> None:
     run = with_another().up()
     assert run.do(run.machine.drain("rollout-1", run.now, deadline_s=60)) == [TellDraining("rollout-1", 1)]
+    assert [view.name for view in run.machine.views() if view.passing] == ["rollout-1"]
     assert run.state("rollout-1") is State.DRAINING and run.machine.phase is Phase.RUNNING
     assert run.tick(59) == []
     assert run.gone("rollout-1") == [left("rollout-1")]
@@ -946,6 +947,7 @@ def test_who_was_to_leave_stays_and_comes_back_where_it_had_left_already() -> No
     run.do(run.machine.drain("rollout-1", run.now, deadline_s=60))
     assert run.do(run.machine.stay("rollout-1")) == [TellDraining("rollout-1", 1, stays=True)]
     assert run.state("rollout-1") is State.READY and run.tick(61) == []
+    assert not any(view.passing for view in run.machine.views())
     assert run.gone("rollout-1") == [TellDead("rollout-1", 1), Start("rollout-1", 2, 0)]  # it had been told to end
     run.up()
     run.do(run.machine.drain("rollout-1", run.now, deadline_s=0))
@@ -967,6 +969,7 @@ def test_who_never_was_ready_is_given_up_beyond_its_limit_and_nothing_escalates(
     assert run.notes[-1] == Note("given_up", {"group": "rollout-1", "incarnation": 4, "cause": "out of memory"})
     assert run.gone("rollout-1") == [left("rollout-1", 4)] and run.machine.phase is Phase.RUNNING
     assert run.machine.restarts()["rollout-1"] == 3
+    assert (run.machine.last_failure("rollout-1"), run.machine.last_failure("rollout-0")) == ("out of memory", "")
 
 
 def test_a_run_is_done_when_the_last_that_is_not_has_left() -> None:
