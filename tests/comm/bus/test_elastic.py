@@ -257,7 +257,7 @@ async def test_memory_of_a_ring_that_is_gone_is_let_go_by_its_readers(monkeypatc
 
 
 async def test_nothing_is_lost_or_twice_whoever_comes_leaves_is_ended_or_dies_in_whatever_order() -> None:
-    for seed in range(strength(quick=6, full=200)):
+    for seed in range(strength(quick=4, full=200)):
         async with elastic(max_staleness=1, max_infra_failures=99) as run:
             await act(run, random.Random(seed))
             found = run.found()
