@@ -69,18 +69,24 @@ def chaos(f: Figures) -> Iterator[Row]:
 
 def scale(f: Figures) -> Iterator[Row]:
     changes = {name: row for name, row in f.items() if isinstance(row, dict) and "ended_as" in row}
-    for action, name in (("scale_out", "serve_s"), ("scale_in", "gone_s")):
+    until = {
+        "scale_out": ("serve_s", "new replicas under load: until all serve proved weights"),
+        "scale_in": ("gone_s", "replicas that leave under load: until they are gone"),
+    }
+    for action, (name, words) in until.items():
         yield (
-            f"replicas under load, {action}: until all serve proved weights, or those that leave are gone; with somebody killed "
-            "in the middle",
+            f"{words}; with somebody killed in the middle",
             "; ".join(
                 f"{role} {changes[f'{role} {action} quiet'][name]:.1f} s, {changes[f'{role} {action} killed'][name]:.1f} s"
                 for role in ("rollout", "reference")
             ),
         )
+    quiet = max(row["worst_pause_s"] for name, row in changes.items() if name.endswith("quiet"))
+    killed = statistics.median(row["pause_s"] for name, row in changes.items() if name.endswith("killed"))
     yield (
-        f"samples lost, trained twice in these {f['rounds']} rounds; the trainer's longest step beyond its usual one, median",
-        f"{f['lost']}, {f['twice']}; {statistics.median(row['pause_s'] for row in changes.values()):.1f} s",
+        f"samples lost, trained twice in these {f['rounds']} rounds; the trainer's longest step beyond its usual one, where "
+        "nobody is killed, and median where somebody is",
+        f"{f['lost']}, {f['twice']}; {quiet:.1f} s, {killed:.1f} s",
     )
 
 
