@@ -410,7 +410,7 @@ async def _supervise(
             Questions(config, provider.ref, lambda: supervisor.snapshot().groups).mount(admin)
             admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
             fixed = groups != group_specs(config)
-            scaler = Scaler(supervisor, config, run.path, tell, provider.proved, fixed=fixed)
+            scaler = Scaler(supervisor, config, run.path, tell, provider.proved, provider.ref, fixed=fixed)
             beside.append(asyncio.create_task(scaler.run()))
             if config.autoscale is not None and not fixed:
                 scales = autoscaler(config.autoscale, scaler, tell)

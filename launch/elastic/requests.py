@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from rondo.launch.elastic.joining import Call, Joining
 from rondo.launch.elastic.request import Replica, Request, Status, Wish
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.orders import State
@@ -55,7 +56,7 @@ class Stay:
     name: str
 
 
-Order = Add | Drain | Stay
+Order = Add | Drain | Stay | Call
 
 
 @dataclass(slots=True)
@@ -73,13 +74,15 @@ class _Work:
     up: frozenset[str] = frozenset()
     left_at: int = 0
     """Of a restart: the incarnation of the replica whose turn it is."""
+    joining: Joining | None = None
+    """Of a request about engines that run already."""
 
 
 class Requests:
     """`groups`: role -> its role group, of every role that can have more or fewer replicas; `replicas`: role group -> how many it
     has at the start; `least`: how many must stay, where that is more than one. `admit`: why so many more of a role group are not
-    possible, empty where they are; `failure`: what a replica failed of last. `drain_s` and `start_s`: timeouts where a wish has
-    none."""
+    possible, empty where they are; `no_engines`: why none that run already are attached; `failure`: what a replica failed of
+    last. `drain_s` and `start_s`: timeouts where a wish has none."""
 
     def __init__(
         self,
@@ -91,13 +94,16 @@ class Requests:
         start_s: float,
         wall: Callable[[], float],
         least: Mapping[str, int] = MappingProxyType({}),
+        no_engines: str = "",
         failure: Callable[[str], str] = lambda name: "",
     ) -> None:
         self._groups = groups
         self._next = dict(replicas)
         self._admit = admit
         self._default_s = {"scale_out": start_s, "scale_in": drain_s, "restart": drain_s + start_s}
-        self._drain_s, self._least, self._failure = drain_s, least, failure
+        self._drain_s, self._least, self._failure, self._no_engines = drain_s, least, failure, no_engines
+        self.attached: dict[str, str] = {}
+        """Engines that run already and were attached: address -> replica."""
         self._wall = wall
         self._requests: OrderedDict[str, Request] = OrderedDict()
         self._by_key: dict[str, tuple[Wish, str]] = {}
@@ -154,10 +160,7 @@ class Requests:
         if wish.action == "restart":
             return Status.PENDING, f"{len(living)} replicas, one after another"
         if wish.engine_urls:
-            return (
-                Status.REJECTED,
-                "engine_urls must be empty, got some. Attach engines that run already by rollout.sglang.urls",
-            )
+            return self._judge_engines(wish)
         target, num = wish.num_replicas, len(living)
         least = self._least.get(group, 1)
         if target < least:
@@ -174,11 +177,30 @@ class Requests:
         why_not = self._admit(group, target - num) if target > num else ""
         return (Status.REJECTED, why_not) if why_not else (Status.PENDING, f"from {num} to {target} replicas")
 
+    def _judge_engines(self, wish: Wish) -> tuple[Status, str]:
+        if wish.role != "rollout" or wish.num_replicas:
+            return (
+                Status.REJECTED,
+                "engine_urls must come for rollout, without num_replicas, got others. Ask one after the other",
+            )
+        if self._no_engines:
+            return Status.REJECTED, self._no_engines
+        comes = wish.action == "scale_out"
+        num = sum((url in self.attached) != comes for url in wish.engine_urls)
+        where = "attached" if comes else "detached"
+        return (
+            (Status.PENDING, f"{num} engines to be {where}")
+            if num
+            else (Status.NOOP, f"all of them are {where} already")
+        )
+
     def _answer(self, wish: Wish, living: Sequence[str]) -> Request:
         """With the replicas that it would take."""
         at = self._wall()
         chosen: Sequence[str] = living
-        if wish.action == "scale_out":
+        if wish.engine_urls:
+            chosen = wish.engine_urls
+        elif wish.action == "scale_out":
             chosen = self._names(self._groups[wish.role], wish.num_replicas - len(living))
         elif wish.action == "scale_in":
             chosen = living[::-1][: max(0, len(living) - wish.num_replicas)]  # the newest first
@@ -218,8 +240,10 @@ class Requests:
         if found.status is Status.PENDING:
             work.names = ()
             return self._end(Status.CANCELLED), []
-        if found.action == "scale_out":
+        if found.action == "scale_out" and work.joining is None:
             return self._set(Status.REMOVING), self._undo(work.names, seen, now)
+        if work.joining is not None:
+            return self._set(Status.REMOVING), list(work.joining.cancel())
         # Who is there stays; who has left comes back as another one.
         orders: list[Order] = [Stay(name) for name in work.names if name in seen]
         missing = [name for name in found.selected_engines if name not in seen] if found.action == "scale_in" else []
@@ -249,6 +273,8 @@ class Requests:
             return []
         if request.status is Status.PENDING:
             return self._start(work, request, seen, now)
+        if work.joining is not None:
+            return self._joins(work.joining)
         if request.action == "restart":
             return self._restarts(work, request, seen, now)
         if work.coming:
@@ -257,6 +283,11 @@ class Requests:
 
     def _start(self, work: _Work, request: Request, seen: Seen, now: float) -> list[Order]:
         living = replicas_of(work.group, seen)
+        if request.engine_urls:
+            work.joining = Joining(request, living[0] if living else "", self.attached, self._drain_s)
+            comes = request.action == "scale_out"
+            self._set(Status.CONNECTING if comes else Status.DRAINING, selected_engines=work.joining.urls)
+            return list(work.joining.begin())
         if request.action == "restart":
             work.names = tuple(living)
             self._set(Status.DRAINING, selected_engines=work.names)
@@ -268,6 +299,25 @@ class Requests:
         work.names, work.then = tuple(living[::-1][: len(living) - request.num_replicas]), None
         self._set(Status.DRAINING, selected_engines=work.names)
         return [Drain(name, 0.0 if request.force else request.timeout_s) for name in work.names]
+
+    def told(self, url: str, why: str = "") -> None:
+        """The call about an engine has ended; `why` it failed."""
+        if self._work is not None and self._work.joining is not None:
+            self._work.joining.told(url, why)
+
+    def _joins(self, joining: Joining) -> list[Order]:
+        ended, calls = joining.advance()
+        request = self.active
+        assert request is not None
+        field = "engine_ids" if request.action == "scale_out" else "removed_engines"
+        self._set(
+            Status.REMOVING if calls else request.status, failed_engines=dict(joining.failed), **{field: joining.done}
+        )
+        if ended is Status.ACTIVE:
+            self._set(Status.READY)
+        if ended is not None:
+            self._end(ended, f"{len(joining.failed)} of {len(joining.urls)} engines failed" if joining.failed else "")
+        return list(calls)
 
     def _take(self, group: str, num: int) -> tuple[str, ...]:
         names = self._names(group, num)

@@ -38,12 +38,13 @@ class Restart(Section):
 
 
 class Scale(Restart):
-    """`num_replicas`: how many there are to be. `timeout_secs`: until new ones are up, or those that leave are ended.
+    """`num_replicas`: how many there are to be; or `engine_urls`: engines that run already, to be attached or detached.
+    `timeout_secs`: until new ones are up, or those that leave are ended.
     `policy`: what becomes of the new ones where some do not come up."""
 
     num_replicas: int = 0
     model_name: str = "default"
-    engine_urls: tuple[str, ...] = ()
+    engine_urls: tuple[str, ...] = Field((), max_length=256)
     policy: Policy = "keep_partial"
 
 

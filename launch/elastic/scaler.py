@@ -12,26 +12,36 @@ For the event loop of the supervisor alone.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rondo.launch.config import RunConfig
+from rondo.launch.elastic.joining import Attach, Detach, GiveUp
 from rondo.launch.elastic.request import Action, Policy, Replica, Request, Status, Wish
 from rondo.launch.elastic.requests import Add, Drain, Order, Requests, Stay, replicas_of
 from rondo.launch.elastic.room import Room
 from rondo.launch.plan import spec_of
+from rondo.roles.engines.sglang.requirements import address_of
+from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records.telling import tell_every
 from rondo.runtime.supervision.orders import Phase
 from rondo.runtime.supervision.spec import GroupView
 from rondo.runtime.supervision.supervisor import Supervisor
+from rondo.runtime.waits import waiting
 
 DRAIN_S = 300.0
 """Replicas that leave have so long to end what they have, unless a request says otherwise; then it goes to others."""
 _TICK_S = 0.25
+_ENGINES_S = 2.0
+_SLACK_S = 60.0
+"""For the way, and for what a replica undoes."""
 _TOLD = ("request_id", "status", "role", "action", "num_replicas", "reason", "message", "error_message")
 
 
@@ -63,7 +73,8 @@ class ScalingView:
 
 class Scaler:
     """`tell` writes an event (kind, data); `proved` gives the versions that readers of weights have proved, by
-    "<replica>/<role>.<rank>". `fixed`: the run's role groups are not those of its settings, and stay."""
+    "<replica>/<role>.<rank>"; `ref` gives the actor of a process by "<replica>.<rank>". `fixed`: the run's role groups are not
+    those of its settings, and stay."""
 
     def __init__(
         self,
@@ -72,6 +83,7 @@ class Scaler:
         run: Path,
         tell: Callable[[str, Mapping[str, Any]], None],
         proved: Callable[[], Mapping[str, int]] = dict,
+        ref: Callable[[str], ActorRef] | None = None,
         *,
         fixed: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +102,12 @@ class Scaler:
             wall=time.time,
             least=_least(config),
             failure=supervisor.last_failure,
+            no_engines=_no_engines(config),
         )
+        self._ref = ref
+        self._calls: dict[str, asyncio.Task[None]] = {}  # about an engine that runs already, by its address
+        self._engines: dict[str, Mapping[str, Any]] = {}  # what its replica said of it last
+        self._asked_at = -math.inf
         self._told: Request | None = None
 
     # ---- requests ---------------------------------------------------------------------------------------------------
@@ -119,6 +136,7 @@ class Scaler:
         same key is one request. ConfigError for a role whose number is fixed, or a key of another wish.
         """
         living = len(self.view().replicas.get(role, ()))
+        engine_urls = tuple(dict.fromkeys(map(address_of, engine_urls)))
         if action is None:
             action = "scale_in" if target < living else "scale_out"
         return self._ask(
@@ -180,7 +198,13 @@ class Scaler:
                 min((v for reader, v in proved.items() if reader.partition("/")[0] == view.name), default=None),
             )
             for view in self._views() if view.role == group.name
-        ]  # fmt: skip
+        ] + [self._engine(url, name) for url, name in self._requests.attached.items() if role == "rollout"]  # fmt: skip
+
+    def _engine(self, url: str, name: str) -> EngineView:
+        """One that was attached, as its replica told it last."""
+        told = self._engines.get(url, {})
+        state, healthy = told.get("state", "unknown"), bool(told.get("healthy"))
+        return EngineView(url, name, "attached", state, healthy, 0, 0, told.get("version"), url)
 
     # ---- doing ------------------------------------------------------------------------------------------------------
 
@@ -189,8 +213,55 @@ class Scaler:
 
         async def turn() -> None:
             self.advance()
+            if self._requests.attached and self._clock() - self._asked_at >= _ENGINES_S:
+                self._asked_at = self._clock()
+                await self._look_at_engines()
 
-        await tell_every("scaling", _TICK_S, turn)
+        try:
+            await tell_every("scaling", _TICK_S, turn)
+        finally:
+            for call in self._calls.values():
+                call.cancel()
+
+    async def _look_at_engines(self) -> None:
+        assert self._ref is not None
+        for name in set(self._requests.attached.values()):
+            try:
+                told = await self._ref(f"{name}.0").call("engines", deadline_s=1.0)
+            except (RondoError, OSError):
+                told = [{"name": url, "state": "unknown"} for url in self._requests.attached]
+            self._engines |= {each["name"]: each for each in told}
+
+    async def _is_attached(self, order: Attach | Detach) -> bool:
+        """Once a call that was given up has undone what it did, or ended before."""
+        assert self._ref is not None
+        with suppress(RondoError, OSError):
+            async with waiting("engine given up", peer=order.name, deadline_s=_SLACK_S):
+                while True:
+                    told = await self._ref(f"{order.name}.0").call("engines", deadline_s=_SLACK_S)
+                    state = next((each["state"] for each in told if each["name"] == order.url), "")
+                    if state not in ("connecting", "weights", "leaving"):
+                        return bool(state)
+                    await asyncio.sleep(_TICK_S)
+        return isinstance(order, Detach)
+
+    async def _call(self, order: Attach | Detach) -> None:
+        """Its outcome is the request's; a call that is cancelled undoes itself there."""
+        attach = isinstance(order, Attach)
+        limit_s = order.deadline_s if isinstance(order, Attach) else order.drain_s
+        why = "given up"
+        try:
+            assert self._ref is not None
+            method = "attach_engine" if attach else "detach_engine"
+            await self._ref(f"{order.name}.0").call(method, order.url, limit_s, deadline_s=limit_s + _SLACK_S)
+            why = ""
+        except (RondoError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError:
+            why = "" if await self._is_attached(order) == attach else "given up"
+        finally:
+            del self._calls[order.url]
+            self._requests.told(order.url, why)
 
     def advance(self) -> None:
         """One look, and what follows from it."""
@@ -227,6 +298,10 @@ class Scaler:
                         self._supervisor.drain_group(order.name, deadline_s=order.deadline_s, again=order.again)
                     case Stay():
                         self._supervisor.keep_group(order.name)
+                    case Attach() | Detach():
+                        self._calls[order.url] = asyncio.create_task(self._call(order), name=f"engine {order.url}")
+                    case GiveUp():
+                        self._calls[order.url].cancel()
         except RondoError as error:
             self._requests.fail(str(error))
 
@@ -259,3 +334,14 @@ def _least(config: RunConfig) -> dict[str, int]:
     group, sglang = config.group_of("rollout"), config.rollout.sglang
     each = 1 if sglang is None or sglang.urls else sglang.num_servers
     return {} if group is None else {group.name: max(1, -(-config.rollout.min_engines // each))}
+
+
+def _no_engines(config: RunConfig) -> str:
+    """Why no engine that runs already can be attached, empty where one can."""
+    sglang = config.rollout.sglang
+    if sglang is not None and sglang.router is None and config.media is None:
+        return ""
+    return (
+        "engine_urls must be asked of a run that generates with servers (rollout.sglang), without a router and with text alone, "
+        "got another one. Ask for replicas"
+    )

@@ -25,13 +25,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 
 from rondo.roles.engines.dispatch import Dispatcher
+from rondo.roles.engines.sglang.requirements import address_of
 from rondo.roles.engines.sglang.restarts import KeptEngine
-from rondo.runtime.errors import ConfigError, Refused
+from rondo.runtime.errors import Refused
 from rondo.runtime.waits import finished, wait_for
 
 Tell = Callable[[str, Mapping[str, Any]], Awaitable[None]]
@@ -158,24 +158,6 @@ async def attachable(
             yield attached
         finally:
             attached.close()
-
-
-def address_of(text: str) -> str:
-    """An address as it is compared: scheme, host and port, and a path without its last slash. ConfigError for what is none."""
-    parts = urlsplit(text.strip())
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    plain = parts.scheme in ("http", "https") and parts.hostname and port != -1
-    if not plain or parts.username is not None or parts.query or parts.fragment or not text.isprintable():
-        raise ConfigError(
-            f"the address of an engine must look like http://10.0.0.9:30000, got {text[:200]!r}. A key stands in "
-            "rollout.sglang.api_key_file"
-        )
-    assert parts.hostname is not None
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
 
 
 def _read(record: Path) -> list[str]:

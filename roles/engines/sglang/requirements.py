@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from rondo.roles.engines.sglang.numbers import integer
 from rondo.runtime.errors import ConfigError
@@ -89,3 +90,21 @@ def too_short(what: str, num_tokens: int, most: int, where: str) -> ConfigError:
         f"{what} must be at most {most}, what SGLang of {where} takes beside those that it keeps free, got {num_tokens}. "
         "Lower it, or give the server a longer context or more memory"
     )
+
+
+def address_of(text: str) -> str:
+    """An address as it is compared: scheme, host and port, and a path without its last slash. ConfigError for what is none."""
+    parts = urlsplit(text.strip())
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    plain = parts.scheme in ("http", "https") and parts.hostname and port != -1
+    if not plain or parts.username is not None or parts.query or parts.fragment or not text.isprintable():
+        raise ConfigError(
+            f"the address of an engine must look like http://10.0.0.9:30000, got {text[:200]!r}. A key stands in "
+            "rollout.sglang.api_key_file"
+        )
+    assert parts.hostname is not None
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"

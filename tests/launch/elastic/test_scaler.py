@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -128,6 +129,71 @@ def test_a_replica_that_is_given_up_is_told_with_what_it_failed_of(tmp_path: Pat
     found = rig.scaler.get(asked.request_id)
     assert found is not None and found.status is Status.PARTIAL
     assert found.failed_engines == {"rollout-2": "rollout-2 has no memory"}
+
+
+class Holds:
+    """A rollout process that attaches what it is told to; `holds`: until it is asked, or cancelled."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, str] = {}
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
+        if method == "engines":
+            return [{"name": url, "state": state, "healthy": True, "version": 3} for url, state in self.states.items()]
+        url = arguments[0]
+        if method == "detach_engine":
+            del self.states[url]
+            return True
+        self.states[url] = "connecting"
+        self.begun.set()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            del self.states[url]
+            raise
+        self.states[url] = "active"
+        return True
+
+
+async def test_engines_that_run_already_are_attached_shown_and_let_go_and_a_call_that_is_given_up_is_undone(
+    tmp_path: Path,
+) -> None:
+    asked, replica = list[str](), Holds()
+    rig = Rig(tmp_path, "rollout.sglang.urls=('http://own:1',)", "rollout.sglang.weights='disk'")
+
+    def ref(name: str) -> Any:
+        asked.append(name)
+        return replica
+
+    rig.scaler._ref = ref
+
+    async def settled() -> Status:
+        async with asyncio.timeout(15):
+            while rig.scaler.view().active is not None:
+                await asyncio.sleep(0.005)
+                rig.scaler.advance()
+        return rig.scaler.view().requests[0].status
+
+    urls = ("HTTP://A:1/", "http://a:1")
+    request = rig.scaler.request("rollout", 0, action="scale_out", reason="", engine_urls=urls)
+    assert request.selected_engines == ("http://a:1",)
+    rig.scaler.advance()
+    await replica.begun.wait()
+    rig.scaler.cancel(request.request_id)
+    assert await settled() is Status.CANCELLED and replica.states == {}
+    replica.go_on.set()
+    rig.scaler.request("rollout", 0, action="scale_out", reason="", engine_urls=urls)
+    assert await settled() is Status.ACTIVE and set(asked) == {"rollout-0.0"}
+    await rig.scaler._look_at_engines()
+    told = rig.scaler.engines("rollout")[-1]
+    assert (told.url, told.origin, told.group, told.state, told.weight_version) == (
+        "http://a:1", "attached", "rollout-0", "active", 3,
+    )  # fmt: skip
+    rig.scaler.request("rollout", 0, action="scale_in", reason="", engine_urls=urls)
+    assert await settled() is Status.COMPLETED and rig.scaler.engines("rollout")[-1].engine_id == "rollout-0"
+    embedded = Rig(tmp_path).scaler.request("rollout", 0, action="scale_out", reason="", engine_urls=urls)
+    assert embedded.status is Status.REJECTED and "generates with servers" in embedded.message
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:

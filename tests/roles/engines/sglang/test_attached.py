@@ -21,8 +21,9 @@ from rondo.roles.config import JobConfig
 from rondo.roles.engines.dispatch import Dispatcher
 from rondo.roles.engines.embedded.qwen3_forward import Qwen3Forward
 from rondo.roles.engines.engine import Request, SamplingParams
-from rondo.roles.engines.sglang.attached import AttachedServers, address_of, attachable
+from rondo.roles.engines.sglang.attached import AttachedServers, attachable
 from rondo.roles.engines.sglang.open import attached_engine
+from rondo.roles.engines.sglang.requirements import address_of
 from rondo.roles.engines.sglang.server import held_port
 from rondo.roles.engines.sglang.suitable import differences
 from rondo.runtime.errors import ConfigError, DeadlineExceeded
