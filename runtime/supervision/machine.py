@@ -360,7 +360,7 @@ class Supervision:
                 if life.child.service is (self.phase is Phase.CLOSING):
                     actions += self._insist(life, beats.get(life.child.name, ()), now)
         if self.phase is Phase.RUNNING:
-            seen = {name: beats.get(name, ()) for name in self._lives}
+            seen = {name: beats.get(name, ()) for name, life in self._lives.items() if not life.on_trial}
             actions += self._standstill.watch(now, seen, all_up=self._all_up())
         return actions
 
@@ -466,7 +466,7 @@ class Supervision:
         return []
 
     def _all_up(self) -> bool:
-        return all(life.state in _UP for life in self._lives.values())
+        return all(life.on_trial or life.state in _UP for life in self._lives.values())
 
     def _ask_to_leave(self, life: Life) -> list[Action]:
         if life.state is State.WAITING and not life.comes_up:

@@ -972,6 +972,19 @@ def test_who_never_was_ready_is_given_up_beyond_its_limit_and_nothing_escalates(
     assert (run.machine.last_failure("rollout-1"), run.machine.last_failure("rollout-0")) == ("out of memory", "")
 
 
+def test_a_run_that_stands_still_is_seen_while_one_more_comes_and_while_another_leaves() -> None:
+    run = with_another()
+    for name in ("store", "coordinator", "actor-0", "rollout-0"):
+        for rank in range(2):
+            run.machine.ready(name, 1, rank, run.now)
+    loads = {"rollout-1": [Beat(0, run.now, 0, "load", 1e9, patient=True)]}
+    run.machine.registered("rollout-1", 1, 0, run.now)
+    assert stand(run, loads) == [Kill("coordinator", 1)]
+    run = with_another().up()
+    run.do(run.machine.drain("rollout-1", run.now, deadline_s=1e9))
+    assert stand(run, {}) == [Kill("coordinator", 1)]
+
+
 def test_a_run_is_done_when_the_last_that_is_not_has_left() -> None:
     run = with_another().up()
     run.do(run.machine.drain("rollout-1", run.now, deadline_s=60))
