@@ -90,7 +90,7 @@ class Scaler:
     ) -> None:
         self._supervisor, self._config = supervisor, config
         self._tell, self._proved, self._clock = tell, proved, clock
-        self._room = Room(config, run)
+        self._room, self._run = Room(config, run), run
         self._groups = {group.name: group for group in config.groups if not (fixed or "actor" in group.roles)}
         limits = config.supervision
         self._requests = Requests(
@@ -311,6 +311,9 @@ class Scaler:
         if told is None or (told.request_id, told.status) != (request.request_id, request.status):
             fields = {name: getattr(request, name) for name in _TOLD}
             self._tell("scaling", {name: value for name, value in fields.items() if value != ""})
+            if request.over:
+                for name in request.removed_engines:  # one that was ended has left its own behind
+                    (self._run / "endpoints" / f"{name}.json").unlink(missing_ok=True)
 
     def _admit(self, group: str, num: int) -> str:
         return self._room.why_not(self._groups[group], num, {view.name: view.pids for view in self._views()})

@@ -113,8 +113,13 @@ def test_an_autoscaler_asks_for_a_total_and_reads_how_it_goes(tmp_path: Path) ->
     assert rig.scaler.view().replicas["rollout"] == ("rollout-0", "rollout-1", "rollout-2")
     assert [event["status"] for event in rig.events] == ["PENDING", "CREATING", "ACTIVE"]
     assert rig.events[0]["reason"] == "queue above 10"
+    endpoints = [tmp_path / "endpoints" / f"rollout-{number}.json" for number in (0, 2)]
+    endpoints[0].parent.mkdir()
+    for path in endpoints:
+        path.touch()
     rig.scaler.request("rollout", 1, reason="idle")
     rig.settle()
+    assert [path.exists() for path in endpoints] == [True, False]
     assert rig.scaler.view().requests[0].status is Status.COMPLETED
     engines = rig.scaler.engines("rollout")
     assert [(each.engine_id, each.origin, each.weight_version) for each in engines] == [("rollout-0", "initial", 2)]
