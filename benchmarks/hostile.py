@@ -102,8 +102,6 @@ async def told(connect: Callable[[], Any], data: bytes) -> str:
         return type(error).__name__
     try:
         writer.write(data)
-        with contextlib.suppress(OSError, RuntimeError):
-            writer.write_eof()
         answer = await asyncio.wait_for(reader.read(65536), ANSWER_S)
     except OSError as error:
         return type(error).__name__

@@ -7,8 +7,9 @@ number itself.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Mapping
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pydantic import Field
 from rondo.launch.report.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.admin.openapi import QUERY, Operation
 from rondo.runtime.admin.server import Handler
 from rondo.runtime.errors import RondoError
@@ -27,12 +29,14 @@ from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.telling import tell_every
 from rondo.runtime.section import Section
 from rondo.runtime.supervision.machine import State
-from rondo.runtime.supervision.spec import COORDINATOR_NAME
+from rondo.runtime.supervision.spec import COORDINATOR_NAME, SupervisorView
 from rondo.runtime.supervision.supervisor import Supervisor
 
 _PERIOD_S = 2.0
 _ANSWER_S = 1.0
 _NUM_SAMPLES = 20
+_SAMPLES_BYTES = 1 << 20
+_FRESH_S = 0.25
 _NUM_STEPS = 10
 _PARTITIONS = "partitions"
 
@@ -40,7 +44,14 @@ _PARTITIONS = "partitions"
 class RunProvider:
     """The `Provider` of a live run. `poll` runs beside the supervisor; `on_event` takes its records."""
 
-    def __init__(self, supervisor: Supervisor, rt_dir: Path, token: str, run_dir: Path) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        rt_dir: Path,
+        token: str,
+        run_dir: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._supervisor = supervisor
         self._rt_dir, self._token = rt_dir, token
         self._run_dir = run_dir
@@ -49,6 +60,9 @@ class RunProvider:
         self._waits: list[dict[str, Any]] = []
         self._bus: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
+        self._clock = clock
+        self._seen: SupervisorView | None = None
+        self._seen_at = 0.0
 
     async def poll(self) -> None:
         """Ask every process what it waits for, and the coordinator for its counters, until cancelled."""
@@ -60,7 +74,7 @@ class RunProvider:
             self._broadcast.close()
 
     async def _ask_all(self) -> None:
-        groups = self._supervisor.snapshot().groups
+        groups = self._snapshot().groups
         services = [COORDINATOR_NAME, *[group.name for group in groups if group.name == _PARTITIONS]]
         workers = [f"{group.name}.{rank}" for group in groups if not group.service for rank in range(group.num_ranks)]
         names = [*services, *workers]
@@ -88,19 +102,27 @@ class RunProvider:
             self._last_step = dict(record)
         self._broadcast.publish(dict(record))
 
+    def _snapshot(self) -> SupervisorView:
+        """The run now, or a moment ago: it is taken from what the system knows of all its processes, and a crowd may ask."""
+        now = self._clock()
+        if self._seen is None or now - self._seen_at > _FRESH_S:
+            self._seen, self._seen_at = self._supervisor.snapshot(), now
+        return self._seen
+
     # ---- the Provider's methods -------------------------------------------------------------------------------------
 
     def health(self) -> Mapping[str, Any]:
-        groups = self._supervisor.snapshot().groups
+        seen = self._snapshot()
+        groups = seen.groups
         below = self._bus.get("engines", {}).get("below", "")
         ready = all(each.state in (State.READY, State.DONE) for each in groups if not each.passing) and not below
-        return {"ready": ready, "healthy": self._supervisor.snapshot().phase != "failing"} | {
+        return {"ready": ready, "healthy": seen.phase != "failing"} | {
             "step": self._last_step.get("step"), "version": self._last_step.get("version", self._bus.get("version")),
             "attempt": self._bus.get("attempt"),
         } | ({"failing": failing} if (failing := self._bus.get("failing") or below) else {})  # fmt: skip
 
     def roles(self) -> Any:
-        return [asdict(group) for group in self._supervisor.snapshot().groups]
+        return [asdict(group) for group in self._snapshot().groups]
 
     def waits(self) -> Any:
         return self._waits
@@ -121,11 +143,14 @@ class RunProvider:
         if not files:
             return []
         with files[-1].open("rb") as file:
-            return list(read_lines(deque(file, maxlen=_NUM_SAMPLES), files[-1]))
+            before = max(0, file.seek(0, os.SEEK_END) - _SAMPLES_BYTES)
+            file.seek(before)
+            lines = file.read(_SAMPLES_BYTES).splitlines(keepends=True)
+        return list(read_lines(lines[1 if before else 0 :][-_NUM_SAMPLES:], files[-1]))
 
     def metrics(self) -> Mapping[str, Any]:
         figures = {name: value for name, value in self._last_step.items() if isinstance(value, int | float)}
-        groups = self._supervisor.snapshot().groups
+        groups = self._snapshot().groups
         partitions = self._bus.get(_PARTITIONS, {}).items()
         return figures | {
             "partition_rows": {"partition": {name: part["rows"] for name, part in partitions}},
@@ -169,8 +194,13 @@ def serve_trace(run_dir: Path) -> Handler:
         chosen = newest_steps(spans, _NUM_STEPS) if steps is None else parse_steps(steps)
         return orjson.dumps(chrome_trace(spans_of_steps(spans, *chosen), figures))
 
+    turn = asyncio.Lock()
+
     async def handler(request: web.Request) -> web.StreamResponse:
-        body = await asyncio.to_thread(trace, request[QUERY].steps)
+        if turn.locked():  # reading a whole run takes a core, which the run may need
+            raise TurnedDown(503, "one trace must be made at a time, got another. Ask again", {"Retry-After": "1"})
+        async with turn:
+            body = await asyncio.to_thread(trace, request[QUERY].steps)
         return web.Response(body=body, content_type="application/json")
 
     return handler

@@ -5,6 +5,7 @@ Owns what an engine, or a server of SGLang, is asked for. Does not own what samp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,10 @@ PAUSES: Mapping[str, str] = {"continue": "in_place", "recompute": "retract", "in
 """`rollout.on_new_weights` in the words of SGLang's pause modes."""
 
 
+_SECRET = re.compile(r"(^|[_-])(token|key|secret|password|passwd|credentials?)$", re.IGNORECASE)
+"""Names of what holds one, such as HF_TOKEN and WANDB_API_KEY, and not TOKENIZERS_PARALLELISM."""
+
+
 class SGLangConfig(Section):
     """SGLang as the rollout engine: servers that each rollout replica starts, or ones that run already."""
 
@@ -41,7 +46,7 @@ class SGLangConfig(Section):
     arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of the server by their names, such as {"mem-fraction-static": 0.8}; True stands for a flag."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables of the servers."""
+    """Further environment variables of the servers, which have those of the run too. No secrets: they are saved and shown."""
     api_key_file: str | None = None
     """A file with the bearer key of `urls`; servers that rondo starts get a key of their own."""
     weights: Literal["disk", "tensor", "distributed"] = "disk"
@@ -74,6 +79,16 @@ class SGLangConfig(Section):
             yield (
                 "sglang.python and sglang.urls must be set one without the other, "
                 f"got {'neither' if self.python is None else 'both'}. Set sglang.python to start servers, or sglang.urls"
+            )
+        for name in filter(_SECRET.search, (*self.environment, *self.arguments)):
+            yield (
+                f"sglang.environment and sglang.arguments must hold no secret, since settings are saved and shown, got {name}. "
+                "Export it before the run starts: servers have the run's environment, and a key of their own"
+            )
+        if any("@" in url.partition("://")[2].partition("/")[0] for url in self.urls):
+            yield (
+                "sglang.urls must hold no password, since settings are saved and shown, got one before an @. "
+                "Put a key into the file of sglang.api_key_file"
             )
         if self.release_memory and self.urls:
             yield (

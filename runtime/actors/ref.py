@@ -253,12 +253,14 @@ class _Link(FrameProtocol):
                 call[0].set_exception(self._restored(header))
             del self._pending[call_id]  # only now: what cannot be read ends the connection, and with it this call
         elif kind == WELCOME:
-            facts = unpack(header, ())
-            self._window, self.peer_max_frame_bytes = facts["window"], facts["max_frame_bytes"]
+            self._window, self.peer_max_frame_bytes = _welcome(unpack(header, ()))
             if not self.welcomed.done():
                 self.welcomed.set_result(None)
         elif kind == REFUSAL:
-            name, text = unpack(header, ())
+            told = unpack(header, ())
+            if not isinstance(told, list) or len(told) != 2:
+                raise ProtocolError(f"a refusal must hold an error's name and text, got {len(header)} other bytes")
+            name, text = told
             self.close((Refused if name == "Refused" else ProtocolError)(f"{self.peer} refused: {text}"))
         else:
             raise ProtocolError(f"an actor must send replies, got a frame of kind {kind}")
@@ -316,3 +318,11 @@ class _Link(FrameProtocol):
                 if not future.done():
                     future.set_exception(PROCESS.exceeded(wait))
         self._set_alarm(min((wait.due for _, wait in self._pending.values() if wait is not None), default=_INF))
+
+
+def _welcome(facts: Any) -> tuple[int, int]:
+    """How many calls may be on the way, and the bytes that one may have."""
+    window, most = (facts.get("window"), facts.get("max_frame_bytes")) if isinstance(facts, dict) else (None, None)
+    if not (type(window) is int and window >= 1 and type(most) is int and most >= 0):
+        raise ProtocolError(f"a welcome must hold a window and the bytes of a frame, got {window!r} and {most!r}")
+    return window, most

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
-from rondo.runtime.admin.guard import Guard, Scope
+from rondo.runtime.admin.guard import Guard, Scope, TurnedDown
 from rondo.runtime.admin.openapi import BODY, EVENTS, TEXT, Operation
 from rondo.runtime.admin.server import Audit, Handler, HttpServer, Limits, bind, dumps, json_answer
 from rondo.runtime.admin.tls import server_context
@@ -40,6 +40,7 @@ from rondo.runtime.supervision.spec import GroupView
 from rondo.runtime.waits import Pending
 
 _KEEP_ALIVE_S = 15.0
+_MAX_STREAMS = 64
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 _LIMITS = Limits(max_body_bytes=1 << 20, max_connections=512, idle_s=15.0)
 
@@ -117,6 +118,7 @@ class AdminServer:
             "rondo: a run", guard, _failed, Failed, _LIMITS, host=config.host, tls=_tls(config), audit=audit
         )
         self._closing = asyncio.Event()
+        self._num_streams = 0
         self.route = self._http.route
         self._mount_own()
 
@@ -183,8 +185,18 @@ class AdminServer:
         return json_answer({"stopping": True, "reason": asked.reason}, status=202)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
+        if self._num_streams == _MAX_STREAMS:  # each takes its part of the loop with every event
+            words = f"at most {_MAX_STREAMS} callers must follow the events, got one more. Ask again"
+            raise TurnedDown(503, words, {"Retry-After": "5"})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-        await response.prepare(request)
+        self._num_streams += 1
+        try:
+            await response.prepare(request)
+            return await self._follow(response)
+        finally:
+            self._num_streams -= 1
+
+    async def _follow(self, response: web.StreamResponse) -> web.StreamResponse:
         records, closing = self._provider.subscribe(), asyncio.ensure_future(self._closing.wait())
         record = asyncio.ensure_future(anext(records, None))
         try:

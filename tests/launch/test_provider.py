@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from rondo.launch import provider as module
-from rondo.launch.provider import RunProvider
+from rondo.launch.provider import RunProvider, serve_trace
 from rondo.runtime.admin.endpoint import prometheus_lines
+from rondo.runtime.admin.guard import TurnedDown
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.orders import State
 from rondo.runtime.supervision.supervisor import Supervisor
 from tests.comm.partitions.world import TOKEN, served
@@ -91,3 +94,54 @@ async def test_partitions_in_use_are_shown_with_who_waits_for_them_and_in_the_me
     assert 'rondo_partition_rows{partition="replay"} 3' in lines
     assert f'rondo_partition_live_bytes{{partition="replay"}} {shown["live_bytes"]}' in lines
     assert 'rondo_partition_ready_rows{task="replay/critic"} 2' in lines
+
+
+def test_a_crowd_that_asks_at_once_has_the_processes_looked_at_once(tmp_path: Path) -> None:
+    looks, now = [0], [100.0]
+
+    def snapshot() -> SimpleNamespace:
+        looks[0] += 1
+        return SimpleNamespace(groups=[], phase="running")
+
+    supervisor = cast(Supervisor, SimpleNamespace(snapshot=snapshot))
+    provider = RunProvider(supervisor, tmp_path, "t" * 32, tmp_path, clock=lambda: now[0])
+    for _ in range(100):
+        assert (
+            provider.health()["healthy"] and provider.roles() == [] and provider.metrics()["restarts"] == {"group": {}}
+        )
+    assert looks == [1]
+    now[0] += 1.0
+    assert provider.health()["ready"] and looks == [2]
+
+
+def test_the_newest_samples_are_read_from_the_end_of_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "samples").mkdir()
+    lines = [b'{"n":%d}\n' % n for n in range(50)]
+    (tmp_path / "samples" / "step_000001.jsonl").write_bytes(b"".join(lines))
+    provider = RunProvider(cast(Supervisor, SimpleNamespace()), tmp_path, "t" * 32, tmp_path)
+    assert [row["n"] for row in provider.samples()] == list(range(30, 50))
+    monkeypatch.setattr(module, "_SAMPLES_BYTES", 25)  # two whole lines and a part of one
+    assert [row["n"] for row in provider.samples()] == [48, 49]
+
+
+async def test_one_trace_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def read_run(run: Path) -> Any:
+        assert goes_on.wait(30)
+        raise ConfigError("no spans")
+
+    monkeypatch.setattr(module, "read_run", read_run)
+    handler, request = serve_trace(tmp_path), cast(Any, {module.QUERY: module.Steps()})
+    first = asyncio.ensure_future(handler(request))
+    await asyncio.sleep(0)
+    with pytest.raises(TurnedDown) as caught:
+        await handler(request)
+    assert caught.value.status == 503 and caught.value.headers == {"Retry-After": "1"}
+    goes_on.set()
+    with pytest.raises(ConfigError):
+        await first
+    with pytest.raises(ConfigError):  # there is room again
+        await handler(request)

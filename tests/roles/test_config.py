@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from rondo.comm.bus.config import BusConfig
 from rondo.roles.config import JobConfig
+from rondo.roles.config.rollout import SGLangConfig
 from rondo.runtime.section import explain
 
 
@@ -217,3 +218,23 @@ def test_dapo_with_its_filter_is_a_job() -> None:
 def test_a_column_ring_larger_than_a_rollout_ring_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"bus.column_ring_bytes must be at most bus.ring_bytes"):
         BusConfig(ring_bytes=1 << 20, column_ring_bytes=1 << 21)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"python": "p", "environment": {"HF_TOKEN": "hunter22"}}, "must hold no secret, .* got HF_TOKEN"),
+        ({"python": "p", "environment": {"wandb_api_key": "hunter22"}}, "must hold no secret, .* got wandb_api_key"),
+        ({"python": "p", "arguments": {"admin-api-key": "hunter22"}}, "must hold no secret, .* got admin-api-key"),
+        ({"urls": ("http://me:hunter22@server:1",)}, "urls must hold no password"),
+    ],
+)
+def test_secrets_stand_in_no_settings_which_are_saved_and_shown(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words) as caught:
+        SGLangConfig(**settings)
+    assert "hunter22" not in str(explain(caught.value, "a test"))
+
+
+def test_names_that_only_look_like_those_of_secrets_are_taken() -> None:
+    names = {"TOKENIZERS_PARALLELISM": "0", "KEYS": "1", "MONKEY": "2"}
+    assert SGLangConfig(python="p", environment=names).environment == names

@@ -30,7 +30,9 @@ from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.admin.openapi import QUERY
 from rondo.runtime.config import AdminConfig
+from rondo.runtime.errors import TRAVELLERS, DeadlineExceeded
 from rondo.runtime.memory.segments import SegmentClient, SegmentServer
+from rondo.runtime.waits import waiter
 from tests.runtime.actors.test_transport import MAGIC, PREFIX
 from tests.runtime.admin.test_endpoint import RUN_TOKEN, Numbers, ask
 from tests.strength import strength
@@ -142,6 +144,68 @@ async def storm(streams: list[bytes]) -> None:
 @given(st.lists(STREAMS, min_size=1, max_size=20))
 def test_an_actor_answers_after_whatever_its_socket_got(streams: list[bytes]) -> None:
     asyncio.run(storm(streams))
+
+
+WELCOME = frame(wire.WELCOME, 0, orjson.dumps({"window": 8, "max_frame_bytes": 1 << 20}))
+ANSWERED = frame(wire.REPLY, 1, orjson.dumps("here")) + frame(
+    wire.REPLY, 2, orjson.dumps([{"\0buffer": [0]}]), (b"12345",)
+)
+ERRORS = ["ConfigError", "DeadlineExceeded", "RemoteError", "NotYet", "PeerGone", "nobody's"]
+SAID = (
+    st.binary(max_size=200)
+    | edited(WELCOME + ANSWERED)
+    | st.builds(lambda value: frame(wire.WELCOME, 0, orjson.dumps(value)) + ANSWERED, json)
+    | st.builds(
+        lambda window, most: (
+            frame(wire.WELCOME, 0, orjson.dumps({"window": window, "max_frame_bytes": most})) + ANSWERED
+        ),
+        st.integers(-1, 2) | json,
+        st.integers(-1, 2**64 - 1) | json,
+    )
+    | st.builds(lambda value: WELCOME + frame(wire.REFUSAL, 0, orjson.dumps(value)), json)
+    | st.builds(
+        lambda kind, arguments, text: (
+            WELCOME + frame(wire.ERROR, 1, orjson.dumps({"type": kind, "args": arguments, "traceback": text}))
+        ),
+        st.sampled_from(ERRORS) | json,
+        st.lists(json, max_size=4) | json,
+        st.text(max_size=8) | json,
+    )
+    | st.builds(lambda rest: WELCOME + rest, st.one_of(PREFIXES, CLAIMS, VALUES, edited(ANSWERED)))
+)
+
+
+async def asked_of(said: list[bytes]) -> None:
+    """Calls an actor that says this, whatever it was asked, and hangs up."""
+    raised: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+    left = list(said)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readexactly(wire.HELLO.size)
+            writer.write(left.pop())
+            writer.write_eof()
+            await reader.read()
+        writer.close()
+
+    with tempfile.TemporaryDirectory(prefix="rondo-") as folder:
+        async with await asyncio.start_unix_server(answer, f"{folder}/echo"):
+            for _ in said:
+                with ActorRef(f"unix:{folder}/echo", token=TOKEN, peer="echo") as ref:
+                    try:
+                        await asyncio.wait_for(ref.call("echo", "x", deadline_s=PATIENCE_S), 2 * PATIENCE_S)
+                    except tuple({*TRAVELLERS.values()}) as error:
+                        assert not isinstance(error, DeadlineExceeded) or error.waiter != waiter()  # no hang
+    assert raised == []
+
+
+@FEW
+@example([frame(wire.WELCOME, 0, b"[]"), frame(wire.WELCOME, 0, b'{"window": "8", "max_frame_bytes": 1}')])
+@example([WELCOME + frame(wire.REFUSAL, 0, b"[1]"), frame(wire.REFUSAL, 0, b"3")])
+@given(st.lists(SAID, min_size=1, max_size=10))
+def test_a_caller_gets_an_answer_or_a_typed_error_whatever_its_actor_says(said: list[bytes]) -> None:
+    asyncio.run(asked_of(said))
 
 
 # ---------------------------------------------------------------------------------------------- segments

@@ -296,6 +296,20 @@ async def test_a_subscriber_that_leaves_is_forgotten() -> None:
             await asyncio.sleep(0)
 
 
+async def test_more_than_so_many_followers_of_events_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rondo.runtime.admin.endpoint._MAX_STREAMS", 1)
+    async with endpoint() as (server, provider), aiohttp.ClientSession() as session:
+        async with session.get(f"{server.url}/events"):
+            await subscribed(provider.broadcast, 1)
+            status, body = await ask(server, "GET", "/events")
+            assert (status, body["error"]["type"]) == (503, "TurnedDown")
+        while provider.broadcast.num_readers:  # until it is seen that the first has left
+            provider.broadcast.publish({"kind": "step"})
+            await asyncio.sleep(0)
+        async with session.get(f"{server.url}/events") as answer:
+            assert answer.status == 200
+
+
 async def test_a_slow_reader_loses_the_oldest_records_and_is_told_how_many() -> None:
     broadcast = Broadcast(capacity=2)
     records = broadcast.subscribe()
