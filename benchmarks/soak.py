@@ -12,7 +12,7 @@ raised, and printed. The run is stopped after `--minutes`, and must have saved.
     leftover    processes of the run, its folder in the temporary directory, names in /dev/shm
     growth      of anonymous memory, descriptors and threads, kind by kind: a line fitted to all lives of its processes, each
                 with a level of its own and from its first minute on, and the error of its slope. Flat is what grows by less than
-                3 % of its memory in an hour, or by less than one descriptor or thread, or by no more than twice its error
+                10 % of its memory in an hour, by less than one descriptor or thread, or by no more than twice its error
 
 Undisturbed runs are kept, and a rerun does those that are missing. The last line is one JSON object.
 """
@@ -42,7 +42,7 @@ SETTLED_S, SAMPLE_S = 60.0, 2.0
 HOUR_S = 3600.0
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Student's quantile for 1, 2, ... degrees of freedom."""
-FLAT = {"memory": 0.03, "descriptors": 1.0, "threads": 1.0}
+FLAT = {"memory": 0.1, "descriptors": 1.0, "threads": 1.0}
 """Of the memory that it has; of descriptors and threads in numbers; an hour."""
 Sample = tuple[float, float, float, float]
 """Age of the process in seconds, bytes of anonymous memory, descriptors, threads."""
