@@ -21,8 +21,12 @@ PREFILL = "prefill"
 """A trace that is no role's: of prompts on their way into an embedded engine."""
 STAGING = "gloo's staging"
 """What gloo holds of a collective beside its tensors: all that is gathered, or scattered, once more."""
-FORMULAS = (STAGING,)
+WORKSPACE = "attention's workspace"
+"""Of a GPU's kernel, in the backward of a decoder's layer (`workspace.py`)."""
+FORMULAS = (STAGING, WORKSPACE)
 """Parts of a trace that are computed, at the moment at which they are there."""
+LENT = "parameters"
+"""The part of a trace that an engine in the trainer's own process may generate with."""
 OFFLOADED = "optimizer"
 """The part of a trace that `train.offload_optimizer` leaves in host memory."""
 _PREFILL_TOKENS = 8192
@@ -101,7 +105,8 @@ def held_by(
     config: JobConfig, shape: Shape, traced: Mapping[str, Traced], group: RoleGroup
 ) -> tuple[Sizes, ...] | None:
     """Of one process of `group`: all of its roles beside each other, but of a trainer that rests and the engine in turn with it
-    the one that takes more. SGLang's servers are processes of their own. None where a trace is missing."""
+    the one that takes more. A trainer at rest leaves nothing there but weights that it lends. The engine of evaluations takes
+    turns with nobody. SGLang's servers are processes of their own. None where a trace is missing."""
     wanted = traces(config, group)
     if not set(wanted) <= traced.keys():
         return None
@@ -119,11 +124,15 @@ def held_by(
     if PREFILL not in wanted:
         return (*trains, *scores)
     lent = "actor" in group.roles and group.processes == 1 and config.can_lend_weights
-    generates = [Sizes(traced[PREFILL].how, traced[PREFILL].parts), generating(config, shape, lent=lent)]
-    turns = bool(trains) and config.max_staleness == 0 and not (lent or config.num_pinned)
-    if turns and config.trainer_rests(on_device=group.devices > 0):
-        return (*max(trains, generates, key=lambda sizes: sum(each.needed for each in sizes)), *scores)
-    return (*trains, *scores, *generates)
+    prefill = Sizes(traced[PREFILL].how, traced[PREFILL].parts)
+    generates = [generating(config, shape, lent=lent)] if config.rollout.sglang is None else []
+    beside = [prefill, evaluating(config, shape)] if config.num_pinned else []
+    generates += [] if beside else [prefill]
+    if trains and config.max_staleness == 0 and config.trainer_rests(on_device=group.devices > 0):
+        if lent:
+            generates.insert(0, Sizes(trains[0].how, {LENT: trains[0].parts[LENT]}))
+        return (*max(trains, generates, key=lambda sizes: sum(each.needed for each in sizes)), *scores, *beside)
+    return (*trains, *scores, *generates, *beside)
 
 
 def prefill_tokens(config: JobConfig) -> int:
@@ -137,24 +146,39 @@ def _generates(config: JobConfig) -> bool:
 
 def generating(config: JobConfig, shape: Shape, *, lent: bool = False) -> Sizes:
     """Of a process with the embedded engine, whose cache is there in full from the start. `lent`: its weights are the trainer's
-    own; only the engine of evaluations beside the training has a copy. Beside SGLang's servers there is only that one."""
-    rollout, width = config.rollout, WIDTHS[config.model.dtype]
-    num_slots = rollout.num_slots if rollout.sglang is None else 0
-    evaluation, most, beside = config.evaluation, rollout.max_new_tokens, 0
-    if evaluation is not None:
-        longest = max(each.max_new_tokens or most for each in evaluation.named_sets().values())
-        beside = (rollout.max_prompt_tokens + max(most, longest)) * evaluation.num_slots if evaluation.every else 0
-        most = max(most, longest) if evaluation.at_start or evaluation.at_end else most
-    recorded = routed_bytes(config, shape) * num_slots * (rollout.max_prompt_tokens + most)
-    cached = num_slots * (rollout.max_prompt_tokens + most) + beside
-    if evaluation is not None and evaluation.every:
-        num_slots = max(num_slots, evaluation.num_slots)
-    found = {
-        "weights": width * shape.parameters * ((0 if lent or rollout.sglang else 1) + (1 if beside else 0)),
-        "key-value cache": cached * shape.num_caching * 2 * shape.keys * width,
+    own."""
+    rollout, evaluation = config.rollout, config.evaluation
+    most = rollout.max_new_tokens
+    if evaluation is not None and (evaluation.at_start or evaluation.at_end):
+        most = max(most, _longest_of(config))
+    length = rollout.max_prompt_tokens + most
+    found = _engine(config, shape, rollout.num_slots, length, num_weights=0 if lent else shape.parameters)
+    recorded = routed_bytes(config, shape) * rollout.num_slots * length
+    return Sizes(COMPUTED, found | ({"routed experts": recorded} if recorded else {}))
+
+
+def evaluating(config: JobConfig, shape: Shape) -> Sizes:
+    """Of the embedded engine that measures versions beside the training, in the first replica; with SGLang, too."""
+    assert config.evaluation is not None
+    length = config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, _longest_of(config))
+    found = _engine(config, shape, config.evaluation.num_slots, length, num_weights=shape.parameters)
+    return Sizes(COMPUTED, {f"{part} of evaluations": size for part, size in found.items()})
+
+
+def _longest_of(config: JobConfig) -> int:
+    """The longest response of an evaluation."""
+    assert config.evaluation is not None
+    sets = config.evaluation.named_sets().values()
+    return max(each.max_new_tokens or config.rollout.max_new_tokens for each in sets)
+
+
+def _engine(config: JobConfig, shape: Shape, num_slots: int, length: int, *, num_weights: int) -> dict[str, int]:
+    width = WIDTHS[config.model.dtype]
+    return {
+        "weights": width * num_weights,
+        "key-value cache": num_slots * length * shape.num_caching * 2 * shape.keys * width,
         "logits": _LOGIT_COPIES * _FLOAT * num_slots * shape.vocab_size,
     }
-    return Sizes(COMPUTED, found | ({"routed experts": recorded} if recorded else {}))
 
 
 def routed_bytes(config: JobConfig, shape: Shape | None) -> int:

@@ -31,6 +31,8 @@ _RUNS_A_MODEL = frozenset({"rollout", "actor", "actor_fwd", "reference"})
 _TAKES_WEIGHTS = frozenset({"rollout", "actor", "actor_fwd"})
 _ON_DEVICE = 1 << 30
 """What a process has on its device before the first tensor: context, kernels, communicators."""
+_OF_SERVER = 0.88
+"""Of a device that a server of SGLang takes, about, where its mem-fraction-static is not given."""
 _LIGHT, _HEAVY = 300 << 20, 2500 << 20
 """Memory of a process without and with torch, transformers and, where it computes on a device, CUDA's libraries."""
 
@@ -120,7 +122,7 @@ def judge_devices(config: RunConfig, facts: Facts, device_bytes: int) -> Iterato
     for group in config.groups:
         if not group.devices or not (held := sizes_of(config, facts, group)):
             continue
-        held = (*held, Sizes(COMPUTED, {"context": _ON_DEVICE}))
+        held = (*held, Sizes(COMPUTED, {"context": _ON_DEVICE} | _server(config, group, device_bytes)))
         needed = sum(each.needed for each in held)
         if needed > device_bytes:
             yield error(
@@ -133,6 +135,15 @@ def judge_devices(config: RunConfig, facts: Facts, device_bytes: int) -> Iterato
             )
         if "actor" in group.roles:
             yield from _training(config, facts, group, device_bytes - needed)
+
+
+def _server(config: RunConfig, group: RoleGroup, device_bytes: int) -> dict[str, int]:
+    """What a server of SGLang on the same device takes from its start, where it does not rest while others compute."""
+    sglang = config.rollout.sglang
+    if sglang is None or sglang.python is None or "rollout" not in group.roles or "actor" in group.roles:
+        return {}
+    given = {name.replace("_", "-"): value for name, value in sglang.arguments.items()}.get("mem-fraction-static")
+    return {"SGLang": int(float(given or _OF_SERVER) * device_bytes)}
 
 
 def tell_hosts(config: RunConfig, facts: Facts) -> Iterator[Finding]:
@@ -266,6 +277,7 @@ def _way_out(held: Sequence[Sizes], group: RoleGroup) -> str:
         "activations": "Set train.activation_checkpointing=True, or lower train.micro_batch_tokens",
         "temporaries": "Lower train.micro_batch_tokens",
         "logits": "Lower train.log_prob_chunk_tokens, or rollout.num_slots",
+        "SGLang": "Lower mem-fraction-static of rollout.sglang.arguments, or remove evaluation.every",
         "key-value cache": "Lower rollout.num_slots or rollout.max_new_tokens",
         "gradients": "Train fewer parameters (train.freeze, train.train_parameters), or use devices with more memory",
     }

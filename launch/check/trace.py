@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rondo.launch.check.depths import FORWARD, HEAD, OUTPUT, STEP, Depths, Point, Told, layers_of, text_layers
-from rondo.launch.check.estimate import PREFILL, Traced
+from rondo.launch.check.estimate import PREFILL, WIDTHS, WORKSPACE, Traced
 from rondo.launch.check.ledger import (
     GRADIENTS,
     OPTIMIZER,
@@ -29,7 +29,9 @@ from rondo.launch.check.ledger import (
     first_of,
 )
 from rondo.launch.check.rows import Rows
+from rondo.launch.check.workspace import WORKSPACE_OF, Heads
 from rondo.models import parallel
+from rondo.models.attention import candidates
 from rondo.models.config import MeshConfig
 from rondo.models.load import load_config, without_memory
 from rondo.models.logprobs import response_log_probs
@@ -104,7 +106,9 @@ class Tracer:
         model = self._cut(point, mesh, "float32")
         with self._ledger() as ledger:
             _fill(model)
-            backend = policy_of(self._config, model, Packing.alike(model, self._tried), mesh, "cpu")
+            packing = Packing.alike(model, self._tried)
+            workspace = self._workspace(model, rows) if self._on_device and packing.share_prompts else 0
+            backend = policy_of(self._config, model, packing, mesh, "cpu")
             ledger.name(PARAMETERS, [*model.parameters(), *model.buffers()])
             ledger.name(OPTIMIZER, (moment for state in backend.optimizer.state.values() for moment in state.values()))
             backend.objective = _Sections(backend, ledger)  # type: ignore[assignment]
@@ -126,7 +130,19 @@ class Tracer:
             ledger.section = STEP
             backend.update(0)
             sent.update(ledger.sent)
+        for section, peak in ledger.peaks.items():
+            peak.parts[WORKSPACE] = workspace if section[:2] == ("backward", 0) else 0
         return Told({section: peak.parts for section, peak in ledger.peaks.items()}, sent)
+
+    def _workspace(self, model: Any, rows: Sequence[TrainRow]) -> int:
+        """Of the kernel that a device would attend with."""
+        attn, dtype, text = self._config.model.attn, self._config.train.dtype, model.config.get_text_config()
+        name = attn if attn != "auto" else candidates(attn, "cuda", dtype)[0].name
+        num_heads = text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+        heads = Heads(num_heads, getattr(text, "num_key_value_heads", None) or num_heads, head_dim)
+        formula = WORKSPACE_OF.get(name)
+        return 0 if formula is None else formula(heads, tokens=_tokens(rows), rows=len(rows), width=WIDTHS[dtype])
 
     def _scoring(self, num_ranks: int, dtype: str, rows: Sequence[Packable]) -> Traced:
         with first_of(num_ranks):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.check.estimate import PREFILL, Shape, Traced, at_most, generating, held_by, traces
+from rondo.launch.check.estimate import PREFILL, Shape, Traced, at_most, evaluating, generating, held_by, traces
 from rondo.launch.check.findings import Facts, Finding
 from rondo.launch.check.target import Target, judge_devices, judge_target, place, segment_bytes, tell_hosts
+from rondo.launch.check.workspace import WORKSPACE_OF, Heads
 from rondo.launch.config import RunConfig, load
 from rondo.launch.groups import RoleGroup
 from rondo.roles.config import EvalConfig, SGLangConfig
@@ -45,6 +46,11 @@ def placed(rollouts: int, ranks: int, num_nodes: int, num_devices: int = 8) -> d
 
 def config_of(folder: Path, *sets: str) -> RunConfig:
     return load(configs.write(folder), sets)
+
+
+def on_device(config: RunConfig, at: int) -> RunConfig:
+    groups = [group.model_copy(update={"devices": 1}) if i == at else group for i, group in enumerate(config.groups)]
+    return config.model_copy(update={"groups": tuple(groups)})
 
 
 def errors(findings: list[Finding]) -> list[str]:
@@ -134,6 +140,31 @@ def test_of_a_trainer_that_rests_and_the_engine_in_turn_with_it_the_one_that_tak
         )
 
 
+def test_a_trainer_at_rest_leaves_the_weights_that_it_lends_and_evaluations_take_turns_with_nobody(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "max_staleness=0", "evaluation.every=2", "rollout.num_slots=4000000")
+    group = RoleGroup(name="a", roles=("actor", "rollout"), devices=1)
+    held = held_by(config, SHAPE, TRACED, group)
+    assert held is not None
+    lent, generates, prefill, evaluates = held
+    assert lent.parts == {"parameters": 8 * GIB} and generates.parts["weights"] == 0
+    assert generates.parts["key-value cache"] > 5 * GIB and prefill.parts == {"prompts": GIB}
+    assert evaluates == evaluating(config, SHAPE)
+    fewer = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_slots": 4})})
+    held = held_by(fewer, SHAPE, TRACED, group)
+    assert held is not None and held[0].parts == TRACED["actor"].parts and len(held) == 3
+
+
+@pytest.mark.parametrize(("name", "key_heads", "expected"), [
+    ("flash_attention_2", 4, 4 * (1000 + 2 * 128) * 4 * (96 + 1)),
+    ("flash_attention_2", 2, 4 * (1000 + 2 * 128) * 4 * (96 + 1) + 2 * (2 * 1000 * 4 * 80)),
+    ("flex_attention", 2, 1000 * 4 * (4 + 4 + 2 * 80)),
+])  # fmt: skip
+def test_what_a_kernel_holds_is_computed(name: str, key_heads: int, expected: int) -> None:
+    assert WORKSPACE_OF[name](Heads(4, key_heads, 80), tokens=1000, rows=2, width=2) == expected
+
+
 def test_snapshots_of_a_copy_of_the_model_are_cut_over_its_own_ranks_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "groups.1.processes=4", "train.mesh.dp_replicate=2")
     assert segment_bytes(config, 1400, 10, SHAPE)["hot snapshots"] == 2 * 4 * (4 * 500 + 8 * 300 + 4 * 400 + 8 * 100)
@@ -213,13 +244,16 @@ def test_beside_servers_only_the_engine_of_evaluations_is_counted(tmp_path: Path
     )
     assert traces(apart, group) == [] and held_by(apart, SHAPE, TRACED, group) == ()
     every = apart.model_copy(update={"evaluation": EvalConfig(every=2, num_slots=4, max_new_tokens=7)})
-    found = generating(every, SHAPE)
-    assert found.parts["weights"] == 4 * SHAPE.parameters  # one copy in float32
-    assert found.parts["key-value cache"] == 4 * (
+    found = evaluating(every, SHAPE)
+    assert found.parts["weights of evaluations"] == 4 * SHAPE.parameters  # one copy in float32
+    assert found.parts["key-value cache of evaluations"] == 4 * (
         config.rollout.max_prompt_tokens + max(7, config.rollout.max_new_tokens)
     ) * (SHAPE.num_caching * 2 * SHAPE.keys * 4)
     held = held_by(every, SHAPE, TRACED, group)
     assert held is not None and held[-1] == found
+    told = [finding.text for finding in judge_devices(on_device(every, 0), FACTS, 8 * GIB)]
+    assert "weights of evaluations" in told[0] and "SGLang 7.0 GiB" in told[0]
+    assert told[0].endswith("Lower mem-fraction-static of rollout.sglang.arguments, or remove evaluation.every")
 
 
 @pytest.mark.parametrize(
