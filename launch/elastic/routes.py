@@ -44,7 +44,7 @@ class Scale(Restart):
 
     num_replicas: int = 0
     model_name: str = "default"
-    engine_urls: tuple[str, ...] = Field((), max_length=256)
+    engine_urls: list[str] = Field([], max_length=256)
     policy: Policy = "keep_partial"
 
 
@@ -63,7 +63,7 @@ def mount(admin: AdminServer, scaler: Scaler, roles: tuple[str, ...]) -> None:
             asked: Scale = request[BODY]
             found = scaler.request(
                 role, asked.num_replicas, action=action, reason=asked.reason, timeout_s=asked.timeout_secs,
-                force=asked.force, dry_run=asked.dry_run, policy=asked.policy, engine_urls=asked.engine_urls,
+                force=asked.force, dry_run=asked.dry_run, policy=asked.policy, engine_urls=tuple(asked.engine_urls),
                 idempotency_key=asked.idempotency_key, model_name=asked.model_name,
             )  # fmt: skip
             return _answer(found)

@@ -144,7 +144,7 @@ class Replica:
         told = []
         for each in members:
             state = states.get(each.name, "active")
-            state = "away" if state == "active" and not each.routable else state
+            state = "away" if state == "active" and not each.healthy else state
             told.append({**asdict(each), "attached": each.name in states, "state": state})
         coming = [
             {"name": name, "attached": True, "state": states[name]}

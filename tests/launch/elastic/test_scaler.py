@@ -296,6 +296,8 @@ async def test_requests_over_http_have_relax_s_fields_and_http_s_statuses(tmp_pa
         assert (await post(f"{path}/cancel"))[0] == 400
         assert (await post("/rollout/scale_in", num_replicas=0))[0] == 400
         assert (await post("/rollout/scale_out", num_replicas=1))[1]["status"] == "NOOP"
+        status, refused = await post("/rollout/scale_out", engine_urls=["http://a:1"])
+        assert (status, refused["status"], refused["engine_urls"]) == (400, "REJECTED", ["http://a:1"])
         status, failed = await post("/actor/scale_out", num_replicas=2)
         assert status == 400 and "got 'actor'" in failed["error"]["message"]
         status, failed = await post("/rollout/scale_out", num_replica=2)
