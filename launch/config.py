@@ -48,6 +48,12 @@ class RunConfig(JobConfig):
         """The group that holds a role, or None."""
         return next((group for group in self.groups if role in group.roles), None)
 
+    def most_replicas(self, group: RoleGroup) -> int:
+        """Of a group, at any moment of the run."""
+        return (
+            self.autoscale.max_replicas if self.autoscale is not None and "rollout" in group.roles else group.replicas
+        )
+
     def _on_devices(self, role: str) -> bool:
         group = self.group_of(role)
         return group is not None and group.devices > 0

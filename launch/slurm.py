@@ -78,7 +78,7 @@ def main(options: SlurmOptions) -> int:
 
 def script(config: RunConfig, options: SlurmOptions, mem: str) -> str:
     """The whole text. mem: as sbatch takes it, such as "64G"."""
-    gpus = sum(group.replicas * group.processes * group.devices for group in config.groups)
+    gpus = sum(config.most_replicas(group) * group.processes * group.devices for group in config.groups)
     gpus = gpus if options.gpus is None else options.gpus
     asks = {
         "job-name": config.name,
@@ -113,7 +113,7 @@ def num_cores(config: RunConfig) -> int:
     milliseconds a step."""
     media = 0 if config.media is None else config.media.num_workers
     computing = sum(
-        group.replicas
+        config.most_replicas(group)
         * group.processes
         * (group.threads + ("rollout" in group.roles) * (config.reward.num_workers + media))
         for group in config.groups

@@ -86,14 +86,15 @@ def inspect(config: RunConfig, target: Target | None = None, nursery: Nursery | 
 
 
 def node_bytes(config: RunConfig, folder: Path) -> int:
-    """Host memory of a machine that runs all of it, by estimate. ConfigError with what would stop it on every machine."""
+    """Host memory of a machine that runs all of it, with the most replicas that there may be, by estimate. ConfigError with what
+    would stop it on every machine."""
     with Nursery() as nursery:
         seen = _look(config, folder, nursery, traces=True)
     findings = [*seen.findings, *_settings(config, seen.facts)]
     if errors := [finding.text for finding in findings if finding.level == "error"]:
         raise ConfigError("\n".join(errors))
     assert seen.facts.shape is not None
-    counts = {group.name: group.replicas * group.processes for group in config.groups}
+    counts = {group.name: config.most_replicas(group) * group.processes for group in config.groups}
     return sum(node_parts(config, seen.facts, seen.facts.shape, counts).values())
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from rondo.launch import cli
+from rondo.launch.check import check
+from rondo.launch.check.estimate import PREFILL, Shape, Traced
+from rondo.launch.check.findings import Facts, Finding, Report
 from rondo.launch.config import load
 from rondo.launch.slurm import SlurmOptions, main, num_cores, script
 from rondo.runtime.errors import ConfigError
@@ -79,6 +82,8 @@ def test_a_job_asks_for_what_its_groups_need() -> None:
     made = script(config, SlurmOptions(QUICKSTART), "9G")
     assert num_cores(config) == 2 * (1 + 3) + 4 + 1
     assert "#SBATCH --gres=gpu:6\n" in made and "#SBATCH --cpus-per-task=13\n" in made and "#SBATCH --mem=9G\n" in made
+    grows = load(QUICKSTART, [*sets, "reward.num_workers=3", "autoscale={'max_replicas': 4}"])
+    assert num_cores(grows) == 4 * (1 + 3) + 4 + 1 and "--gres=gpu:8\n" in script(grows, SlurmOptions(QUICKSTART), "9G")
     assert "--gres" not in text() and "#SBATCH --cpus-per-task=32\n" in text(cpus=32)
 
 
@@ -148,3 +153,26 @@ def test_the_command_prints_the_script_or_hands_it_to_sbatch(
         main(SlurmOptions(QUICKSTART, submit=True, mem="4G"))
     with pytest.raises(ConfigError, match=r"^--nodes must be 1, since all groups of a run start on one machine, got 2"):
         main(SlurmOptions(QUICKSTART, nodes=2))
+
+
+def test_the_memory_asked_for_is_what_a_check_estimates_with_the_most_replicas_and_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gib = 1 << 30
+    shape = Shape(
+        vocab_size=100, keys=4, num_caching=2, decoder_parameters=1400, encoder_parameters=0, trained_decoder=1400,
+        trained_encoders=0, widths=500,
+    )  # fmt: skip
+    traced = {name: Traced("traced", {"parameters": gib}) for name in ("actor", "reference", "actor_fwd", PREFILL)}
+    facts = Facts(num_parameters=1400, num_tensors=10, max_positions=4096, shape=shape, traced=traced)
+    monkeypatch.setattr(check, "_look", lambda *_, **__: Report([], facts))
+    sizes = []
+    for sets in ([], ["--set", "autoscale={'max_replicas': 4}"]):
+        assert cli.main(["slurm", str(QUICKSTART), *sets]) == 0
+        sizes.append(int(capsys.readouterr().out.partition("--mem=")[2].partition("G\n")[0]))
+    # A rollout more: its process and rewards' workers by estimate, what it computes with, and a ring; a quarter more of it.
+    assert sizes[0] > 10 and sizes[1] - sizes[0] >= 3 * 1.25 * 3
+    wrong = Report([Finding("error", "data.path must be there")], Facts())
+    monkeypatch.setattr(check, "_look", lambda *_, **__: wrong)
+    assert cli.main(["slurm", str(QUICKSTART)]) == 2
+    assert capsys.readouterr() == ("", "data.path must be there\n")
