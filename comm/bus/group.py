@@ -190,7 +190,7 @@ class Group:
 
     def complete(self, columns: Iterable[str]) -> bool:
         """Whether every row of every sample of the group has these columns."""
-        return self.whole and all(self.have.get(name, 0) == self.known for name in columns)
+        return self.whole and not [name for name in columns if self.have.get(name, 0) != self.known]
 
     def place(self, sample: int, column: str, part: int = 0) -> Place | None:
         """Where a column of a row lies, None when nobody has put it."""

@@ -256,11 +256,9 @@ class Rounds:
     def _bound(self, lane: _Lane, chosen: Collection[int], groups: Mapping[int, Group]) -> Bound:
         """Which rows of some groups must not be taken apart."""
         spec = lane.spec
-        return Bound(
-            groups=spec.whole_groups, samples=spec.whole_samples,
-            media={id for id in chosen if groups[id].media} if spec.media else (),
-            parts={id: groups[id].parts() for id in chosen if groups[id].branched},
-        )  # fmt: skip
+        media = {id for id in chosen if groups[id].media} if spec.media else ()
+        parts = {id: groups[id].parts() for id in chosen if groups[id].branched}
+        return Bound(spec.whole_groups, spec.whole_samples, media, parts)
 
     def may_train(self, stream: str, step: int, needed: int) -> bool:
         """False where `plan_train` would find nothing, told without a look at the groups. needed: groups of a whole step."""
@@ -274,6 +272,8 @@ class Rounds:
     def find(self, stream: str, scope: str, index: int) -> list[Round]:
         """Round `index` of a scope and those behind it, at most `MOST_ROUNDS`; none while it is not planned."""
         rounds = self.lanes[stream].rounds.get(scope, {})
+        if index not in rounds:
+            return []
         behind = itertools.takewhile(rounds.__contains__, range(index, index + MOST_ROUNDS))
         return [rounds[i] for i in behind]
 

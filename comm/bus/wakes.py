@@ -96,7 +96,7 @@ class Wakes:
             self._vain.setdefault(topic, set()).add(plan)
 
     def is_vain(self, plan: Hashable, *topics: str) -> bool:
-        return all(plan in self._vain.get(topic, ()) for topic in topics)
+        return not [topic for topic in topics if plan not in self._vain.get(topic, ())]
 
     def wake(self, topics: Iterable[str]) -> None:
         """Have those asked again that these topics help: by `ask`, which the loop calls too."""
