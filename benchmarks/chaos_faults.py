@@ -39,10 +39,16 @@ def install() -> None:
         signal.signal(number, _on_signal)
 
 
+def _number(task: asyncio.Task[Any]) -> float:
+    """In the order of their making; those with a name of their own last."""
+    _, _, number = task.get_name().partition("Task-")
+    return int(number) if number.isdecimal() else float("inf")
+
+
 def _on_signal(number: int, frame: object) -> None:
     loop = asyncio._get_running_loop()
     if number != RAISE or loop is None:
         strike(number)
         return
-    first: Any = min(asyncio.all_tasks(loop), key=lambda task: int(task.get_name().rpartition("-")[2] or 0))
+    first: Any = min(asyncio.all_tasks(loop), key=_number)
     loop.call_soon_threadsafe(first._fut_waiter.set_exception, RuntimeError("a fault on purpose"))
