@@ -109,12 +109,19 @@ def document(title: str, version: str, mounted: Iterable[Mounted], failed: type[
     for number, (each, operation) in enumerate(told):
         path, parameters = _place(each, operation)
         schema = {"schema": found[number, "serialization"]}
-        answer = {} if operation.gives is None else {"content": dict.fromkeys(operation.media_types, schema)}
-        answers = {operation.status: "Done.", **operation.also}
+        content = {} if operation.gives is None else dict.fromkeys(operation.media_types, schema)
+        either = {"anyOf": [schema["schema"], found["failed", "serialization"]]} if JSON in content else None
+        # Of one status there may be answers of the route's form, and failures of every route's.
+        also = content | {JSON: {"schema": either or found["failed", "serialization"]}}
+        answers = {operation.status: ("Done.", content)}
+        answers |= {status: (words, also) for status, words in operation.also.items()}
         entry = {
             "summary": operation.summary, "parameters": parameters, "x-scope": each.scope,
             "security": [{"token": []}] if each.guarded else [],
-            "responses": {str(status): {"description": words, **answer} for status, words in answers.items()}
+            "responses": {
+                str(status): {"description": words, **({"content": told} if told else {})}
+                for status, (words, told) in answers.items()
+            }
             | {"default": otherwise},
         }  # fmt: skip
         if operation.takes is not None:

@@ -253,6 +253,8 @@ async def test_what_a_route_states_is_served_as_openapi() -> None:
     assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Scale"}
     assert schemas["Scale"]["additionalProperties"] is False and schemas["Scale"]["required"] == ["num_replicas"]
     assert operation["responses"].keys() == {"202", "default"}
+    unready = told["paths"]["/readyz"]["get"]["responses"]["503"]["content"]
+    assert unready.keys() == {"text/plain", "application/json"}  # told so, or refused as every route refuses
     failed = operation["responses"]["default"]["content"]["application/json"]["schema"]
     assert failed == {"$ref": "#/components/schemas/Failed"} and schemas["Failed"]["required"] == ["error"]
 
