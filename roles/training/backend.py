@@ -75,6 +75,9 @@ class Objective(Protocol):
         """The undivided loss of a micro-batch and what its metrics are made of (collective). No rows: a dummy of weight 0 through
         the same modules."""
 
+    def measure(self) -> None:
+        """What must wait for values of the last micro-batch, once its backward is under way."""
+
     def denominator(self, total: LossSums) -> float:
         """What the sums of an update over all ranks are divided by."""
 
@@ -189,6 +192,7 @@ class Backend(Generic[AnyObjective]):
         parallel.set_last(self.model, last)
         sums = self.objective.sums(self.model, rows, use)
         (sums.loss if self._scale is None else sums.loss * self._scale.value).backward()
+        self.objective.measure()
         self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()
         if use.passes == 0:
             self._trained += spans

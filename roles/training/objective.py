@@ -11,7 +11,7 @@ as it does wherever it is scored: dropout and other noise of its family would co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from rondo.roles.engines.embedded.shared_weights import Lent
 from rondo.roles.training.backend import Backend, Key, Use, make_ready, open_model
 from rondo.roles.training.determinism import seed
 from rondo.roles.training.mismatch import Gap
+from rondo.runtime.memory.to_host import on_its_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class PolicyObjective:
         self._gap = Gap()
         self._first: dict[Key, np.ndarray] = {}  # row -> log-probs under the weights that the step began with
         self._whitening: Whitening | None = None
+        self._last: tuple[Sequence[TrainRow], Use, Callable[[], torch.Tensor]] | None = None
 
     def whiten(self, parts: Sequence[Contribution]) -> None:
         """Bring the advantages of the step to mean 0 and deviation 1. parts: of every row of all ranks, once."""
@@ -102,7 +104,7 @@ class PolicyObjective:
             packed = self._packed(rows or [self._dummy_row()])
             log_probs, _ = self._log_probs(model, packed, with_entropy=False)
         if rows:
-            self._first |= zip(Use(0, 0, 0, spans).keys, _of_rows(log_probs, rows), strict=True)
+            self._first |= zip(Use(0, 0, 0, spans).keys, _of_rows(log_probs.cpu(), rows), strict=True)
 
     def sums(self, model: Any, rows: Sequence[TrainRow], use: Use) -> LossSums:
         """ValueError for samples of several parts."""
@@ -116,11 +118,17 @@ class PolicyObjective:
         rows = self._prepared(rows, use)
         sums, log_probs = self._sums_of(model, rows)
         if use.passes == 0:
-            mine = _of_rows(log_probs, rows)
-            self._measure_gap(rows, mine, use)
-            if use.update == 0 and self._config.train.epochs > 1:
-                self._first |= zip(use.keys, mine, strict=True)
+            self._last = rows, use, on_its_way(log_probs)
         return sums
+
+    def measure(self) -> None:
+        if self._last is None:
+            return
+        (rows, use, log_probs), self._last = self._last, None
+        mine = _of_rows(log_probs(), rows)
+        self._measure_gap(rows, mine, use)
+        if use.update == 0 and self._config.train.epochs > 1:
+            self._first |= zip(use.keys, mine, strict=True)
 
     def denominator(self, total: LossSums) -> float:
         return losses.denominator(total, self._algorithm.normalizer, self._config.rollout.max_new_tokens)
@@ -207,5 +215,5 @@ class PolicyObjective:
 
 
 def _of_rows(log_probs: torch.Tensor, rows: Sequence[TrainRow]) -> list[np.ndarray]:
-    """float32 [R] of every row."""
-    return np.split(log_probs.float().cpu().numpy(), np.cumsum([len(row.mask) for row in rows])[:-1])
+    """float32 [R] of every row, out of those on the CPU."""
+    return np.split(log_probs.numpy(), np.cumsum([len(row.mask) for row in rows])[:-1])

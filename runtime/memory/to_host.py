@@ -10,6 +10,7 @@ of its own (`torch.cuda.stream`) they go on beside what the device computes. Imp
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,22 @@ def host_bytes(tensor: torch.Tensor) -> np.ndarray:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         to_host(host, tensor)
     return np.asarray(_bytes(host).numpy())
+
+
+def on_its_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a small `tensor` to the CPU. What it returns gives the copy: it waits for that, and for nothing that the
+    device is given meanwhile."""
+    if tensor.device.type != "cuda":
+        return lambda: tensor.detach()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor.detach(), non_blocking=True)
+    there = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait() -> torch.Tensor:
+        there.synchronize()
+        return host
+
+    return wait
 
 
 def through(pieces: list[torch.Tensor], into: torch.Tensor, source: torch.Tensor) -> None:

@@ -36,6 +36,8 @@ class Values:
         sums = LossSums(loss, {name: torch.as_tensor(value, dtype=torch.float64) for name, value in counted.items()})
         return sums if rows else sums.weightless()
 
+    def measure(self) -> None: ...
+
     def denominator(self, total: LossSums) -> float:
         return float(total.sums["tokens"])
 

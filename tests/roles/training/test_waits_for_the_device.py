@@ -55,10 +55,13 @@ class Copies(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.order: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (name := getattr(func, "__name__", "")) in TO_HOST:
             self.found[name] += 1
+        if name in TO_HOST or name == "backward":
+            self.order.append(name)
         return func(*args, **kwargs or {})
 
 
@@ -109,5 +112,8 @@ def test_a_step_waits_for_the_device_no_more_often_with_more_layers_rows_or_toke
     assert first == waits(few, rows_of_length(9, 11))
     assert first == waits(many, rows_of_length(2, 3))
     batch, end = first
-    assert batch == {"cpu": 1, "numpy": 1}  # the log-probs of its tokens
+    assert batch == {"numpy": 1}  # the log-probs of its tokens
+    with Copies() as copies:
+        few.accumulate(0, rows_of_length(2, 3), [(n, 0, 0, 1) for n in range(2)], last=True)
+    assert copies.order == ["backward", "numpy"]  # which the device is given before the host waits for them
     assert end == {str(aten._local_scalar_dense.default): 3, "tolist": 1}  # the count, the norm, the loss; the figures
