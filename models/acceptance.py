@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.models.attention import choose
+from rondo.models.attention import choose, choose_for_towers
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Packing, Sequence
+from rondo.models.towers import listening
 from rondo.models.trials import differs, logits_of, trial
 from rondo.runtime.errors import ConfigError
 
@@ -50,7 +51,8 @@ def accept(model: Any, *, attn: str = "sdpa", dtype: str = "float32") -> Packing
         rows = [Sequence(one.astype(np.int32), len(one) - _PROMPT) for one in tokens]
         try:
             packed = replace(packing, attn="sdpa").pack(rows, train=True).to(device)
-            found, _ = response_log_probs(model, packed, chunk_tokens=7)
+            with listening(model) as calls:
+                found, _ = response_log_probs(model, packed, chunk_tokens=7)
         except (
             IndexError,
             RuntimeError,
@@ -59,6 +61,7 @@ def accept(model: Any, *, attn: str = "sdpa", dtype: str = "float32") -> Packing
             raise ConfigError(
                 f"{name} must compute a packed micro-batch, got {type(error).__name__}: {error}. Choose a model of another family"
             ) from error
+    choose_for_towers(model, calls, dtype)
     expected = torch.cat(
         [
             torch.log_softmax(logits[_PROMPT - 1 : -1], -1).gather(1, torch.from_numpy(one)[_PROMPT:, None].to(device))[

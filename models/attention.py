@@ -24,8 +24,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from rondo.models.kernels import FLASH, FLEX
-from rondo.models.shared_prompts import Call, Segment, SharedPrompts, calls_of, lay_out, why_apart
+from rondo.models.kernels import FLASH, FLEX, Part
+from rondo.models.shared_prompts import Call, Segment, calls_of, lay_out, why_apart
+from rondo.models.towers import attend_with, part_of
 from rondo.runtime.errors import ConfigError
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -41,6 +42,9 @@ work by. Two batches: what is compiled for the second one serves all later lengt
 _KERNELS = 64
 """Variants of flex_attention that one process may compile: by heads, precision, gradients, and length known or not. Beyond it
 torch would go on with an attention that makes all scores, after eight unless it is told."""
+_NARROW = 96
+"""Of a window in the proof, where its layers have a wider one: so that it hides keys of these sequences, within blocks and whole
+ones."""
 _SPREAD = 2.0
 """Of the scores of the proof: a few keys of hundreds decide what a query gets."""
 
@@ -107,6 +111,18 @@ def choose(model: Any, attn: str, dtype: str) -> Choice:
     raise AssertionError("sdpa must be among the candidates")
 
 
+def choose_for_towers(model: Any, calls: set[Call], dtype: str) -> None:
+    """The towers of `model`, which call their attention so, get the kernel that was chosen for it, proved for them; without, they
+    go picture by picture."""
+    name, device = chosen(model).name, next(model.parameters()).device
+    if name not in (FLASH, FLEX) or not calls:
+        return
+    if problem := prove(name, calls, device, getattr(torch, dtype)):
+        log.warning("attention: towers of model=%s are not attn=%s reason=%r", type(model).__name__, name, problem)
+        return
+    attend_with(model, name)
+
+
 def not_for(attn: str, model_name: str, problem: str) -> str:
     """What a user is told whose model cannot have it."""
     return (
@@ -134,17 +150,26 @@ def prove(name: str, calls: set[Call], device: torch.device, dtype: torch.dtype)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises: it cannot be used
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no message'}"
         if problem:
-            return f"{name} with {call.num_heads} heads of {call.head_dim} in {str(dtype).removeprefix('torch.')}: {problem}"
+            what = f"{call.num_heads} heads of {call.head_dim}" + (
+                f" in windows of {call.window}" if call.window else ""
+            )
+            return f"{name} with {what} in {str(dtype).removeprefix('torch.')}: {problem}"
     return ""
 
 
 def _compared(name: str, call: Call, lengths: _Lengths, device: torch.device, dtype: torch.dtype) -> str:
-    prompts, answers = lengths
+    prompts, answers = lengths if call.causal else (lengths[0], ())
     segments = [*map(Segment, prompts), *(Segment(length, prompt) for prompt, length in answers)]
     starts, shared = lay_out(segments, name)
     spans = [torch.arange(start, start + one.length) for start, one in zip(starts, segments, strict=True)]
     draw = torch.Generator().manual_seed(0)
     num_tokens, scaling = sum(one.length for one in segments), call.scaling or call.head_dim**-0.5
+    window = None if call.window is None else min(call.window, _NARROW)
+    seen = 0 if call.causal else max(prompts)  # keys behind a query's own that it sees
+    (whole,) = shared.parts
+    if not call.causal:
+        ends = torch.tensor([*starts, num_tokens], dtype=torch.int32)
+        whole = part_of(name, ends, max(prompts), num_tokens)
 
     def drawn(heads: int, size: int, spread: float = 1.0) -> torch.Tensor:
         return (torch.randn(num_tokens, heads, size, generator=draw) * spread).to(device, dtype)
@@ -155,10 +180,10 @@ def _compared(name: str, call: Call, lengths: _Lengths, device: torch.device, dt
         drawn(call.num_key_heads, call.value_dim),
     )
     weight = drawn(call.num_heads, call.value_dim)
-    whole = shared.to(device)
-    found = _with_gradients(lambda *x: _through(whole, x, call.scaling), inputs, weight)
+    whole = whole.to(device)
+    found = _with_gradients(lambda *x: _through(whole, x, call.scaling, window), inputs, weight)
     with torch.no_grad():
-        scored = _through(whole, inputs, call.scaling)
+        scored = _through(whole, inputs, call.scaling, window)
     alone = spans[: len(prompts)]
     rows = [torch.arange(len(span)) for span in alone]  # whose outcome is kept
     for (prompt, _), own in zip(answers, spans[len(prompts) :], strict=True):
@@ -168,7 +193,7 @@ def _compared(name: str, call: Call, lengths: _Lengths, device: torch.device, dt
 
     def each_alone(*x: torch.Tensor) -> torch.Tensor:
         parts = [
-            _plain([one[span.to(device)] for one in x], scaling)[kept.to(device)]
+            _plain([one[span.to(device)] for one in x], scaling, window, seen)[kept.to(device)]
             for span, kept in zip(alone, rows, strict=True)
         ]
         return torch.cat(parts)[places]
@@ -182,9 +207,8 @@ def _compared(name: str, call: Call, lengths: _Lengths, device: torch.device, dt
     return ""
 
 
-def _through(whole: SharedPrompts, x: tuple[torch.Tensor, ...], scaling: float | None) -> torch.Tensor:
-    (part,) = whole.parts
-    return part.attend(torch.nn.Module().eval(), *x, scaling=scaling, dropout=0.0)
+def _through(part: Part, x: tuple[torch.Tensor, ...], scaling: float | None, window: int | None) -> torch.Tensor:
+    return part.attend(torch.nn.Module().eval(), *x, scaling=scaling, dropout=0.0, window=window)
 
 
 def _with_gradients(
@@ -197,12 +221,15 @@ def _with_gradients(
         return outcome.detach(), *torch.autograd.grad(outcome, leaves, weight)
 
 
-def _plain(x: Sequence[torch.Tensor], scaling: float) -> torch.Tensor:
-    """Causal attention of one sequence, written out: queries, keys and values [T, heads, size] -> [T, heads, size]."""
+def _plain(x: Sequence[torch.Tensor], scaling: float, window: int | None, behind: int) -> torch.Tensor:
+    """Attention of one sequence, in a window or full, up to so many keys behind a query's own, written out: queries, keys and
+    values [T, heads, size] -> [T, heads, size]."""
     query, key, value = x
     each = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(each, 1)) * scaling
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1 + behind)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril(-window)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(each, 1))
 

@@ -58,8 +58,8 @@ class ModelConfig(Section):
     """Attention of the trained and scoring models, by its name in transformers. "auto" is the best that a device has and the
     model takes: flash_attention_2 on a GPU in half precision with the package flash-attn, else flex_attention on a GPU, else
     sdpa, which is a family's own plain one where it has no other. Kernels are proved on the model and its device before they are
-    used. With all but "eager" a micro-batch computes a prompt once for all of its samples, where every layer is full causal
-    attention; other layers take "sdpa" and "eager" alone."""
+    used. With all but "eager" a micro-batch computes a prompt once for all of its samples, where every layer is causal attention,
+    full or in a window; other layers take "sdpa" and "eager" alone."""
 
     def refused(self) -> Iterator[str]:
         if (self.path is None) == (self.build is None):

@@ -9,13 +9,15 @@ A prompt and the answer next to it are one run.
 
     prompt aaa with answers AA and B, prompt c with C      flat  aaaAABcC      runs  aaaAA, B behind aaa, cC
 
+In a layer with a window a query sees, of these keys, the last so many up to its own.
+
 Shapes: N tokens, K keys, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,7 +39,7 @@ class Part(Protocol):
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any
     ) -> torch.Tensor:
         """query [N, heads, D], key [N, key heads, D] and value [N, key heads, value D] of the whole batch -> [tokens of the
-        part, heads, value D]. how: `scaling`, `dropout`."""
+        part, heads, value D]. how: `scaling`, `dropout`, `window` (tokens that a query sees, its own included; None: all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Varlen:
     keys: torch.Tensor | None  # int64 [K], token of each key; None: the queries
     most_queries: int
     most_keys: int
+    causal: bool = True
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Varlen:
@@ -75,7 +78,7 @@ class Varlen:
     def to(self, device: torch.device | str) -> Varlen:
         keys = None if self.keys is None else self.keys.to(device)
         ends = self.query_ends.to(device), self.key_ends.to(device)
-        return Varlen(*ends, keys, self.most_queries, self.most_keys)
+        return Varlen(*ends, keys, self.most_queries, self.most_keys, self.causal)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any
@@ -84,9 +87,11 @@ class Varlen:
 
         if self.keys is not None:
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
+        window = how["window"]
         found: torch.Tensor = flash_attn_varlen_func(
             query, key, value, self.query_ends, self.key_ends, self.most_queries, self.most_keys,
-            dropout_p=how["dropout"], softmax_scale=how["scaling"], causal=True,
+            dropout_p=how["dropout"], softmax_scale=how["scaling"], causal=self.causal,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return found
@@ -96,18 +101,38 @@ class Varlen:
 class Documents:
     """All of a flat batch for flex_attention."""
 
-    bounds: torch.Tensor  # int32 [3, N]: where the run of each query begins, where the prompt before it begins and ends
+    # int32 [4, N]: where the run of each query begins, where the prompt before it begins and ends, and the query's place in its
+    # sequence.
+    bounds: torch.Tensor
     some: torch.Tensor  # bool [blocks of queries, blocks of keys]: some queries see some keys
     every: torch.Tensor  # bool, the same shape: all queries see all keys
     mask: BlockMask
+    _in_windows: dict[int, BlockMask] = field(default_factory=dict)
+    """By the window, each made once for all layers."""
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Documents:
         """Of runs that lie behind each other."""
         starts, lengths, prompts, befores = np.array([(r.start, r.length, r.prompt, r.before) for r in runs]).T
-        bounds = np.repeat(np.stack([starts, prompts, prompts + befores]), lengths, axis=1).astype(np.int32)
+        bounds = np.repeat(np.stack([starts, prompts, prompts + befores, befores - starts]), lengths, axis=1)
+        bounds[3] += np.arange(bounds.shape[1])
         some, every = map(torch.from_numpy, _blocks(runs, bounds.shape[1]))
-        return cls.made(torch.from_numpy(bounds), some, every)
+        return cls.made(torch.from_numpy(bounds.astype(np.int32)), some, every)
+
+    @classmethod
+    def whole(cls, ends: torch.Tensor, num_tokens: int) -> Documents:
+        """Of which each token sees all of its own: as a prompt of which it is itself. ends: int32 [documents + 1], from 0. Where
+        they lie, and without a look at them."""
+        places = torch.arange(num_tokens, device=ends.device)
+        of = torch.searchsorted(ends[1:], places, right=True)
+        begins, stops = ends[of], ends[of + 1]
+        heads = torch.arange(0, num_tokens, _BLOCK, device=ends.device)
+        tails = (heads + _BLOCK - 1).clamp(max=num_tokens - 1)
+        first, last = of[heads], of[tails]
+        some = (first[:, None] <= last) & (first <= last[:, None])
+        full = (first == last) & (heads + _BLOCK <= num_tokens)
+        every = full[:, None] & full & (first[:, None] == first)
+        return cls.made(torch.stack([begins, begins, stops, torch.zeros_like(begins)]), some, every)
 
     @classmethod
     def made(cls, bounds: torch.Tensor, some: torch.Tensor, every: torch.Tensor) -> Documents:
@@ -121,8 +146,24 @@ class Documents:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any
     ) -> torch.Tensor:
         heads_first = (x.transpose(0, 1)[None] for x in (query, key, value))
-        found: torch.Tensor = ALL_ATTENTION_FUNCTIONS[FLEX](module, *heads_first, self.mask, **how)[0]
+        scaling, dropout, window = how["scaling"], how["dropout"], how["window"]
+        mask = self.mask if window is None else self._in_window(window)
+        found: torch.Tensor = ALL_ATTENTION_FUNCTIONS[FLEX](
+            module, *heads_first, mask, scaling=scaling, dropout=dropout
+        )[0]
         return found[0]
+
+    def _in_window(self, window: int) -> BlockMask:
+        """Without the blocks whose keys are all too far from all queries; told without a look at the device."""
+        if window not in self._in_windows:
+            places = self.bounds[3]
+            missing = len(self.some) * _BLOCK - len(places)
+            padded = torch.cat([places, places[-1:].expand(missing)]).view(-1, _BLOCK)
+            first, last = padded.amin(1), padded.amax(1)
+            some = self.some & (first[:, None] - last[None] < window)
+            every = self.every & (last[:, None] - first[None] < window)
+            self._in_windows[window] = _mask(self.bounds, some, every, window)
+        return self._in_windows[window]
 
 
 KERNELS: dict[str, type[Varlen] | type[Documents]] = {FLASH: Varlen, FLEX: Documents}
@@ -150,17 +191,22 @@ def _blocks(runs: Sequence[Run], num_tokens: int) -> tuple[np.ndarray, np.ndarra
     return some, every
 
 
-def _mask(bounds: torch.Tensor, some: torch.Tensor, every: torch.Tensor) -> BlockMask:
+def _mask(bounds: torch.Tensor, some: torch.Tensor, every: torch.Tensor, window: int | None = None) -> BlockMask:
     """On the device where these lie."""
-    begin, first, last = bounds
+    begin, first, last, place = bounds
 
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
         own = (key >= begin[query]) & (key <= query)
         return own | ((key >= first[query]) & (key < last[query]))
 
+    def sees_near(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return sees(batch, head, query, key) & (place[query] - place[key] < window)
+
     length = bounds.shape[1]
     listed = (*_listed(some & ~every), *_listed(every))
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(length, length))
+    return BlockMask.from_kv_blocks(
+        *listed, BLOCK_SIZE=_BLOCK, mask_mod=sees if window is None else sees_near, seq_lengths=(length, length)
+    )
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

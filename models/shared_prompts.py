@@ -1,8 +1,8 @@
 """The tokens of a prompt once for all of its samples: a flat batch, and the attention that reads it.
 
 Owns where each token lies in a flat batch, which keys each query sees, and the attention function that does it for any model of
-transformers whose layers are full causal attention. Does not own what else a batch holds (`packing.py`), nor what a GPU's kernels
-are told of it (`kernels.py`).
+transformers whose layers are causal attention, full or in a window. Does not own what else a batch holds (`packing.py`), nor
+what a GPU's kernels are told of it (`kernels.py`).
 
 The samples of a prompt group begin alike, and what a token's layers make of it depends on the tokens before it alone. So a prompt
 is computed once, and its keys and values serve all of its samples; nothing is padded but inside attention. The gradient is the
@@ -48,8 +48,10 @@ _CLASSES_PER_OCTAVE = 2
 """Segments share a block when their lengths, and those of their prompts, are of one class: within 41 % of each other."""
 _MOST_SCORES = 1 << 26
 """Most queries times keys of a block with a mask, which has as many bytes where the rows' prompts differ in length."""
-_REFUSED = ("sliding_window", "softcap", "position_bias", "s_aux")
-_applied: ContextVar[bool] = ContextVar("shared_prompts", default=False)
+_STEP = 512
+"""Fewest queries that are taken at a time in a window."""
+_REFUSED = ("softcap", "position_bias", "s_aux")
+_applied: ContextVar[SharedPrompts | None] = ContextVar("shared_prompts", default=None)
 _apart: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[Any, set[Call]] = WeakKeyDictionary()
 
@@ -66,6 +68,13 @@ class Segment:
     prompt: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the layers get in place of a mask whose queries see so many tokens, their own included."""
+
+    tokens: int
+
+
 @dataclass(slots=True)
 class Block:
     """B segments as rows of Q queries that see K keys. `start` and `stop` are their tokens in the flat batch."""
@@ -77,25 +86,29 @@ class Block:
     keys: torch.Tensor | None = None  # int64 [B * K], token of each key; None: the queries
     kept: torch.Tensor | None = None  # int64 [stop - start], query of each token; None: each query is one
     mask: torch.Tensor | None = None  # bool [B or 1, 1, Q, K]; None: causal
-    _biases: dict[tuple[torch.dtype, int], torch.Tensor] = field(default_factory=dict)
+    before: torch.Tensor | None = None  # int64 [B or 1], of the prompt that the rows of `mask` see
+    _biases: dict[tuple[torch.dtype, int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> Block:
-        queries, keys, kept, mask = (
-            None if t is None else t.to(device) for t in (self.queries, self.keys, self.kept, self.mask)
+        queries, keys, kept, mask, before = (
+            None if t is None else t.to(device) for t in (self.queries, self.keys, self.kept, self.mask, self.before)
         )
-        return Block(self.start, self.stop, self.rows, queries, keys, kept, mask)
+        return Block(self.start, self.stop, self.rows, queries, keys, kept, mask, before)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any
     ) -> torch.Tensor:
         """query [N, heads, D], key [N, key heads, D] and value [N, key heads, value D] of all tokens -> [stop - start, heads,
         value D]."""
+        window = how.pop("window")
         q = self._rows_of(query, self.queries)
         k, v = (self._rows_of(x, self.queries if self.keys is None else self.keys) for x in (key, value))
-        if self.mask is None:
+        if self.mask is not None:
+            out = self._through_mask(q, k, v, window, **how)
+        elif window is None:
             out = sdpa_attention_forward(module, q, k, v, None, is_causal=True, **how)[0].flatten(0, 1)
         else:
-            out = self._through_mask(q, k, v, **how)
+            out = _near(module, q, k, v, window, **how)
         return out if self.kept is None else F.embedding(self.kept, out.flatten(1)).view(-1, *out.shape[1:])
 
     def _rows_of(self, x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
@@ -104,26 +117,53 @@ class Block:
         return found.unflatten(0, (self.rows, -1)).transpose(1, 2)
 
     def _through_mask(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float | None, dropout: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int | None,
+        *,
+        scaling: float | None,
+        dropout: float,
     ) -> torch.Tensor:
         """[B * Q, heads, value D]. Heads that share keys are further queries of one head, so that no key is copied for them."""
         num_rows, num_heads, length, _ = q.shape
         shared = num_heads // k.shape[1]
         folded = q.unflatten(1, (-1, shared)).transpose(2, 3).flatten(2, 3)
         out = F.scaled_dot_product_attention(
-            folded, k, v, attn_mask=self._bias(q.dtype, shared), dropout_p=dropout, scale=scaling
+            folded, k, v, attn_mask=self._bias(q.dtype, shared, window), dropout_p=dropout, scale=scaling
         )
         return out.unflatten(2, (length, shared)).transpose(1, 2).reshape(num_rows * length, num_heads, v.shape[-1])
 
-    def _bias(self, dtype: torch.dtype, shared: int) -> torch.Tensor:
+    def _bias(self, dtype: torch.dtype, shared: int, window: int | None) -> torch.Tensor:
         """What to add to the scores: 0, or minus infinity; made once for all layers."""
-        assert self.mask is not None
-        if (dtype, shared) not in self._biases:
-            bias = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device).masked_fill_(
-                ~self.mask, -math.inf
-            )
-            self._biases[dtype, shared] = bias.repeat_interleave(shared, dim=2)
-        return self._biases[dtype, shared]
+        assert self.mask is not None and self.before is not None
+        if (dtype, shared, window) not in self._biases:
+            seen = self.mask
+            if window is not None:
+                width, depth = seen.shape[2], seen.shape[3] - seen.shape[2]
+                of_own = self.before[:, None] + torch.arange(width, device=seen.device)
+                of_keys = torch.cat([torch.arange(depth, device=seen.device).expand(len(of_own), -1), of_own], 1)
+                seen = seen & (of_own[:, None, :, None] - of_keys[:, None, None] < window)
+            bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+            self._biases[dtype, shared, window] = bias.repeat_interleave(shared, dim=2)
+        return self._biases[dtype, shared, window]
+
+
+def _near(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, **how: Any
+) -> torch.Tensor:
+    """Rows of queries [B, heads, T, D] of which each sees the last `window` keys of its row up to its own -> [B * T, heads,
+    value D]. A part of them at a time, with the keys that it can see: no mask is as large as T times T."""
+    length, step, parts = query.shape[2], max(window, _STEP), []
+    for start in range(0, length, step):
+        first, end = max(0, start - window + 1), min(start + step, length)
+        places = torch.arange(first, end, device=query.device)
+        far = places[start - first :, None] - places
+        mask = ((far >= 0) & (far < window))[None, None]
+        row = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        parts.append(sdpa_attention_forward(module, *row, mask, **how)[0])
+    return torch.cat(parts, 1).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +175,8 @@ class Call:
     head_dim: int
     value_dim: int
     scaling: float | None
+    window: int | None = None
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +194,7 @@ class SharedPrompts:
     def arguments(self, input_ids: torch.Tensor) -> Iterator[dict[str, Any]]:
         """What to call the model with beside `input_ids`, while the context lasts: it makes no mask for a batch that has its own.
         Told that nothing is padding, it looks for no sequences in the positions, and asks for its layers' masks as they are."""
-        token = _applied.set(True)
+        token = _applied.set(self)
         try:
             yield {_ARGUMENT: self, "attention_mask": torch.ones_like(input_ids)}
         finally:
@@ -252,6 +294,7 @@ def _block(segments: Sequence[Segment], part: list[int], starts: list[int]) -> B
         keys=_index(keys),
         kept=None if own.all() else _index(np.flatnonzero(own)),
         mask=torch.from_numpy(mask[:, None]),
+        before=_index(before[:rows]),
     )
 
 
@@ -264,7 +307,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | Window | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -274,31 +317,49 @@ def attention(
     """transformers' attention function: query [1, heads, N, D], key [1, key heads, N, D], value [1, key heads, N, value D] ->
     [1, N, heads, value D].
 
-    Without `shared_prompts` it is "sdpa". Raises OtherAttention for layers that are not full causal attention.
+    Without `shared_prompts` it is "sdpa". Raises OtherAttention for layers that are neither full causal attention nor that in a
+    window.
     """
     if shared_prompts is None:
+        assert not isinstance(attention_mask, Window)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
         )
+    window = attention_mask.tokens if isinstance(attention_mask, Window) else None
     given = [name for name in _REFUSED if others.get(name) is not None]
-    if attention_mask is not None:  # the layer has made one of its own: the batch's says None
+    if others.get("sliding_window") not in (None, window):
+        given.append("a window that its mask has not")
+    if attention_mask is not None and window is None:  # the layer has made one of its own: the batch's says None
         given.append("a mask of its own")
     if given:
         raise OtherAttention(f"{type(module).__name__} attends with {given[0]}")
     if shared_prompts.heard is not None:
-        shared_prompts.heard.add(Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling))
+        shared_prompts.heard.add(Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, window))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    parts = [part.attend(module, q, k, v, scaling=scaling, dropout=dropout) for part in shared_prompts.parts]
+    how = {"scaling": scaling, "dropout": dropout, "window": window}
+    parts = [part.attend(module, q, k, v, **how) for part in shared_prompts.parts]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
-def _mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask function: `mask_function` says who sees whom; a window is in it, though in no argument of a layer."""
-    if not _applied.get():
+def _mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> torch.Tensor | Window | None:
+    """transformers' mask function: `mask_function` says who sees whom, and a window of `local_size` is in it too."""
+    applied = _applied.get()
+    if applied is None:
         return sdpa_mask(*args, mask_function=mask_function, **kwargs)
-    if mask_function is not causal_mask_function:
-        raise OtherAttention("its masks are not plain causal ones")
-    return None
+    if mask_function is causal_mask_function:
+        return None
+    window = kwargs.get("local_size")
+    if window is None or (applied.heard is not None and not _is_window(mask_function, window)):
+        raise OtherAttention("its masks are neither plain causal ones nor windows of them")
+    return Window(window)
+
+
+def _is_window(mask_function: Any, window: int) -> bool:
+    """Asked of places on both sides of its border, while a model is tried out."""
+    places = torch.tensor([0, 1, window - 1, window, window + 1, 2 * window])
+    far = places[:, None] - places
+    zero = torch.tensor(0)
+    return torch.equal(mask_function(zero, zero, places[:, None], places[None]), (far >= 0) & (far < window))
 
 
 def stay_outside_of_graphs() -> None:
@@ -316,8 +377,8 @@ def share_prompts(model: Any) -> bool:
 
 
 def why_apart(model: Any) -> str:
-    """Why `model` takes no flat batches, "" where it does: its attention is torch's (`model.attn="sdpa"`), and is full and causal
-    in each layer."""
+    """Why `model` takes no flat batches, "" where it does: its attention is torch's (`model.attn="sdpa"`), and is causal in each
+    layer, full or in a window."""
     if model not in _apart:
         _apart[model] = other_attention(model) or _tried(model)
     return _apart[model]
@@ -335,7 +396,7 @@ def other_attention(model: Any) -> str:
     text = model.config.get_text_config()
     if text._attn_implementation != "sdpa":
         return f"its attention is {text._attn_implementation}"
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     return f"its layers are {', '.join(others)}" if others else ""
 
 

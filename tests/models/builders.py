@@ -48,6 +48,11 @@ def tiny(family: str, *, tied: bool = True) -> Any:
         return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts))
     if family == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    if family == "windows":
+        kinds = ["sliding_attention", "full_attention"]
+        return hf.Qwen3ForCausalLM(
+            hf.Qwen3Config(**sizes, use_sliding_window=True, sliding_window=20, layer_types=kinds)
+        )
     if family == "gpt2":
         return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=256))
     if family == "gemma2":

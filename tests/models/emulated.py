@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rondo.models import attention
+from rondo.models import attention, towers
 from rondo.models.kernels import FLASH, FLEX
 
 Sees = Callable[[int, int], torch.Tensor]
@@ -31,13 +31,19 @@ def flash(sees: Sees = from_the_end) -> Callable[..., torch.Tensor]:
     def varlen(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, most_q: int, most_k: int, *,
         dropout_p: float, softmax_scale: float | None, causal: bool, deterministic: bool,
+        window_size: tuple[int, int] = (-1, -1),
     ) -> torch.Tensor:  # fmt: skip
         lengths, sizes = cu_q.diff().tolist(), cu_k.diff().tolist()
-        assert causal and dropout_p == 0 and (max(lengths), max(sizes)) == (most_q, most_k)
+        assert dropout_p == 0 and (max(lengths), max(sizes)) == (most_q, most_k)
         assert cu_q.dtype == cu_k.dtype == torch.int32 and (cu_q[-1], cu_k[-1]) == (len(q), len(k))
         parts = []
         for one_q, one_k, one_v in zip(q.split(lengths), k.split(sizes), v.split(sizes), strict=True):
-            parts.append(_dense(one_q, one_k, one_v, sees(len(one_q), len(one_k)), softmax_scale))
+            seen = sees(len(one_q), len(one_k)) if causal else torch.ones(len(one_q), len(one_k), dtype=torch.bool)
+            if window_size != (-1, -1):
+                left, right = window_size
+                assert right == 0
+                seen = seen & torch.ones_like(seen).triu(len(one_k) - len(one_q) - left)
+            parts.append(_dense(one_q, one_k, one_v, seen, softmax_scale))
         return torch.cat(parts)
 
     return varlen
@@ -74,6 +80,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, kernel: Callable[..., An
     elif name == FLEX:
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, FLEX, kernel or flex())
     monkeypatch.setattr(attention, "_lacks", lambda *_: "")
+    monkeypatch.setattr(towers, "HALF", {torch.float32, torch.float16, torch.bfloat16})
 
 
 def _spread(counts: torch.Tensor | None, indices: torch.Tensor | None, length: int, block: int = 128) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -25,7 +26,7 @@ from tests.models import emulated, multimodal
 from tests.models.builders import SIZES, sequences, tiny, unpacked
 from tests.models.test_shared_prompts import groups
 
-CALLS = {Call(4, 2, 16, 16, None)}
+CALLS = {Call(4, 2, 16, 16, None), Call(4, 2, 16, 16, None, window=50), Call(2, 2, 24, 24, None, causal=False)}
 CPU = torch.device("cpu")
 
 
@@ -39,10 +40,15 @@ def gradients(model: Any, log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("attn", ["sdpa", FLASH, FLEX])
-@pytest.mark.parametrize("case", ["qwen3", "qwen3 apart", "qwen3_moe", "qwen3_vl", "qwen3_omni"])
+@pytest.mark.parametrize(
+    "case", ["qwen3", "qwen3 apart", "qwen3_moe", "windows", "windows apart", "qwen3_vl", "qwen3_omni"]
+)
 def test_log_probs_and_whole_gradients_are_those_of_every_sequence_alone(
     case: str, attn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """To the rounding of float32, and no further. Of largest gradients of 12 to 24 the packed ones are 0.7e-5 to 2e-5 off those
+    alone; but those alone are themselves 1.3e-5 to 2.4e-5 off what float64 gives, and the packed ones are as near to that (1.1e-5
+    to 2.7e-5). Relative to the largest gradient, which is what a sum's rounding goes by, all of it is 0.3e-6 to 1.6e-6."""
     emulated.install(monkeypatch, attn)
     family, _, apart = case.partition(" ")
     if family in multimodal.FAMILIES:
@@ -63,7 +69,7 @@ def test_log_probs_and_whole_gradients_are_those_of_every_sequence_alone(
     assert made.keys() == expected.keys()
     gaps = {name: float((made[name] - gradient).abs().max()) / scale for name, gradient in expected.items()}
     worst = max(gaps, key=lambda name: gaps[name])
-    assert gaps[worst] <= 1e-5, (worst, gaps[worst])
+    assert gaps[worst] <= 3e-6, (worst, gaps[worst])
 
 
 # ---- the proof ----------------------------------------------------------------------------------------------------------
@@ -89,6 +95,16 @@ def keys_without_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *le
     return emulated.flash()(q, half, v, *lengths, **how)
 
 
+def without_window(*args: torch.Tensor, **how: Any) -> torch.Tensor:
+    return emulated.flash()(*args, **how | {"window_size": (-1, -1)})
+
+
+def one_key_more(*args: torch.Tensor, **how: Any) -> torch.Tensor:
+    """What a kernel gives that is told of a window and takes it for the distance."""
+    left, right = how["window_size"]
+    return emulated.flash()(*args, **how | {"window_size": (left + (left >= 0), right)})
+
+
 def only_causal(mask: BlockMask) -> torch.Tensor:
     return torch.ones(mask.seq_lengths, dtype=torch.bool).tril()
 
@@ -108,6 +124,8 @@ FAULTS: list[tuple[str, Callable[..., Any], str]] = [
     (FLASH, emulated.flash(one_row), "outcome"),  # flash-attn before 2.1
     (FLASH, emulated.flash(one_more), "outcome"),
     (FLASH, keys_without_gradient, "gradient of keys"),
+    (FLASH, without_window, "outcome"),
+    (FLASH, one_key_more, "outcome"),
     (FLEX, emulated.flex(only_causal), "outcome"),
     (FLEX, emulated.flex(blocks_alone), "outcome"),
 ]
@@ -155,22 +173,20 @@ def test_auto_takes_the_next_best_and_the_log_says_why(
 
 
 @pytest.mark.parametrize("attn", [FLASH, FLEX])
-def test_what_has_windows_or_a_state_is_refused_a_kernel_and_auto_gives_it_sdpa(
+def test_what_has_chunks_or_a_state_is_refused_a_kernel_and_auto_gives_it_sdpa(
     attn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers as hf
-
     emulated.install(monkeypatch, attn)
-    windows = hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=4))
+    chunks = hf.Llama4ForCausalLM(hf.Llama4TextConfig(**SIZES, intermediate_size_mlp=96, attention_chunk_size=4))
     cases = (
-        (windows, "its masks are not plain causal ones"),
+        (chunks, "its layers are chunked_attention"),
         (multimodal.tiny("qwen3_5"), "its layers are linear_attention"),
     )
     for model, reason in cases:
         with pytest.raises(ConfigError, match=rf'got "{attn}": {reason}\. Set it to "auto"'):
             choose(model, attn, "bfloat16")
-        packing = accept(model, attn="auto", dtype="bfloat16")
-        assert (packing.attn, packing.share_prompts) == ("sdpa", False)
+    packing = accept(cases[1][0], attn="auto", dtype="bfloat16")
+    assert (packing.attn, packing.share_prompts) == ("sdpa", False)
 
 
 # ---- what a device has --------------------------------------------------------------------------------------------------
@@ -271,7 +287,8 @@ def test_no_mask_is_as_large_as_tokens_times_tokens_and_the_host_waits_for_no_va
 def test_kernels_of_this_gpu_are_proved_and_the_host_waits_for_no_layer(attn: str) -> None:
     if attn == FLASH:
         pytest.importorskip("flash_attn")
-    calls = {Call(4, 2, 64, 64, None), Call(40, 8, 128, 128, 0.1), Call(28, 4, 128, 128, None)}
+    calls = {Call(4, 2, 64, 64, None), Call(40, 8, 128, 128, 0.1), Call(28, 4, 128, 128, None, window=4096)}
+    calls.add(Call(16, 16, 72, 72, None, causal=False))  # of a vision tower
     for dtype in (torch.bfloat16, torch.float16, *([torch.float32] if attn == FLEX else [])):
         assert prove(attn, calls, torch.device("cuda"), dtype) == ""
     model = tiny("qwen3").eval().cuda()
@@ -287,7 +304,7 @@ def test_kernels_of_this_gpu_are_proved_and_the_host_waits_for_no_layer(attn: st
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "windows"])
 def test_whole_gradients_on_a_gpu_are_those_of_every_sequence_alone(family: str) -> None:
     model, batch = tiny(family, tied=False).eval(), groups()
     log_probs = torch.cat([unpacked(model, one)[0] for one in batch])

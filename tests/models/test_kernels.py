@@ -28,6 +28,15 @@ def drawn(seed: int, most: int = 300) -> list[Segment]:
     return segments
 
 
+def places(segments: list[Segment], starts: list[int]) -> torch.Tensor:
+    """int64 [queries], of each token in its sequence."""
+    found = torch.zeros(sum(one.length for one in segments), dtype=torch.int64)
+    for start, one in zip(starts, segments, strict=True):
+        before = 0 if one.prompt is None else segments[one.prompt].length
+        found[start : start + one.length] = before + torch.arange(one.length)
+    return found
+
+
 def expected(segments: list[Segment], starts: list[int]) -> torch.Tensor:
     """bool [queries, keys]"""
     length = sum(one.length for one in segments)
@@ -54,6 +63,23 @@ def test_a_block_mask_is_what_each_query_sees(seed: int) -> None:
     assert torch.equal(mask.to_dense(), made.to_dense())
     assert torch.equal(mask.q_num_blocks + mask.full_q_num_blocks, made.q_num_blocks + made.full_q_num_blocks)
     assert int(mask.full_kv_num_blocks.sum()) >= 0.8 * int(made.full_kv_num_blocks.sum())
+
+
+@pytest.mark.parametrize("window", [1, 40, 128, 300])
+def test_a_block_mask_in_a_window_hides_what_is_too_far_and_lists_few_blocks_of_it(window: int) -> None:
+    segments = drawn(window)
+    starts, shared = lay_out(segments, FLEX)
+    place = places(segments, starts)
+    sees = expected(segments, starts) & (place[:, None] - place[None] < window)
+    (documents,) = shared.parts
+    assert isinstance(documents, Documents)
+    mask = documents.to("cpu")._in_window(window)
+    assert torch.equal(emulated.visible(mask), sees)
+    made: Any = flex.create_block_mask(lambda b, h, q, k: sees[q, k], 1, 1, *sees.shape, device="cpu")
+    listed = made.to_dense() <= mask.to_dense()
+    assert bool(listed.all()) and int(mask.to_dense().sum()) <= (1.5 if window >= 128 else 3) * int(
+        made.to_dense().sum()
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -90,7 +116,7 @@ def test_torchs_own_flex_attention_gives_what_blocks_of_rows_give(monkeypatch: p
 
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, FLEX, eager)
-    segments = drawn(1)
+    segments, windows = drawn(1), (None, 60, 700)  # the last is wider than a step of rows
     found = []
     for attn in ("sdpa", FLEX):
         starts, shared = lay_out(segments, attn)
@@ -99,14 +125,14 @@ def test_torchs_own_flex_attention_gives_what_blocks_of_rows_give(monkeypatch: p
         )
         draw = torch.Generator().manual_seed(0)
         inputs = [torch.randn(len(places), 4, 8, generator=draw)[places.argsort()] for _ in range(3)]
-        found.append(attended(shared, inputs)[places])
+        found.append(torch.stack([attended(shared, inputs, window)[places] for window in windows]))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
 
+@torch._dynamo.config.patch(recompile_limit=8)
 def test_what_is_compiled_for_two_lengths_serves_all_and_no_number_of_variants_ends_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     emulated.install(monkeypatch, FLEX)
     assert prove(FLEX, {Call(2, 2, 8, 8, None)}, torch.device("cpu"), torch.float32) == ""
     assert torch._dynamo.config.recompile_limit >= 64
@@ -123,7 +149,8 @@ def test_what_is_compiled_for_two_lengths_serves_all_and_no_number_of_variants_e
     assert len(made) == 2
 
 
-def attended(shared: SharedPrompts, inputs: list[torch.Tensor]) -> torch.Tensor:
+def attended(shared: SharedPrompts, inputs: list[torch.Tensor], window: int | None) -> torch.Tensor:
     module = torch.nn.Module()
+    how = {"scaling": None, "dropout": 0.0, "window": window}
     with torch.no_grad():
-        return torch.cat([part.attend(module, *inputs, scaling=None, dropout=0.0) for part in shared.parts])
+        return torch.cat([part.attend(module, *inputs, **how) for part in shared.parts])

@@ -188,14 +188,10 @@ def test_models_with_other_attention_are_left_as_they_are() -> None:
     small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
     eager = tiny("qwen3")
     eager.set_attn_implementation("eager")
-    window = hf.Qwen3Config(**SIZES, sliding_window=4, use_sliding_window=True, max_window_layers=1)
-    mistral = hf.MistralConfig(**SIZES, sliding_window=4)  # which says so nowhere but in its layers' calls
     others = [
         eager,
         tiny("gemma2"),
         multimodal.tiny("qwen3_5"),
-        hf.Qwen3ForCausalLM(window),
-        hf.MistralForCausalLM(mistral),
         hf.MambaForCausalLM(hf.MambaConfig(**small)),
         hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)),
     ]
@@ -287,17 +283,26 @@ def test_values_of_another_size_than_keys_share_prompts_too() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
 
 
-def test_windows_that_only_a_models_masks_have_are_kept() -> None:
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "phimoe"])
+def test_a_window_hides_what_it_hides_alone_whether_layers_or_only_masks_say_so(family: str) -> None:
     import transformers as hf
 
     torch.manual_seed(0)
-    sizes = {"num_local_experts": 4, "initializer_range": 0.3, "sliding_window": 6}
-    model = hf.PhimoeForCausalLM(hf.PhimoeConfig(**SIZES | sizes)).eval()
+    sizes = SIZES | {"initializer_range": 0.3, "sliding_window": 6}
+    if family == "qwen3":  # in one of its layers
+        model: Any = hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, use_sliding_window=True, max_window_layers=1))
+    elif family == "mistral":
+        model = hf.MistralForCausalLM(hf.MistralConfig(**sizes))
+    else:
+        model = hf.PhimoeForCausalLM(hf.PhimoeConfig(**sizes, num_local_experts=4))
+    model.eval()
     batch = groups()
     assert max(len(one.tokens) for one in batch) > 6
-    assert shared_prompts.why_apart(model) == "its masks are not plain causal ones"
+    packing = Packing.of(model)
+    assert shared_prompts.why_apart(model) == "" and packing.share_prompts
+    assert {call.window for call in shared_prompts.calls_of(model)} == ({None, 6} if family == "qwen3" else {6})
     with torch.no_grad():
-        found, _ = response_log_probs(model, Packing.of(model).pack(batch))
+        found, _ = response_log_probs(model, packing.pack(batch))
         expected = torch.cat([unpacked(model, one)[0] for one in batch])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
