@@ -46,6 +46,8 @@ from rondo.runtime.memory.to_host import to_host
 SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
 Beside = Callable[[Path], None]
 """Writes files of the caller's own into the folder of a checkpoint, before it is marked."""
+Held = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
+"""A snapshot: what `training_state` gave."""
 _READ_BYTES = 1 << 30
 """Of a checkpoint's weights that are read at a time."""
 
@@ -58,11 +60,17 @@ class Staged:
     options: Mapping[str, Any]
 
 
-def stage(model: Any, optimizer: torch.optim.Optimizer) -> Staged:
-    """Copies of this rank's state in host memory; no collective. The only part of a saving that training waits for."""
-    tensors = _state(model, optimizer)
+def stage(model: Any, optimizer: torch.optim.Optimizer, held: Held | None = None) -> Staged:
+    """This rank's state in host memory; no collective. The only part of a saving that training waits for: copies, or where a
+    snapshot of it is `held` already, what that holds, which must stay until it is written."""
+    if held is not None:
+        tensors, state = held
+        places = named_tensors(model, optimizer)
+        found = {name: with_local_part(place, tensors[name]) for name, place in places.items()}
+        return Staged(found | {_of_rank(name): tensors[name] for name in random_states(model)}, state)
     with torch.no_grad():
-        return Staged({name: _copied(tensor) for name, tensor in tensors.items()}, options(optimizer))
+        copies = {name: _copied(tensor) for name, tensor in _state(model, optimizer).items()}
+    return Staged(copies, options(optimizer))
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,59 +13,53 @@ All of it runs beside the first rounds of step k+1, which leave the weights alon
 the optimizer waits for its end.
 
 A restart restores the newest committed version, which all ranks hold by construction, publishes it again, and gets the rounds
-of the uncommitted step again. Owns no computation (`training/`) and no decision about rows (the coordinator).
+of the uncommitted step again. Owns no computation and no saving (`training/`), and no decision about rows (the coordinator).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import orjson
 
-from rondo.comm.bus.bus import POLL_S, Round, Row
-from rondo.comm.bus.group import NO_VERSION
+from rondo.comm.bus.bus import POLL_S, Round
 from rondo.comm.ring.spans import Span
 from rondo.comm.weights.publisher import Copied, Publisher
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
 from rondo.comm.weights.together import other_part
 from rondo.models.attention import chosen
-from rondo.models.checkpoint import HF
 from rondo.roles.algorithms.algorithm import OldLogProbs
 from rondo.roles.algorithms.whitening import Contribution, contribution
-from rondo.roles.forward import REFERENCE, media_of
+from rondo.roles.forward import REFERENCE
 from rondo.roles.job import SLAB, open_job, timed
-from rondo.roles.resumed import copy_samples, write_samples
-from rondo.roles.streams import ROUTED
 from rondo.roles.training.backend import Backend
-from rondo.roles.training.objective import PolicyObjective, TrainRow, open_policy
-from rondo.roles.training.parity import ParityLog, RowSum, row_sum
-from rondo.roles.training.room import save_last, when_there_is_room
+from rondo.roles.training.mismatch import refuse_gap
+from rondo.roles.training.objective import PolicyObjective, open_policy
+from rondo.roles.training.parity import ParityLog, RowSum
+from rondo.roles.training.reading import Read, read, sum_of
+from rondo.roles.training.saving import Saving
 from rondo.roles.training.sft import backend_of
+from rondo.roles.training.step_totals import StepTotals
 from rondo.roles.training.warm_up import run_warm_up
-from rondo.runtime.checkpoints import complete, folder_of, newest_complete
-from rondo.runtime.errors import Fatal, RondoError
+from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.errors import RondoError
 from rondo.runtime.supervision.heartbeat import SAVE
-from rondo.runtime.waits import totals, wait_for, waiting
+from rondo.runtime.waits import totals as totals_of_waits
+from rondo.runtime.waits import wait_for, waiting
 from rondo.runtime.worker.context import WorkerContext
 
 PUBLISH_LIMIT_S = 600.0
 SETTLE_LIMIT_S = 1800.0
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Read = tuple[list[TrainRow], list[np.ndarray]]
-"""The rows of a round, and how many versions old each of their tokens is."""
 
 _WARM_UP_RECORD = 20
 """Steps of the warm-up from one record of it to the next."""
@@ -88,9 +82,6 @@ class ActorRole:
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
         self._settling: asyncio.Task[None] | None = None
-        self._saving: asyncio.Task[None] | None = None
-        self._newer = asyncio.Event()
-        """Set when the next saving is due: one that waits for room gives way to it."""
         self._parity: ParityLog | None = None
         self._read_ahead: dict[str, Read] = {}  # by the round's key
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="settle")
@@ -125,7 +116,11 @@ class ActorRole:
             if job.lent is not None and self._trainer.lent is not None:
                 job.lent.set_result(self._trainer.lent)
             self._open_memory()
+            self._saving = Saving(ctx, job, self._trainer, self._snapshot, self._settled, self._beside)
             return await self._restore()
+
+    def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        return self._tasks.create_task(work, name=name)
 
     def _open_trainer(self) -> Backend[PolicyObjective]:
         """On the compute thread."""
@@ -135,40 +130,34 @@ class ActorRole:
 
     async def _train_and_save(self, version: int) -> None:
         config, job = self._job.config, self._job
-        if self._saves_at(version):
-            await self._save(version, final=False)  # it may have died in the middle of it
+        if self._saving.is_due(version):
+            await self._saving.save(version, final=False)  # it may have died in the middle of it
         self._step_began = time.monotonic()
         for step in range(version, config.num_steps):
             with self._ctx.span("step", step=step):
                 async with job.turns.training():
                     metrics = await self._train(step)
-                if metrics is not None and self._saves_at(step + 1):
-                    await self._save(step + 1, final=False)
+                if metrics is not None and self._saving.is_due(step + 1):
+                    await self._saving.save(step + 1, final=False)
             if metrics is None:  # the run is being stopped, or its data ended: leave at the committed version
                 async with job.turns.training():
                     await self._settled()
                     done = (await job.bus.call("committed"))["done"]
                     # Said at several moments; true on one rank is true. All ranks must save the same.
                     (num_done,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(done)])
-                    await self._save(step, final=num_done > 0)
+                    await self._saving.save(step, final=num_done > 0)
                     with self._ctx.section(SAVE, self._job.config.supervision.save_s):
-                        await self._settle_saving()
+                        await self._saving.settled()
                 return
         async with job.turns.training():
-            await self._save(config.num_steps, final=True)
-
-    def _saves_at(self, version: int) -> bool:
-        every = self._job.config.train.save_every
-        return every is not None and version % every == 0 and 0 < version < self._job.config.num_steps
+            await self._saving.save(config.num_steps, final=True)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     async def _train(self, step: int) -> dict[str, Any] | None:
         """Train step `step` and commit version `step + 1`; None when no more rounds will come."""
         config, trainer = self._job.config, self._trainer
-        busy, num_tokens, whole = 0.0, 0, False
-        rewards = np.zeros(4)  # `reward_sums`
-        ages: list[np.ndarray] = []
+        busy, whole, totals = 0.0, False, StepTotals(config.max_staleness)
         if self._parity is not None:
             self._parity.taken()  # of a step that ran before and was not whole
         if self._job.rests and not await self._take_memory(step):
@@ -184,7 +173,7 @@ class ActorRole:
             if self._job.takes_turns:
                 await self._job.turns.make_room()
             if self._parity is not None:
-                self._parity.add([_row_sum(named, row) for named, row in zip(made.rows, rows, strict=True)])
+                self._parity.add([sum_of(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()
             with self._ctx.span("train", step=step, num_rows=len(rows)):
                 await self._ctx.working(
@@ -197,9 +186,7 @@ class ActorRole:
             busy += time.monotonic() - since
             self._job.bus.check(made)
             if made.update < config.train.optimizer_steps_per_batch:  # later passes use the same rows
-                num_tokens += sum(row.length for row in made.rows)
-                rewards += reward_sums(made.rows)
-                ages += seen
+                totals.add(made.rows, seen)
             whole = made.last
             self._ctx.progress()
         if not whole:
@@ -212,20 +199,10 @@ class ActorRole:
         busy += time.monotonic() - since
         step_s = time.monotonic() - self._step_began
         self._step_began = time.monotonic()
-        num_ages = config.max_staleness + 1
-        by_age = np.bincount([int(each.max()) for each in ages if len(each)], minlength=num_ages)
-        by_token = np.bincount(np.concatenate([np.zeros(0, np.int64), *ages]), minlength=num_ages)
-        sums = [*map(float, (num_tokens, *by_age, *by_token)), *rewards.tolist()]
-        tokens, *counts = await self._ctx.compute(trainer.sum_over_ranks, sums)
-        of_rewards = reward_figures(counts[2 * num_ages :])
-        by_age_all, by_token_all = counts[:num_ages], counts[num_ages : 2 * num_ages]
-        metrics: dict[str, Any] = figures | of_rewards | {
-            "step": step, "version": step + 1, "tokens": int(tokens),
-            "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
-            "staleness_mean": sum(age * count for age, count in enumerate(by_age_all)) / of_rewards["num_samples"],
-            "staleness_max": max(age for age, count in enumerate(by_age_all) if count),
-            "staleness_tokens": {str(age): int(count) for age, count in enumerate(by_token_all) if count},
-            "waits_s": totals(),
+        summed = totals.of(await self._ctx.compute(trainer.sum_over_ranks, totals.sums()))
+        metrics: dict[str, Any] = figures | summed | {
+            "step": step, "version": step + 1, "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
+            "waits_s": totals_of_waits(),
         }  # fmt: skip
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
@@ -233,7 +210,7 @@ class ActorRole:
                 metrics |= await self._job.bus.call("longest_wait", step)
             with self._ctx.span("report", step=step):
                 await self._ctx.report("metrics", metrics)
-            await self._judge_gap(metrics)
+            refuse_gap(metrics, config.train.max_log_prob_gap)
         self._settling = self._tasks.create_task(self._settle(step + 1, trained, self._taken()), name="settle")
         self._ctx.progress()
         return metrics
@@ -335,15 +312,6 @@ class ActorRole:
         call = functools.partial(self._trainer.beside, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._copier, call)
 
-    async def _judge_gap(self, metrics: dict[str, Any]) -> None:
-        """End the run where engine and trainer disagree by more than the settings allow; the step is not committed."""
-        limit, gap = self._job.config.train.max_log_prob_gap, metrics.get("log_prob_gap", 0.0)
-        if limit is not None and not gap <= limit:
-            raise Fatal(
-                f"the log-prob gap between engine and trainer must be at most train.max_log_prob_gap {limit:g} nats, "
-                f"got {gap:g} in step {metrics['step']}. Look at log_prob_gap_* in metrics.jsonl for the modality, or raise it"
-            )
-
     async def _rows(self, made: Round) -> Read:
         """What `_read` makes of a round; of one that was asked for ahead it is there."""
         found = self._read_ahead.pop(made.key, None)
@@ -355,28 +323,7 @@ class ActorRole:
         self._read_ahead[made.key] = await asyncio.to_thread(self._read, made)
 
     def _read(self, made: Round) -> Read:
-        """Views of a round's rows as the loss needs them, and of each how many versions old its sampled tokens are, int64."""
-        has_fwd = self._job.has_actor_fwd
-        old = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[self._old]
-        reference = "ref_log_probs" if self._job.config.loss().needs_reference else None
-        rows = [
-            TrainRow(
-                tokens=row.array("tokens"),
-                mask=row.array("loss_mask"),
-                advantages=row.array("advantages"),
-                rollout_log_probs=row.array("rollout_log_probs"),
-                old_log_probs=row.array(old) if old else None,
-                ref_log_probs=row.array(reference) if reference else None,
-                policy_versions=row.array("policy_versions"),
-                scored=(int(row.array("log_probs_version")[0]), row.array("log_probs")) if has_fwd else None,
-                media=media_of(row),
-                routed_experts=row.array(ROUTED) if ROUTED in row.columns else None,
-            )
-            for row in made.rows
-        ]
-        return rows, [
-            made.step - row.policy_versions[row.policy_versions != NO_VERSION].astype(np.int64) for row in rows
-        ]
+        return read(made, self._job.config, old=self._old, has_actor_fwd=self._job.has_actor_fwd)
 
     # ---- versions ---------------------------------------------------------------------------------------------------
 
@@ -455,6 +402,7 @@ class ActorRole:
     async def _write_snapshot(self, version: int, taken: Taken) -> int:
         """The snapshot of this rank, and the checksum of its part of the weights."""
         if self._snapshot is not None and taken.state is not None:
+            await self._saving.let_go_of_snapshots(before=version - 1)
             await self._copying(self._snapshot.write, version, *taken.state)
         return await self._copying(self._trainer.checksum)
 
@@ -496,93 +444,3 @@ class ActorRole:
         with self._ctx.span("publish", beside="publication", version=id.version):
             await self._job.bus.call("end_publish", copied.slot, id.version, id.checksum)
             await wait_for(sent, name="publication", peer="publisher", deadline_s=PUBLISH_LIMIT_S)
-
-    async def _save(self, version: int, *, final: bool) -> None:
-        """A checkpoint of the committed version with the whole index, so that a resumed run goes on from here. One that is not
-        final is copied to host memory and then written beside the next steps; the next saving waits for it.
-
-        On a full disk the final one waits for room; one beside the training does so until the next is due, which takes its place.
-        """
-        ctx = self._ctx
-        since = time.monotonic()
-        folder = folder_of(ctx.run_dir / "checkpoints", version)
-        limit_s = self._job.config.supervision.save_s
-        section = functools.partial(ctx.section, SAVE, limit_s)
-        with section():
-            await self._settled()
-            self._newer.set()
-            await self._settle_saving()
-            self._newer = newer = asyncio.Event()
-            whole = folder in complete(folder.parent)  # a run that ends, or is stopped, before its next commit
-            index = (await self._job.bus.call("checkpoint", version))["state"] if ctx.rank == 0 and not whole else b""
-            extra = {"version": version, "index": orjson.Fragment(index or b"{}")}
-            # The index names samples that other roles may let go of meanwhile; those of open groups stay until this role commits.
-            kept = await asyncio.to_thread(copy_samples, self._job.bus, index) if index else []
-            beside = functools.partial(write_samples, kept=kept)
-            if not final and not whole:
-                staged = await ctx.compute(self._trainer.stage)
-        if whole:
-            if final and not (folder / HF).exists():
-                export = functools.partial(self._trainer.export, folder / HF, self._job.model_path)
-                await save_last(ctx, self._job.config, version, export)
-            return
-        if final:
-            path = self._job.model_path
-            save = functools.partial(self._trainer.save, folder, extra, beside, tokenizer_path=path)
-            since += await save_last(ctx, self._job.config, version, save)
-            await self._saved(version, folder, len(kept), since, time.monotonic() - since)
-            return
-
-        async def attempt(gives_way: bool) -> bool:
-            written = asyncio.to_thread(self._trainer.write, folder, staged, extra, beside, gives_way=gives_way)
-            with ctx.span("save", beside="checkpoint", version=version):
-                return await wait_for(written, name="save", peer="storage", deadline_s=limit_s)
-
-        async def write_beside(pause_s: float) -> None:
-            """An error ends the role, as one of training does."""
-            none = contextlib.nullcontext
-            # Without a deadline: the next saving, or the last, ends the wait.
-            waited_s = await when_there_is_room(
-                ctx, attempt, version=version, section=none, deadline_s=None, newer=newer
-            )
-            if waited_s is not None:
-                await self._saved(version, folder, len(kept), since + waited_s, pause_s)
-
-        self._saving = self._tasks.create_task(write_beside(time.monotonic() - since), name="save")
-
-    async def _settle_saving(self) -> None:
-        if self._saving is not None:
-            await self._saving
-
-    async def _saved(self, version: int, folder: Path, num_samples: int, since: float, pause_s: float) -> None:
-        """Tell of a whole checkpoint, begun at `since` (room that was waited for left out), for which training stood still for
-        `pause_s`, and of the untrained samples in it."""
-        if self._ctx.rank == 0:
-            took = {"save_s": time.monotonic() - since, "pause_s": pause_s}
-            figures = {"version": version, "path": str(folder), "num_samples": num_samples} | took
-            await self._ctx.report("checkpoint", figures)
-
-
-def reward_sums(rows: Iterable[Row]) -> np.ndarray:
-    """The sum of the rewards of some samples, how many have one, how many samples, and how many of them their limit cut off."""
-    scores = [(row.reward, row.finish == "length") for row in rows]
-    given = [reward for reward, _ in scores if reward is not None]
-    return np.array([sum(given), len(given), len(scores), sum(cut_off for _, cut_off in scores)], np.float64)
-
-
-def reward_figures(sums: Sequence[float]) -> dict[str, Any]:
-    """Of the sums over a whole step: the mean reward is of the samples that have one, and None without any."""
-    total, num_scored, num_samples, num_cut_off = sums
-    return {
-        "reward_mean": total / num_scored if num_scored else None, "num_samples": int(num_samples),
-        "num_failed": int(num_samples - num_scored), "truncated_fraction": num_cut_off / num_samples,
-    }  # fmt: skip
-
-
-def _row_sum(named: Row, row: TrainRow) -> RowSum:
-    """All that the loss sees of a sample, but for its media, which the prompt stands for."""
-    rest = (
-        row.mask, row.advantages, row.rollout_log_probs, row.old_log_probs, row.ref_log_probs, row.policy_versions,
-        row.routed_experts,
-    )  # fmt: skip
-    return row_sum(named.group, named.sample, row.tokens, rest)

@@ -61,7 +61,12 @@ class HotSnapshot:
             self._slab.clear(1 - slot)
 
     def read(self, version: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Copies of the tensors of `version`, in the order they were written, and its state.
+        """Copies of the tensors of `version`, in the order they were written, and its state. Raises as `views`."""
+        tensors, state = self.views(version)
+        return {name: tensor.clone() for name, tensor in tensors.items()}, state
+
+    def views(self, version: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The same where they lie, until `version + 2` is written.
 
         Raises KeyError when the snapshot does not hold it, CorruptData when its manifest is damaged.
         """
@@ -70,7 +75,7 @@ class HotSnapshot:
             raise KeyError(f"version {version} must be in the hot snapshot, which holds {self.versions() or 'none'}.")
         slot, checksum = held[version]
         block, manifest = self._slab.contents(slot, attempt=0, version=version, checksum=checksum, summed=False)
-        return {name: tensor.clone() for name, tensor in manifest.views(block).items()}, manifest.more["state"]
+        return manifest.views(block), manifest.more["state"]
 
     def versions(self) -> tuple[int, ...]:
         """The versions that can be read, oldest first."""

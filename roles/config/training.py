@@ -92,7 +92,7 @@ class TrainConfig(OptimizerConfig):
     after_save: AfterSaveConfig | None = None
     wait_for_room_s: float = Field(21_600.0, ge=0)
     """How long the last save waits for room on a full disk before the run ends without it. One during the run waits beside the
-    training until the next is due."""
+    training until its snapshot's place is needed, or the next is due."""
     optimizer_steps_per_batch: int = Field(1, ge=1)
     """Optimizer steps in one pass over the prompt groups of a step, which are divided among them in admission order. They all
     belong to one policy version."""

@@ -376,9 +376,9 @@ class Backend(Generic[AnyObjective]):
         group = self._groups.saving
         checkpoint.save(folder, self.model, self.optimizer, extra, beside, tokenizer_path=tokenizer_path, group=group)
 
-    def stage(self) -> checkpoint.Staged:
-        """This rank's state, copied to host memory; no collective."""
-        return checkpoint.stage(self.model, self.optimizer)
+    def stage(self, held: checkpoint.Held | None = None) -> checkpoint.Staged:
+        """This rank's state, copied to host memory, or as a snapshot holds it there; no collective."""
+        return checkpoint.stage(self.model, self.optimizer, held)
 
     def write(
         self,

@@ -14,13 +14,15 @@ Invariant: additive over rows, rounds and ranks. A row of several modalities cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from rondo.models.media.inputs import MODALITIES
+from rondo.runtime.errors import Fatal
 
 KINDS = ("", "text", *MODALITIES)
 """All rows, rows without media, and rows with each modality."""
@@ -65,3 +67,13 @@ class Gap:
             if not kind:
                 found[f"{name}_tokens"] = tokens
         return found
+
+
+def refuse_gap(metrics: Mapping[str, Any], limit: float | None) -> None:
+    """End the run where engine and trainer disagree by more than the settings allow (nats); the step is not committed."""
+    gap = metrics.get("log_prob_gap", 0.0)
+    if limit is not None and not gap <= limit:
+        raise Fatal(
+            f"the log-prob gap between engine and trainer must be at most train.max_log_prob_gap {limit:g} nats, "
+            f"got {gap:g} in step {metrics['step']}. Look at log_prob_gap_* in metrics.jsonl for the modality, or raise it"
+        )

@@ -10,11 +10,12 @@ from typing import Any, cast
 import numpy as np
 
 from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
-from rondo.roles.actor import ActorRole, reward_figures, reward_sums
+from rondo.roles.actor import ActorRole
 from rondo.roles.algorithms.whitening import Whitening, contribution
 from rondo.roles.config import JobConfig
 from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.objective import TrainRow
+from rondo.roles.training.step_totals import reward_figures, reward_sums
 from rondo.runtime.records.timeline import Span, span
 from tests.comm.memory import MemorySegment
 from tests.roles.training.test_backend import model, rows, trainer

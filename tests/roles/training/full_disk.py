@@ -21,9 +21,9 @@ import torch
 
 from rondo.models import checkpoint
 from rondo.models.optimizer import make_optimizer
-from rondo.roles.actor import ActorRole
 from rondo.roles.training import room
 from rondo.roles.training.room import NO_ROOM
+from rondo.roles.training.saving import Saving
 from rondo.runtime.checkpoints import complete
 from rondo.runtime.records.timeline import span
 from rondo.runtime.waits import pending, wait_for
@@ -61,8 +61,8 @@ class Disk:
 class Trainer:
     """As the actor's saving sees it, on one rank."""
 
-    def stage(self) -> checkpoint.Staged:
-        return checkpoint.stage(MODEL, OPTIMIZER)
+    def stage(self, held: checkpoint.Held | None) -> checkpoint.Staged:
+        return checkpoint.stage(MODEL, OPTIMIZER, held)
 
     def write(self, *arguments: Any, **named: Any) -> bool:
         return checkpoint.write(*arguments, **named)
@@ -98,22 +98,24 @@ async def main() -> dict[str, Any]:
         rank=0, run_dir=OUT, report=report, compute=compute, section=lambda name, limit_s: contextlib.nullcontext(),
         span=lambda name, **_: span(name, "actor"),
     )  # fmt: skip
-    role: Any = ActorRole(context)
     config = SimpleNamespace(train=SimpleNamespace(wait_for_room_s=300.0), supervision=SimpleNamespace(save_s=300.0))
-    role._job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
-    role._trainer = Trainer()
+    job, trainer = SimpleNamespace(config=config, bus=Bus(), model_path="model"), Trainer()
+
+    async def settle() -> None: ...
+
     facts: dict[str, Any] = {}
     async with asyncio.TaskGroup() as tasks:
-        role._tasks = tasks
-        await role._save(2, final=False)
-        await role._settle_saving()
+        made: Any = (context, job, trainer, None, settle, lambda work, name: tasks.create_task(work, name=name))
+        role = Saving(*made)
+        await role.save(2, final=False)
+        await role.settled()
         disk.fill()
-        await role._save(4, final=False)
+        await role.save(4, final=False)
         await wait_for(full[4].wait(), name="full", peer="disk", deadline_s=120)
-        facts["trains on"] = not role._saving.done()
-        await role._save(6, final=False)  # takes the place of version 4
+        facts["trains on"] = role._writing is not None and not role._writing.done()
+        await role.save(6, final=False)  # takes the place of version 4
         facts["left"] = sorted(path.name for path in (OUT / "checkpoints").iterdir())
-        last = tasks.create_task(role._save(8, final=True))
+        last = tasks.create_task(role.save(8, final=True))
         await wait_for(full[8].wait(), name="full", peer="disk", deadline_s=120)
         facts["last waits"] = not last.done()
         disk.make_room()

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from rondo.roles import sft as sft_role
-from rondo.roles.actor import ActorRole
 from rondo.roles.training import room
+from rondo.roles.training.saving import Saving
 from rondo.runtime.checkpoints import MARKER, NoRoom, complete
 from rondo.runtime.records.timeline import span
 from rondo.runtime.waits import wait_for
@@ -30,11 +30,12 @@ class Disk:
 
     def __init__(self) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
-        self.error: OSError | None = None
+        self.errors = list[Exception]()
+        """Of the next writings."""
         self.done: list[str] = []
 
-    def stage(self) -> str:
-        self.done.append("stage")
+    def stage(self, held: object) -> str:
+        self.done.append("stage" if held is None else f"held {held}")
         return "staged"
 
     def write(
@@ -42,8 +43,10 @@ class Disk:
     ) -> bool:
         self.begun.release()
         assert self.go.acquire(timeout=120)
-        if self.error is not None:
-            raise self.error
+        if self.errors:
+            raise self.errors.pop(0)
+        if gives_way:
+            return False
         self._mark(folder, extra, beside)
         return True
 
@@ -67,39 +70,50 @@ class Bus:
         return contextlib.nullcontext()
 
 
-def actor(run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.TaskGroup) -> ActorRole:
+class Held:
+    """The hot snapshot, as a saving sees it."""
+
+    def views(self, version: int) -> str:
+        return f"snapshot of {version}"
+
+
+def saving(
+    run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.TaskGroup, snapshot: Held | None = None
+) -> Saving:
     async def report(kind: str, data: dict[str, Any]) -> None:
         told.append(data)
 
     async def compute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await asyncio.to_thread(function, *args, **kwargs)
 
+    async def settle() -> None: ...
+
     section: Callable[..., Any] = lambda name, limit_s: contextlib.nullcontext()  # noqa: E731
     context: Any = SimpleNamespace(
         rank=0, run_dir=run_dir, report=report, compute=compute, section=section,
         span=lambda name, **_: span(name, "actor"),
     )  # fmt: skip
-    role: Any = ActorRole(context)
-    config = SimpleNamespace(train=SimpleNamespace(wait_for_room_s=60.0), supervision=SimpleNamespace(save_s=1800.0))
-    role._job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
-    role._trainer, role._tasks, role._saving = disk, tasks, None
-    return role
+    train = SimpleNamespace(wait_for_room_s=60.0, save_every=10)
+    config = SimpleNamespace(train=train, supervision=SimpleNamespace(save_s=1800.0), num_steps=100)
+    job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
+    made: Any = Saving(context, job, disk, snapshot, settle, lambda work, name: tasks.create_task(work, name=name))  # type: ignore[arg-type]
+    return made
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_saving_waits_for_it(tmp_path: Path) -> None:
     disk, told = Disk(), list[dict[str, Any]]()
     async with asyncio.TaskGroup() as tasks:
-        role = actor(tmp_path, disk, told, tasks)
-        await wait_for(role._save(2, final=False), name="first", peer="disk", deadline_s=120)
+        role = saving(tmp_path, disk, told, tasks)
+        await wait_for(role.save(2, final=False), name="first", peer="disk", deadline_s=120)
         assert await asyncio.to_thread(disk.begun.acquire, timeout=120)
         assert (disk.done, told) == (["stage"], [])
-        second = tasks.create_task(role._save(4, final=False))
+        second = tasks.create_task(role.save(4, final=False))
         await asyncio.sleep(0)
         disk.go.release()
         await wait_for(second, name="second", peer="disk", deadline_s=120)
         assert disk.done == ["stage", "step_000002 with index 2", "stage"]
         disk.go.release()
-        await wait_for(role._save(5, final=True), name="final", peer="disk", deadline_s=120)
+        await wait_for(role.save(5, final=True), name="final", peer="disk", deadline_s=120)
     assert disk.done[3:] == ["step_000004 with index 4", "step_000005 with index 5"]
     assert [path.name[-1] for path in complete(tmp_path / "checkpoints")] == ["2", "4", "5"]
     assert [(record["version"], record["pause_s"] <= record["save_s"]) for record in told] == [
@@ -109,16 +123,51 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_savin
     ]
 
 
+async def test_a_snapshot_is_written_where_it_lies_and_the_one_that_takes_its_place_waits_for_the_end(
+    tmp_path: Path,
+) -> None:
+    disk = Disk()
+    async with asyncio.TaskGroup() as tasks:
+        role = saving(tmp_path, disk, [], tasks, Held())
+        await role.save(10, final=False)
+        assert await asyncio.to_thread(disk.begun.acquire, timeout=120)
+        await wait_for(role.let_go_of_snapshots(before=10), name="11", peer="disk", deadline_s=120)
+        second = tasks.create_task(role.let_go_of_snapshots(before=11))
+        await asyncio.sleep(0)
+        assert not second.done() and disk.done == ["held snapshot of 10"]
+        disk.go.release()
+        await wait_for(second, name="12", peer="disk", deadline_s=120)
+        assert disk.done == ["held snapshot of 10", "step_000010 with index 10"]
+        assert not any(map(role.is_due, range(11, 20))) and role.is_due(20)
+
+
+async def test_a_snapshot_that_finds_no_room_gives_its_place_and_a_later_version_is_saved(tmp_path: Path) -> None:
+    disk = Disk()
+    disk.errors.append(NoRoom(tmp_path, 2, 1))
+    async with asyncio.TaskGroup() as tasks:
+        role = saving(tmp_path, disk, [], tasks, Held())
+        disk.go.release(2)  # it finds no room, and is asked again
+        await role.save(10, final=False)
+        await wait_for(role.let_go_of_snapshots(before=11), name="12", peer="disk", deadline_s=120)
+        assert [version for version in range(11, 20) if role.is_due(version)] == [*range(13, 20)]
+        disk.go.release()
+        await role.save(13, final=False)
+        await wait_for(role.settled(), name="13", peer="disk", deadline_s=120)
+        assert disk.done == ["held snapshot of 10", "held snapshot of 13", "step_000013 with index 13"]
+        assert not any(map(role.is_due, range(14, 20)))
+
+
 async def test_an_error_of_a_writer_ends_the_role(tmp_path: Path) -> None:
     disk = Disk()
-    disk.error = OSError(5, "Input/output error")
+    error = OSError(5, "Input/output error")
+    disk.errors.append(error)
     disk.go.release()
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as tasks:
-            role = actor(tmp_path, disk, [], tasks)
-            await role._save(2, final=False)
+            role = saving(tmp_path, disk, [], tasks)
+            await role.save(2, final=False)
             await wait_for(asyncio.Event().wait(), name="training", peer="rollout", deadline_s=120)
-    assert caught.value.exceptions == (disk.error,)
+    assert caught.value.exceptions == (error,)
     assert complete(tmp_path / "checkpoints") == []
 
 
@@ -128,7 +177,7 @@ async def test_a_version_that_has_its_checkpoint_is_not_saved_again(tmp_path: Pa
     folder.mkdir(parents=True)
     (folder / MARKER).touch()
     async with asyncio.TaskGroup() as tasks:
-        await actor(tmp_path, disk, told, tasks)._save(2, final=False)
+        await saving(tmp_path, disk, told, tasks).save(2, final=False)
     assert (disk.done, told) == ([], [])
 
 
