@@ -19,6 +19,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
 from rondo.models import checkpoint, hf_folder
 from rondo.models.load import load_model
 from rondo.models.optimizer import make_optimizer
@@ -26,6 +27,7 @@ from rondo.models.state import training_state
 from rondo.runtime import formats
 from rondo.runtime.checkpoints import NoRoom, newest_complete
 from rondo.runtime.errors import ConfigError, CorruptData
+from tests.comm.memory import MemorySegment
 from tests.models.builders import LR, folder_of, tiny, train_step
 
 ROOT = Path(__file__).parents[2]
@@ -54,9 +56,18 @@ def test_a_run_goes_on_bit_by_bit_from_a_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_what_was_staged_is_written_as_it_was_while_training_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_a_snapshot", [False, True])
+def test_what_was_staged_is_written_as_it_was_while_training_goes_on(tmp_path: Path, in_a_snapshot: bool) -> None:
     model, optimizer = trained(1)
-    staged = checkpoint.stage(model, optimizer)
+    held = None
+    if in_a_snapshot:
+        tensors, state = training_state(model, optimizer)
+        hot = HotSnapshot(MemorySegment(snapshot_bytes(sum(t.nbytes for t in tensors.values()), len(tensors))))
+        hot.write(1, tensors, state)
+        held = hot.views(1)
+    staged = checkpoint.stage(model, optimizer, held)
+    if held is not None:  # nothing is copied
+        assert {t.data_ptr() for t in staged.tensors.values()} == {t.data_ptr() for t in held[0].values()}
     told = [train_step(model, optimizer, step) for step in (1, 2)]
     checkpoint.write(tmp_path / "step_000001", staged, {"version": 1})
 

@@ -57,7 +57,7 @@ class Run:
         folders = map(str, (self.out, self.dense, self.moe, self.fused, self.drawn))
         command = [sys.executable, str(Path(__file__).with_name("fsdp_worker.py")), *folders]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=560, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         self.facts: dict[str, Any] = json.loads((self.out / "facts.json").read_text())
 
