@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -116,7 +117,10 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
         "num_steps=100000", "rollout.endpoint.max_sessions=8", "supervision.silence_s=8", f"preemption.file={notice}",
         "preemption.grace_s=300",
     )  # fmt: skip
-    sets = (*endless, f"groups={FEWER}")  # everything starts three times
+    planted = tmp_path / "planted"
+    planted.write_text("planted-" + "s" * 32)
+    planted.chmod(0o600)
+    sets = (*endless, f"groups={FEWER}", f"admin.token_file={planted}")  # everything starts three times
     running = start(command(tmp_path, "--kill", "store@5", sets=sets, config=config), tmp_path)
     read_until(running, "step=1/")
     config.write_text(config.read_text().replace("return 2.0 *", "return 7.0 *"))
@@ -170,6 +174,8 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     # What its two ranks did meanwhile: one of them may have been a little ahead.
     assert {9, 10} <= trained_in(ask(record, "/timeline?steps=9:11")) <= {9, 10, 11}
     comes_and_goes(run, capsys)
+    assert {"/stop", "/timeline", "/rollout/scale_out", "/evaluate"} <= ask(record, "/openapi.json")["paths"].keys()
+    told_nowhere(stopped.run_dir, planted.read_bytes(), Path(record.token_path).read_bytes().strip())
     endpoint = ask_the_policy(resumed, stopped.run_dir, capsys)
     words = subprocess.run([*rondo, "explain", run], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     # The first step is left out, and so are those of the last second before everything was killed, perhaps all: how many that is
@@ -199,6 +205,20 @@ def comes_and_goes(run: str, capsys: Any) -> None:
         assert last in capsys.readouterr().out.splitlines()[-1]
     assert cli.main(["scale", "actor", "2", "--run", run]) == 2
     assert "shares no process with the trainer (rollout, actor_fwd), got 'actor'" in capsys.readouterr().err
+
+
+def told_nowhere(run: Path, *secrets: bytes) -> None:
+    """Neither a file of the run nor a command line of this machine holds one of them; what was asked of the run is told."""
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert {"config.resolved.json", "environment.json", "events.jsonl", "supervisor.json"} <= {
+        path.name for path in files
+    }
+    for path in (*files, *Path("/proc").glob("[0-9]*/cmdline")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            held = path.read_bytes()
+            assert not any(secret in held for secret in secrets), path
+    asked = [record for record in read_records(run / "events.jsonl") if record["kind"] == "asked"]
+    assert {record["who"] for record in asked} == {"own"} and "done" in {record["outcome"] for record in asked}
 
 
 def worker(run: Path, group: str) -> int:
