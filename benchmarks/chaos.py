@@ -49,7 +49,7 @@ ROLES = {
 LIGHT = ("advantages", "coordinator", "reward_worker")
 VICTIMS = (*ROLES, "coordinator", "reward_worker", "engine", "store", "nursery")
 FAULTS = ("sigkill", "exception", "oom", "sigstop", "hang", "disk_full")
-SILENCE_S, WORK_S, REWARD_S, FORK_S = 8.0, 10.0, 3.0, 30.0
+SILENCE_S, WORK_S, REWARD_S, UPDATE_S, FORK_S = 8.0, 10.0, 3.0, 20.0, 30.0
 SMALL = (
     "num_steps=1000000", "sft=null", "evaluation=null", "data.held_out=0", "rollout.prompts_per_step=8",
     "rollout.num_slots=64", "train.save_every=500", "train.keep_checkpoints=1",
@@ -57,6 +57,7 @@ SMALL = (
 LIMITS = (
     f"supervision.silence_s={SILENCE_S}", f"supervision.work_floor_s={WORK_S}", "supervision.work_ceiling_s=120",
     f"reward.deadline_s={REWARD_S}", f"rollout.sglang.silent_deadline_s={SILENCE_S}",
+    f"rollout.sglang.update_deadline_s={UPDATE_S}",
     "supervision.max_restarts=1000", "supervision.max_global_restarts=0", "supervision.max_backoff_s=0",
 )  # fmt: skip
 DISK_BYTES = 96 << 20
@@ -69,7 +70,7 @@ def seconds_limit(role: str, fault: str) -> float:
     """Within which a fault is to be seen: an exit at once, a hang by its own limit, and a moment for ticks and stacks."""
     if fault not in ("sigstop", "hang"):
         return SEEN_S
-    of = {"reward_worker": REWARD_S, "nursery": FORK_S}
+    of = {"reward_worker": REWARD_S, "nursery": FORK_S, "engine": UPDATE_S + SILENCE_S}  # new weights come meanwhile
     worked = fault == "hang" and role in ROLES and role != "advantages"
     return of.get(role, WORK_S * 2 if worked else SILENCE_S) + 3.0
 
