@@ -127,7 +127,7 @@ def held_by(
     prefill = Sizes(traced[PREFILL].how, traced[PREFILL].parts)
     generates = [generating(config, shape, lent=lent)] if config.rollout.sglang is None else []
     beside = [prefill, evaluating(config, shape)] if config.num_pinned else []
-    generates += [] if beside else [prefill]
+    generates = generates if beside else [prefill, *generates]
     if trains and config.max_staleness == 0 and config.trainer_rests(on_device=group.devices > 0):
         if lent:
             generates.insert(0, Sizes(trains[0].how, {LENT: trains[0].parts[LENT]}))

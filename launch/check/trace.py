@@ -21,6 +21,7 @@ import torch
 from rondo.launch.check.depths import FORWARD, HEAD, OUTPUT, STEP, Depths, Point, Told, layers_of, text_layers
 from rondo.launch.check.estimate import PREFILL, WIDTHS, WORKSPACE, Traced
 from rondo.launch.check.ledger import (
+    COPIES,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
@@ -190,6 +191,9 @@ class _Sections:
 
     def sums(self, model: Any, rows: Sequence[TrainRow], use: Use) -> LossSums:
         found = self._objective.sums(model, rows, use)
+        for unit in sharded_units(model):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                self._ledger.name(COPIES, (part for held in group.fsdp_params for part in held.all_gather_outputs))
         self._ledger.keep()
         self._ledger.section = HEAD
         return found
