@@ -78,7 +78,7 @@ CASES = {
     "0.6 B": Case(),
     "on 2 ranks": Case(layers=8, ranks=2, micro_batches=2),
     "8 experts a layer": Case(layers=8, experts=8, micro_batches=2),
-    "layers computed again": Case(layers=8, tokens=1024, checkpointing=True, micro_batches=2),
+    "layers computed again": Case(layers=8, tokens=512, checkpointing=True, micro_batches=2),
 }
 
 

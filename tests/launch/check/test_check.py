@@ -202,8 +202,11 @@ def test_the_attention_of_a_run_is_told_and_one_that_its_devices_or_its_model_ca
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     def told(kind: str, *sets: str) -> str:
+        layers = {"layer_types": ["linear_attention", "full_attention"]} if kind == "qwen3_next" else {}
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](num_hidden_layers=2, hidden_size=128))
+            model = AutoModelForCausalLM.from_config(
+                CONFIG_MAPPING[kind](num_hidden_layers=2, hidden_size=128, **layers)
+            )
         report = check_child.Report()
         check_child.look_at_family(make(*sets), report, model)
         return next(finding.text for finding in report.findings if finding.text.startswith("attention"))
@@ -211,14 +214,15 @@ def test_the_attention_of_a_run_is_told_and_one_that_its_devices_or_its_model_ca
     gpu = "groups.1.devices=1"
     assert told("llama").startswith("attention is sdpa: the device is a CPU. Each process proves it")
     assert told("llama", gpu).startswith("attention is flex_attention: torch compiles it for this GPU")
-    assert told("mistral", gpu).startswith("attention is sdpa: nothing better takes this model")
+    assert told("mistral", gpu).startswith("attention is flex_attention")  # its windows too
+    assert told("qwen3_next", gpu).startswith("attention is sdpa: nothing better takes this model")
     assert told("llama", "model.attn=eager").startswith("attention is eager: model.attn names it")
     with pytest.raises(ConfigError, match='got "flex_attention" on cpu: it has no backward on a CPU'):
         told("llama", "model.attn=flex_attention")
     with pytest.raises(
-        ConfigError, match='sequences of MistralForCausalLM apart, got "flex_attention": its masks are not'
+        ConfigError, match='sequences of Qwen3NextForCausalLM apart, got "flex_attention": its layers are linear'
     ):
-        told("mistral", "model.attn=flex_attention", gpu)
+        told("qwen3_next", "model.attn=flex_attention", gpu)
 
 
 def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:
@@ -286,7 +290,7 @@ def test_shared_memory_that_does_not_fit_is_told_with_the_numbers(make: Make) ->
     (text,) = judged(make(), facts, (2 * GIB, "the cgroup"))
     assert text == (
         "shared memory must fit into what is free of the cgroup's memory, 2.0 GiB, got 3.2 GiB (rollout rings 64 MiB, "
-        "column rings 8 MiB, weight slab 800 MiB, hot snapshots 2.3 GiB, one step of the longest samples 31 KiB). "
+        "column rings 8 MiB, weight slab 800 MiB, hot snapshots 2.3 GiB, one step of the longest samples 32 KiB). "
         "Lower bus.ring_bytes, set train.hot_snapshot=False, end what else runs here, or use a machine with more memory"
     )
     assert judged(make("train.hot_snapshot=False"), facts, (2 * GIB, "the cgroup")) == []
