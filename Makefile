@@ -67,7 +67,7 @@ fuzz: export RONDO_TEST_LONG = 1
 fuzz: export PYTEST_TIMEOUT = 3600
 fuzz: $(READY) $(SCHEMATHESIS_VENV)/.ready  ## about twenty minutes
 	SCHEMATHESIS=$(abspath $(SCHEMATHESIS_VENV))/bin/schemathesis OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-		tests/schemathesis $(wildcard tests/*/*/test_fuzz.py tests/*/test_fuzz.py) $(OPTIONS)
+		tests/schemathesis $(sort $(wildcard tests/*/*/test_fuzz.py tests/*/test_fuzz.py)) $(OPTIONS)
 
 $(SCHEMATHESIS_VENV)/.ready:
 	$(PYTHON) -m venv $(SCHEMATHESIS_VENV)

@@ -42,7 +42,7 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         (("test-avx2",), "-m pytest"),
         (("demo", "ENGINE=sglang"), "--set rollout.sglang.python=.venv-sglang/bin/python"),
         (("test-sglang",), "-m pytest tests/sglang"),
-        (("fuzz",), "-m pytest tests/schemathesis tests/comm/bus/test_fuzz.py"),
+        (("fuzz",), "tests/schemathesis tests/comm/bus/test_fuzz.py tests/launch/test_fuzz.py"),
         (("gpu", "PARTS=training gap"), "-m rondo.launch.cli bench gpu training gap"),
     ],
 )

@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from rondo.roles.actor import ActorRole
+from rondo.roles.training.saving import Saving
 
 
 class ScriptedTrainer:
@@ -65,14 +66,14 @@ def actor(run_dir: Path, other: float) -> tuple[ActorRole, ScriptedTrainer]:
     folder.mkdir(parents=True)
     (folder / "index.json").write_bytes(orjson.dumps({"version": 2}))
     (folder / "COMPLETE").touch()
-    role = ActorRole(
-        cast(Any, SimpleNamespace(run_dir=run_dir, rank=0, world_size=2, compute=compute, section=section))
-    )
+    ctx = cast(Any, SimpleNamespace(run_dir=run_dir, rank=0, world_size=2, compute=compute, section=section))
+    role = ActorRole(ctx)
     trainer = ScriptedTrainer(other)
     snapshot = SimpleNamespace(versions=lambda: (2,), read=lambda _: ({}, {}), write=lambda *_: None)
     role._trainer, role._snapshot = cast(Any, trainer), cast(Any, snapshot)
     config = SimpleNamespace(supervision=SimpleNamespace(save_s=60.0), train=SimpleNamespace(wait_for_room_s=60.0))
     role._job = cast(Any, SimpleNamespace(config=config, bus=SimpleNamespace(call=call), model_path="model"))
+    role._saving = Saving(ctx, role._job, cast(Any, trainer), role._snapshot, role._settled, role._beside)
     return role, trainer
 
 
@@ -88,12 +89,12 @@ async def test_ranks_that_were_killed_while_they_copied_a_checkpoint_all_read_it
 
 async def test_the_last_version_gets_its_folder_even_where_its_checkpoint_was_written_before(tmp_path: Path) -> None:
     role, trainer = actor(tmp_path, other=0.0)
-    await role._save(2, final=False)
+    await role._saving.save(2, final=False)
     assert trainer.calls == []
-    await role._save(2, final=True)
+    await role._saving.save(2, final=True)
     assert trainer.calls == ["export hf"]
     (tmp_path / "checkpoints" / "step_000002" / "hf").mkdir()
-    await role._save(2, final=True)
+    await role._saving.save(2, final=True)
     assert trainer.calls == ["export hf"]
 
 
