@@ -160,12 +160,13 @@ class RunConfig(JobConfig):
                     f"rollout.min_engines must be at most {most}, the engines that the run begins with, got "
                     f"{self.rollout.min_engines}. Lower it, or have more replicas or servers"
                 )
-        if sglang is not None and sglang.urls and source is not None and source.processes > 1:
-            yield (
-                f"groups[{source.name}].processes must be 1 for a group that generates with rollout.sglang.urls, got "
-                f"{source.processes}. Put rollout into a group of its own (modes.hybrid), or set rollout.sglang.python instead, "
-                "with which each process starts a server of its own"
-            )
+        for what in ("processes", "replicas"):  # each would give the same servers its weights
+            if sglang is not None and sglang.urls and source is not None and (num := getattr(source, what)) > 1:
+                yield (
+                    f"groups[{source.name}].{what} must be 1 for a group that generates with rollout.sglang.urls, got {num}. "
+                    "One process keeps all of them busy: put rollout into a group of its own (modes.hybrid) with one replica, or "
+                    "set rollout.sglang.python instead, with which each process starts a server of its own"
+                )
         takes = 1 if sglang is None else sglang.num_devices
         for group in self.groups:
             if "rollout" not in group.roles:

@@ -29,7 +29,9 @@ class Room:
 
     def why_not(self, group: RoleGroup, num: int, living: Mapping[str, tuple[int, ...]]) -> str:
         """Why `num` more replicas of a role group cannot be. living: replica -> its processes, of all role groups."""
-        bus = self._config.bus
+        bus, sglang = self._config.bus, self._config.rollout.sglang
+        if "rollout" in group.roles and sglang is not None and sglang.urls:
+            return "num_replicas must be 1 with rollout.sglang.urls, whose servers one replica feeds. Attach more by engine_urls"
         rings = group.processes * (bus.ring_bytes if "rollout" in group.roles else bus.column_ring_bytes)
         own = max((_held(pids) for name, pids in living.items() if name.rpartition("-")[0] == group.name), default=0)
         free, whose = self._free()

@@ -387,6 +387,11 @@ def test_filtered_groups_go_with_determinism_where_the_data_are_on_policy(tmp_pa
             "processes must be 1.* generates with rollout.sglang.urls, got 2",
         ),
         (
+            "fully_async(rollout_replicas=2)",
+            "urls=('http://h:1',)",
+            "replicas must be 1.* generates with rollout.sglang.urls, got 2",
+        ),
+        (
             "colocate(devices=1)",
             "python='p', tensor_parallel=2",
             "tensor_parallel must be 1 where the server shares.*got 2",

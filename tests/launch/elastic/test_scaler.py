@@ -213,6 +213,12 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     assert rig.events[-1]["status"] == "REJECTED"
 
 
+def test_servers_that_are_named_in_the_settings_have_one_replica(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "rollout.sglang={'urls': ['http://h:1']}")
+    refused = rig.scaler.request("rollout", 2, reason="")
+    assert refused.status is Status.REJECTED and "must be 1 with rollout.sglang.urls" in refused.message
+
+
 def test_no_fewer_stay_than_the_settings_ask_for(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "groups.0.replicas=3", "rollout.min_engines=2")
     refused = rig.scaler.request("rollout", 1, reason="")
