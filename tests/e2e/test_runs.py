@@ -158,7 +158,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     # The trainer's shards are cut anew, and so is what scores, beside it and in a group of its own, one rank of which is killed.
     accepted = ["--accept-changes", *(part for i in (1, 2) for part in ("--set", f"groups.{i}.processes=2"))]
     resumed = start([*rondo, "resume", run, *accepted], tmp_path)
-    read_until(resumed, "step=14/")
+    read_until(resumed, f"step={stopped.summary['steps'] + 4}/")
     os.kill(worker(stopped.run_dir, "actor_fwd-0"), signal.SIGKILL)
     read_until(resumed, "recovery_s")
     status = subprocess.run(
