@@ -17,6 +17,7 @@ from rondo.launch.cli import _parser
 from rondo.launch.config import load
 from rondo.launch.report.timeline import parse_steps
 from rondo.models.tiny import qwen3
+from tests.strength import LONG
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -189,7 +190,15 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("command", RUN_HERE, ids=lambda command: command.split()[1] + " " + command.split()[2][9:])
+SELDOM = {"rondo train examples/video_digits.py"}
+"""With RONDO_TEST_LONG=1 alone: tests/e2e/test_omni.py trains on every kind of media."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [each for each in RUN_HERE if LONG or each not in SELDOM],
+    ids=lambda command: command.split()[1] + " " + command.split()[2][9:],
+)
 def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -> None:
     rows = [{"question": "?", "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}"} for a in range(8) for b in range(8)]
     data = tmp_path / "train.jsonl"

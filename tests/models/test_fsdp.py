@@ -36,6 +36,7 @@ from tests.models.builders import (
     train_step,
     written,
 )
+from tests.strength import LONG
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,6 +161,7 @@ def test_recomputed_layers_and_moments_in_host_memory_change_no_bit(run: Run) ->
     assert run.facts["dense"] == run.facts["recomputed"]
 
 
+@pytest.mark.skipif(not LONG, reason="compiles on two ranks: RONDO_TEST_LONG=1")
 def test_two_ranks_have_the_same_gradients_through_compiled_layers_and_compile_no_more_from_the_third_length_on(
     run: Run,
 ) -> None:

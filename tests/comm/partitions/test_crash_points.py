@@ -1,4 +1,4 @@
-"""A process that uses a partition, killed at its n-th store or its n-th journal write, for every n: what was put is there.
+"""A process that uses a partition, killed at its n-th store or journal write, for every n, or every third: what was put is there.
 
 As `tests/comm/bus/test_crash_points.py`, with a partition's acts: puts of rows by key, a column added by another role, claims,
 acknowledgements, a row cleared by name, rows cleared because they were read, the end.
@@ -17,6 +17,7 @@ from tests.comm.bus.test_crash_points import Log, in_child, plant
 from tests.comm.inprocess import MEMBERS, Store, ask
 from tests.comm.partitions.scripted import key, leftovers, numbers_of, put, score
 from tests.comm.partitions.world import InProcess
+from tests.strength import strength
 
 NUM_ROWS, CLEARED = 4, 3
 MEMORY = {stats_name(0): STATS_BYTES, "part/0/rollout-0.0/0": 1 << 16, "part/0/actor_fwd-0.0/1": 1 << 16}
@@ -121,5 +122,5 @@ def crash_at(folder: Path, kind: str, nth: int, when: str) -> bool:
 def test_a_crash_at_every_act_loses_nothing(tmp_path: Path, kind: str, when: str, at_least: int) -> None:
     nth = 1
     while crash_at(tmp_path / str(nth), kind, nth, when):
-        nth += 1
+        nth += strength(quick=3, full=1)  # odd and even ones in turn
     assert nth > at_least
