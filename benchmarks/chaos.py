@@ -127,10 +127,13 @@ def struck(run: ChaosRun, role: str, fault: str, disk: Path) -> Cell:
 def of_nursery(run: ChaosRun, victim: psutil.Process) -> tuple[float, float]:
     """Who asks it next is a role that was killed: when there is another nursery, and when that role is there."""
     run.victim("advantages").kill()
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(LookupError, psutil.Error):
             if run.victim("nursery").pid != victim.pid:
                 break
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a nursery that died must be replaced within {PATIENCE_S:g} s, got none")
         time.sleep(0.02)
     seen = time.time()
     return seen, run.until(lambda line: line.is_of("ready", "advantages-0")).at
